@@ -1,0 +1,164 @@
+"""The command line: ``m6 COMMAND``. A user's mistake ends in one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from m6.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+app = typer.Typer(
+    help="Pretrain M6-style multimodal mixture-of-experts transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, for example configs/m6_smoke.json")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
+    typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; may be given often"),
+]
+RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
+
+
+@app.command()
+def pretrain(
+    config: ConfigFile,
+    run: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
+    ] = None,
+    overrides: Overrides = None,
+    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
+) -> None:
+    """Pretrains a model, or goes on where the run in the folder stopped.
+
+    The same command runs under torchrun, deepspeed and srun.
+    """
+    from m6.config import check_world_size, load_config
+    from m6.training.run_directory import RunDirectory
+    from m6.training.runtime import start, world_size_of_environment
+
+    settings = load_config(config, tuple(overrides or ()))
+    root = run or Path("runs") / config.stem
+    check_world_size(settings, world_size_of_environment())
+    RunDirectory(root).check(settings)
+    from m6.training.loop import open_data
+    from m6.training.loop import pretrain as pretrain_run
+
+    open_data(settings)  # missing or unfit data is found before anything is written
+    runtime = start()
+    pretrain_run(settings, root, runtime)
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    batches: Annotated[int, typer.Option(help="micro-batches per objective")] = 32,
+    out: Annotated[Optional[Path], typer.Option(help="Markdown report; default RUN/report.md")] = None,  # noqa: UP045
+) -> None:
+    """Compares the validation loss of each objective with unigram, bigram and 5-gram models."""
+    from m6.evaluation.report import write_report
+
+    print(write_report(run, out or run / "report.md", batches).read_text(encoding="utf-8"))
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
+    prompt: Annotated[str, typer.Argument(help="the beginning of a text to go on with")] = "",
+    image: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(help="a picture to describe; may be given often"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
+    num_beams: Annotated[int, typer.Option(min=1, help="1 is greedy")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is deterministic")] = 0.0,
+    seed: int = 0,
+) -> None:
+    """Describes pictures, or goes on with a text."""
+    if bool(prompt) == bool(image):
+        raise UserError("generate: give either a text to go on with or --image, not both and not neither")
+    import torch
+
+    from m6.export import load_run_model
+    from m6.generation.captioning import caption, continue_text
+
+    model, processor = load_run_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(seed)
+    if image:
+        pictures = [_open_picture(path) for path in image]
+        texts = caption(model, processor, pictures, num_beams=num_beams, max_new_tokens=max_new_tokens)
+        for path, text in zip(image, texts, strict=True):
+            print(f"{path}\t{text}")
+    else:
+        print(
+            continue_text(
+                model, processor, [prompt], num_beams=num_beams, max_new_tokens=max_new_tokens, temperature=temperature
+            )[0]
+        )
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    hf: Annotated[Path, typer.Option("--hf", help="folder to write; must not exist or be empty")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+) -> None:
+    """Writes a run's newest checkpoint in Hugging Face's format, for ``from_pretrained``."""
+    from m6.export import export_hf
+
+    export_hf(run, hf, dtype=dtype)
+    print(hf)
+
+
+@app.command()
+def plot(
+    run: RunFolder,
+    out: Annotated[Optional[Path], typer.Option(help="PNG to write; default RUN/curves.png")] = None,  # noqa: UP045
+) -> None:
+    """Draws a run's curves."""
+    from m6.plotting import plot_run
+
+    print(plot_run(run, out))
+
+
+def _open_picture(path: Path) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(path).convert("RGBA")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise UserError(f"{path}: not a readable picture: {error}") from None
+
+
+def _mount_data_commands() -> None:
+    from m6.data.cli import app as data_app
+    from m6.data.tokenizer_cli import tokenizer
+
+    data_app.command()(tokenizer)
+
+    app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
+
+
+def main() -> None:
+    """Entry point of ``m6`` and ``python -m m6.cli``."""
+    _mount_data_commands()
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""One JSON per run: DeepSpeed's keys at the top level, everything of ours under ``"m6"``.
+
+A fact stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys and
+are read from there; the model, the data and the schedule are ours.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from m6.data.objectives import ObjectivesSettings
+from m6.data.pretraining import DataSettings
+from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
+from m6.errors import UserError, nearest
+from m6.model.configuration import M6Config
+from moe.config import MoEConfig
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A section of the JSON: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainingSettings(Section):
+    """How long, from which seed, and over how many expert-parallel ranks."""
+
+    total_steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    seed: int = Field(0, ge=0, description="fixes weights, data order, masking and dropout")
+    ep_size: PositiveInt = Field(
+        1, description="ranks that share one set of experts; divides the world size and num_experts"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="recompute each block in the backward pass instead of keeping its activations"
+    )
+    max_skipped_steps: int = Field(
+        3,
+        ge=0,
+        description="steps in a row with a non-finite loss or gradient that are skipped before the run ends as FATAL",
+    )
+
+
+class ScheduleSettings(Section):
+    """The learning rate as a multiple of the optimizer's ``lr``, a pure function of the step."""
+
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    decay: Literal["constant", "cosine", "polynomial", "wsd"] = Field("cosine", description="shape after the warm-up")
+    decay_steps: int | None = Field(
+        None,
+        gt=0,
+        description="wsd: length of the final decay in steps; the others decay to the end of the run",
+    )
+    power: float = Field(1.0, gt=0, description="polynomial: exponent (1 is linear)")
+    final_lr_ratio: Share = Field(0.1, description="learning rate at the last step over its peak")
+
+
+class EvaluationSettings(Section):
+    """Validation during training, one mean loss per objective."""
+
+    interval_steps: PositiveInt = Field(200, description="steps between validations; one also runs at the end")
+    num_batches: PositiveInt = Field(8, description="micro-batches per objective")
+
+
+class CheckpointSettings(Section):
+    """When checkpoints are written and how many stay."""
+
+    interval_steps: PositiveInt = Field(200, description="steps between checkpoints; one is also written at the end")
+    keep_last: PositiveInt = Field(2, description="complete checkpoints that stay on disk")
+    async_save: bool = Field(
+        True, description="write in a background thread; training waits for the copy to host memory only"
+    )
+
+
+class LoggingSettings(Section):
+    """RUN/metrics.jsonl is always written; the trackers are asked for."""
+
+    interval_steps: PositiveInt = Field(10, description="steps between lines of RUN/metrics.jsonl")
+    wandb: Literal["off", "offline", "online"] = Field(
+        "off", description="Weights & Biases; offline writes to RUN/wandb for a later sync"
+    )
+    wandb_project: str = Field("m6-recipes", description="project name in Weights & Biases")
+    tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
+
+
+class M6Settings(Section):
+    """The ``"m6"`` section. ``model`` and ``moe`` take the fields of ``M6Config`` and ``moe.MoEConfig``."""
+
+    model: dict[str, Any] = Field(default_factory=dict, description="fields of M6Config, see below")
+    moe: dict[str, Any] | None = Field(None, description="fields of moe.MoEConfig, see below; absent: a dense model")
+    data: DataSettings
+    objectives: ObjectivesSettings
+    training: TrainingSettings
+    schedule: ScheduleSettings = ScheduleSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A validated run: ours, DeepSpeed's, and the model they describe."""
+
+    m6: M6Settings
+    deepspeed: DeepSpeedSettings
+    model: M6Config
+    document: dict[str, Any]
+    """The JSON as given, with overrides applied: what RUN/config.json records."""
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Reads and validates a run's JSON.
+
+    Args:
+        path: the JSON file.
+        overrides: ``key.path=value`` strings; the value is JSON, or else a plain string.
+
+    Raises:
+        UserError: for a missing file, broken JSON, or any key or value that is wrong; the message names it.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(document).__name__}")
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        return parse_config(document)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def parse_config(document: dict[str, Any]) -> RunConfig:
+    """Validates a run's JSON that is already in memory."""
+    if "m6" not in document:
+        raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
+    deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})
+    settings = _validate(M6Settings, document["m6"], "m6")
+    model = _model_config(settings)
+    if settings.training.ep_size > 1 and settings.moe is None:
+        raise UserError(
+            f"m6.training.ep_size is {settings.training.ep_size} but the model is dense; add m6.moe or leave it at 1"
+        )
+    deepspeed.check_experts(settings.training.ep_size)
+    if settings.data.sequence_length > model.max_position_embeddings:
+        raise UserError(
+            f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
+            f"{model.max_position_embeddings}"
+        )
+    schedule, total = settings.schedule, settings.training.total_steps
+    if schedule.warmup_steps + (schedule.decay_steps or 0) > total:
+        raise UserError(
+            f"m6.schedule: warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps or 0} "
+            f"exceed m6.training.total_steps {total}"
+        )
+    if (schedule.decay == "wsd") != (schedule.decay_steps is not None):
+        raise UserError(
+            f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
+        )
+    return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+
+
+def check_world_size(config: RunConfig, world_size: int) -> int:
+    """Checks the run against a number of ranks; returns the gradient accumulation steps."""
+    accumulation = config.deepspeed.accumulation_steps(world_size)
+    ep_size = config.m6.training.ep_size
+    if world_size % ep_size:
+        raise UserError(
+            f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
+        )
+    if config.m6.moe is not None and config.m6.moe["num_experts"] % ep_size:
+        raise UserError(
+            f"m6.moe.num_experts {config.m6.moe['num_experts']} is not divisible by m6.training.ep_size {ep_size}"
+        )
+    return accumulation
+
+
+def _model_config(settings: M6Settings) -> M6Config:
+    own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
+    _check_keys(settings.model, own, "m6.model")
+    if settings.moe is not None:
+        _check_keys(settings.moe, {field.name for field in fields(MoEConfig)}, "m6.moe")
+        if "num_experts" not in settings.moe:
+            raise UserError("m6.moe.num_experts is missing")
+    try:
+        return M6Config(**settings.model, moe=settings.moe)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"m6.model / m6.moe: {error}") from None
+
+
+def _check_keys(section: dict[str, Any], valid: set[str], where: str) -> None:
+    for key in section:
+        if key not in valid:
+            raise UserError(f"{where}.{key}: unknown key{nearest(key, valid)}")
+
+
+def _validate(model: type[M6Settings], value: Any, where: str) -> M6Settings:
+    try:
+        return model.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise UserError(describe(error, model, where)) from None
+
+
+def describe(error: pydantic.ValidationError, model: type[BaseModel], where: str) -> str:
+    """The first problem of a pydantic error in one line: the key, the value, what was expected."""
+    problem = error.errors(include_url=False)[0]
+    path = [str(part) for part in problem["loc"]]
+    name = ".".join([where, *path])
+    if problem["type"] == "extra_forbidden":
+        return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"
+    if problem["type"] == "missing":
+        return f"{name}: missing"
+    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        field = model.model_fields.get(part)
+        kinds = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not models:
+            break
+        model = models[0]
+    return list(model.model_fields)
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *parents, last = key.split(".")
+    node = document
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise UserError(f"--set {override}: {parent} is not a section")
+    node[last] = value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f'the key "{key}" is given twice')
+    return dict(pairs)

@@ -1,0 +1,1 @@
+"""Data sets: sources, Parquet shards with a manifest, the pretraining objectives and their batches."""

@@ -1,0 +1,77 @@
+"""``m6 data build``: makes a data folder from named sources and from the user's own data."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from m6.data.build import BuildSettings
+from m6.data.build import build as build_folder
+from m6.data.sources import BUILT_IN, SourceOptions, find_source
+
+app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps ``build`` a command of its own while the group has no other."""
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/m6-recipes``, or the same under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@app.command()
+def build(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            help=f"Built-in sources ({', '.join(BUILT_IN)}), or your own data: a folder of pictures with captions, "
+            "Parquet or JSONL files, WebDataset tars, or hf:NAME[:SPLIT]. CALLED=PATH chooses its name."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The data folder to make.")],
+    image_size: Annotated[int, typer.Option(help="Longest side of a stored picture, in pixels.")] = 64,
+    passage_chars: Annotated[int, typer.Option(help="Longest passage or caption, in characters.")] = 256,
+    limit: Annotated[int | None, typer.Option(help="Use the first N rows of each source only.")] = None,
+    validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
+    test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
+    max_bad_share: Annotated[float, typer.Option(help="More bad rows than this share are an error.")] = 0.01,
+    text_column: Annotated[str, typer.Option(help="Your own data: the column of captions or texts.")] = "text",
+    image_column: Annotated[
+        str | None, typer.Option(help='Your own data: the column of pictures ("image" where there is one).')
+    ] = None,
+    licence: Annotated[str | None, typer.Option(help="Your own data: its licence, kept in the manifest.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where fetched packages are kept.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
+) -> None:
+    """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
+    settings = BuildSettings(
+        image_size=image_size,
+        passage_chars=passage_chars,
+        limit=limit,
+        validation_share=validation_share,
+        test_share=test_share,
+        max_bad_share=max_bad_share,
+    )
+    options = SourceOptions(
+        cache=cache or default_cache(),
+        passage_chars=passage_chars,
+        text_column=text_column,
+        image_column=image_column,
+        licence=licence,
+    )
+    sources = [find_source(specifier, options) for specifier in source]
+    manifest, built = build_folder(sources, out, settings, workers or _usable_cores())
+    typer.echo(f"{out} {'is built' if built else 'holds this data set already'}")
+    for name, entry in manifest.sources.items():
+        rows = ", ".join(f"{split} {part.rows:,}" for split, part in entry.splits.items())
+        size = sum(part.bytes for part in entry.splits.values()) / 1e6
+        typer.echo(f"  {name}: {rows} rows, {size:.1f} MB, {entry.licence}, skipped {sum(entry.skipped.values())}")

@@ -1,0 +1,160 @@
+"""From examples to the tensors of one micro-batch: packing into rows, positions, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m6.data.objectives import Example
+from m6.tokenizers.processor import TOKEN_TYPE_SOURCE, TOKEN_TYPE_TARGET, pixel_values
+from m6.tokenizers.text import M6Tokenizer
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """B rows of S tokens with N pictures. Integers are int64.
+
+    A row packs several samples; ``sample_ids`` tells them apart, from 1, and is 0 at padding.
+    """
+
+    input_ids: Tensor
+    """[B, S], ``<pad>`` at padding"""
+    token_type_ids: Tensor
+    """[B, S], 0 picture, 1 source, 2 target from ``<bos>`` on; 0 at padding"""
+    position_ids: Tensor
+    """[B, S], from 0 in the picture, the source and the target of every sample"""
+    sample_ids: Tensor
+    """[B, S]"""
+    labels: Tensor
+    """[B, S], aligned with input_ids (the model shifts); -100 except at targets after ``<bos>``"""
+    loss_weights: Tensor
+    """[B, S] fp32, 0 where there is no label"""
+    objective_ids: Tensor
+    """[B, S], index in OBJECTIVES at labels, -1 elsewhere"""
+    pixel_values: Tensor
+    """[N, 3, image_size, image_size] fp32 in [-1, 1], in the order of their placeholders, row by row"""
+    num_target_tokens: int
+    """labels"""
+    num_tokens: int
+    """tokens that are not padding"""
+    num_samples: int
+    bad_rows: list[str] = field(default_factory=list)
+    """``source:id: reason`` of each row that could not be used"""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch with its tensors on a device."""
+        moved: dict[str, Any] = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items()}
+        return replace(self, **moved)
+
+    def model_inputs(self) -> dict[str, Tensor]:
+        """The arguments of the model's forward pass, but for the labels."""
+        names = ("input_ids", "token_type_ids", "position_ids", "sample_ids", "pixel_values")
+        return {name: getattr(self, name) for name in names}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Puts lengths into as few rows of ``capacity`` as first-fit-decreasing finds.
+
+    Returns the indices of each row, in increasing order, the rows ordered by their first index.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((r for r, space in enumerate(free) if space >= lengths[index]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(capacity)
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return sorted(sorted(row) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collator:
+    """Builds micro-batches with rows of ``sequence_length`` tokens.
+
+    Without ``packing`` every sample has a row of its own.
+    """
+
+    tokenizer: M6Tokenizer
+    sequence_length: int
+    num_patches: int
+    image_size: int
+    packing: bool = True
+
+    def __call__(
+        self, examples: Sequence[Example], pictures: Sequence[np.ndarray | None], bad_rows: Sequence[str] = ()
+    ) -> MicroBatch:
+        """Collates examples.
+
+        Args:
+            examples: of one micro-batch; without any, the result is one row of padding.
+            pictures: for each example its decoded picture, uint8 [image_size, image_size, 3], or None.
+            bad_rows: passed through.
+
+        Raises:
+            ValueError: when an example is longer than a row, or its weights do not fit its target.
+        """
+        tokenizer = self.tokenizer
+        prefixes = [0 if picture is None else self.num_patches for picture in pictures]
+        lengths = [p + len(e.source_ids) + len(e.target_ids) + 2 for p, e in zip(prefixes, examples, strict=True)]
+        if lengths and max(lengths) > self.sequence_length:
+            raise ValueError(f"an example of {max(lengths)} tokens exceeds sequence_length {self.sequence_length}")
+        rows = pack(lengths, self.sequence_length) if self.packing else [[index] for index in range(len(examples))]
+        shape = (max(1, len(rows)), self.sequence_length)
+        input_ids = np.full(shape, tokenizer.pad_token_id, np.int64)
+        token_type_ids, position_ids, sample_ids = (np.zeros(shape, np.int64) for _ in range(3))
+        labels, objective_ids = np.full(shape, IGNORED_LABEL, np.int64), np.full(shape, -1, np.int64)
+        loss_weights = np.zeros(shape, np.float32)
+        counter = np.arange(self.sequence_length)
+        for row, indices in enumerate(rows):
+            begin = 0
+            for number, index in enumerate(indices, start=1):
+                example = examples[index]
+                source = begin + prefixes[index]
+                target = source + len(example.source_ids)
+                end = target + len(example.target_ids) + 2
+                labelled = slice(target + 1, end)
+                if example.weights is not None and len(example.weights) != len(example.target_ids) + 1:
+                    raise ValueError(
+                        f"{len(example.weights)} weights for {len(example.target_ids)} target ids and <eos>"
+                    )
+                input_ids[row, begin:source] = tokenizer.image_token_id
+                input_ids[row, source:target] = example.source_ids
+                input_ids[row, target] = tokenizer.bos_token_id
+                input_ids[row, labelled] = [*example.target_ids, tokenizer.eos_token_id]
+                token_type_ids[row, source:target] = TOKEN_TYPE_SOURCE
+                token_type_ids[row, target:end] = TOKEN_TYPE_TARGET
+                for first, last in ((begin, source), (source, target), (target, end)):
+                    position_ids[row, first:last] = counter[: last - first]
+                sample_ids[row, begin:end] = number
+                labels[row, labelled] = input_ids[row, labelled]
+                loss_weights[row, labelled] = 1 if example.weights is None else example.weights
+                objective_ids[row, labelled] = example.objective_id
+                begin = end
+        ordered = [pictures[index] for indices in rows for index in indices]
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            token_type_ids=torch.from_numpy(token_type_ids),
+            position_ids=torch.from_numpy(position_ids),
+            sample_ids=torch.from_numpy(sample_ids),
+            labels=torch.from_numpy(labels),
+            loss_weights=torch.from_numpy(loss_weights),
+            objective_ids=torch.from_numpy(objective_ids),
+            pixel_values=pixel_values([p for p in ordered if p is not None], self.image_size),
+            num_target_tokens=sum(len(example.target_ids) + 1 for example in examples),
+            num_tokens=sum(lengths),
+            num_samples=len(examples),
+            bad_rows=list(bad_rows),
+        )

@@ -1,0 +1,308 @@
+"""Micro-batches of the pretraining mixture, each a pure function of its global number."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch.utils.data import DataLoader, Dataset
+
+from m6.data.collate import Collator, MicroBatch
+from m6.data.manifest import Manifest
+from m6.data.mixture import Mixture, permuted
+from m6.data.objectives import (
+    MIN_TEXT_TOKENS,
+    OBJECTIVES,
+    BadRow,
+    Example,
+    ObjectivesSettings,
+    Sample,
+    make_example,
+    max_text_tokens,
+    source_kind,
+)
+from m6.errors import UserError, nearest
+from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.text import load_text_tokenizer
+
+if TYPE_CHECKING:
+    import datasets
+
+# A row that cannot be used is replaced by the next of its source; so many in a row mean that the source is broken.
+MAX_ATTEMPTS = 100
+# max_bad_row_share is a share of at least this many samples, so that one bad row early on ends no run.
+MIN_SAMPLES_FOR_SHARE = 1000
+
+
+class DataSettings(BaseModel):
+    """What a run reads, and how it is cut into rows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path = Field(description='data folder, made by "m6 data build"')
+    tokenizer: Path = Field(description='tokenizer folder, made by "m6 data tokenizer"')
+    sources: dict[str, float] | None = Field(
+        default=None, description="relative weight of each source; absent: all sources, in proportion to their rows"
+    )
+    sequence_length: int = Field(default=512, gt=0, description="tokens in a row, pictures and padding included")
+    packing: bool = Field(default=True, description="put several samples into a row; off: one sample a row")
+    num_workers: int = Field(
+        default=2, ge=0, description="processes that prepare micro-batches; 0: none beside the trainer"
+    )
+    max_bad_row_share: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="share of rows that cannot be used (damaged picture, no text) that ends the run",
+    )
+
+
+class PretrainingData:
+    """The pretraining data of one split.
+
+    ``micro_batch(index)`` depends on the settings, the seed and the index alone, so any number of ranks and workers
+    reads the same data, and resuming needs a number alone. Picklable; data files are opened where they are read.
+
+    Args:
+        settings: what is read.
+        objectives: the objectives and their shares.
+        split: that ``micro_batch`` reads.
+        seed: of the run.
+        micro_batch_size: samples of a micro-batch.
+        image_size: side of a picture in pixels.
+        patch_size: side of a patch in pixels; a picture is ``(image_size / patch_size)^2`` tokens.
+
+    Raises:
+        UserError: for a missing folder, an unknown source, an objective without a source to read, weights that are
+            all 0, or a sequence_length that leaves no space for text.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        objectives: ObjectivesSettings,
+        *,
+        split: str = "train",
+        seed: int,
+        micro_batch_size: int,
+        image_size: int,
+        patch_size: int,
+    ) -> None:
+        self.settings, self.objectives, self.split = settings, objectives, split
+        self.micro_batch_size = micro_batch_size
+        self.manifest = Manifest.load(settings.path)
+        self.tokenizer = load_text_tokenizer(settings.tokenizer)
+        num_patches = (image_size // patch_size) ** 2
+        self._collator = Collator(
+            tokenizer=self.tokenizer,
+            sequence_length=settings.sequence_length,
+            num_patches=num_patches,
+            image_size=image_size,
+            packing=settings.packing,
+        )
+        self._source_weights = source_weights(self.manifest, split, settings.sources)
+        self._max_tokens = {name: max_text_tokens(name, settings.sequence_length, num_patches) for name in OBJECTIVES}
+        self._sizes = {source: self.manifest.split(source, split).rows for source in self._source_weights}
+        self._mixture = Mixture(pair_weights(self.manifest, objectives, self._source_weights), self._sizes, seed)
+        self._open: dict[tuple[str, str], datasets.Dataset] = {}
+        for name in self.active_objectives:
+            if self._max_tokens[name] < MIN_TEXT_TOKENS:
+                raise UserError(
+                    f"m6.data.sequence_length {settings.sequence_length} leaves {self._max_tokens[name]} tokens "
+                    f"of text for {name} (a picture takes {num_patches}); at least {MIN_TEXT_TOKENS} are needed"
+                )
+
+    @property
+    def active_objectives(self) -> list[str]:
+        """The objectives of positive weight, in the order of OBJECTIVES."""
+        return [name for name in OBJECTIVES if self.objectives.of(name).weight > 0]
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        """The micro-batch of a global index, from 0.
+
+        A row that cannot be used is replaced by the next of its source, and listed in ``bad_rows``.
+        UserError when a source holds no usable row.
+        """
+        numbers = range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
+        bad_rows: list[str] = []
+        samples = [self._sample(number, bad_rows) for number in numbers]
+        return self._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
+
+    def loader(self, indices: Iterable[int], num_workers: int) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of ``indices`` in order, prepared ahead by worker processes.
+
+        UserError when more than ``max_bad_row_share`` of the samples met a row that could not be used.
+        """
+        batches: DataLoader[MicroBatch | UserError] = DataLoader(
+            _MicroBatches(self),
+            sampler=indices,
+            batch_size=None,
+            collate_fn=_identity,
+            num_workers=num_workers,
+            # Without one of its own it would draw from the global generator, and so change the run's dropout.
+            generator=torch.Generator(),
+        )
+        num_bad = num_samples = 0
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            num_bad += len(batch.bad_rows)
+            num_samples += batch.num_samples
+            if num_bad > self.settings.max_bad_row_share * max(num_samples, MIN_SAMPLES_FOR_SHARE):
+                raise UserError(
+                    f"{num_bad} bad rows in {num_samples} samples exceed m6.data.max_bad_row_share "
+                    f"{self.settings.max_bad_row_share}; the last: {', '.join(batch.bad_rows[-3:])}"
+                )
+            yield batch
+
+    def validation_micro_batches(self, objective: str, num: int) -> Sequence[MicroBatch]:
+        """Up to ``num`` micro-batches of one objective on the validation split, made when they are indexed.
+
+        They are the same for every seed: rows in a fixed random order, each once, with fixed corruption, until the
+        split ends; the last may hold fewer samples. Empty when no source of the objective has validation rows.
+        Rows that cannot be used are left out.
+        """
+        self.objectives.of(objective)
+        return _ValidationBatches(self, objective, num)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}
+
+    def _sample(self, number: int, bad_rows: list[str]) -> tuple[Example, np.ndarray | None]:
+        draw = self._mixture.draw(number)
+        for attempt in range(min(MAX_ATTEMPTS, self._sizes[draw.source])):
+            row = self._mixture.row(draw.source, draw.position + attempt)
+            made = self._read(draw.objective, draw.source, self.split, row, draw.seed, bad_rows)
+            if made is not None:
+                return made
+        raise UserError(
+            f'{self.settings.path}: source "{draw.source}" has no usable row; the last: {", ".join(bad_rows[-3:])}'
+        )
+
+    def _read(
+        self, objective: str, source: str, split: str, row: int, seed: int, bad_rows: list[str]
+    ) -> tuple[Example, np.ndarray | None] | None:
+        """Reads a row and makes its example and decoded picture; or appends to ``bad_rows`` and returns None."""
+        if (source, split) not in self._open:
+            self._open[source, split] = _open_columns(self.manifest, source, split)
+        values = self._open[source, split][row]
+        rng = np.random.default_rng(seed)
+        try:
+            example = make_example(
+                objective, Sample(**values), rng, self.tokenizer, self.objectives, self._max_tokens[objective]
+            )
+            if example.image is None:
+                return example, None
+            return example, self._decode(example.image)
+        except BadRow as error:
+            bad_rows.append(f"{source}:{values['id']}: {error}")
+            return None
+
+    def _decode(self, image: bytes) -> np.ndarray:
+        try:
+            return decode_picture(image, self._collator.image_size)
+        except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
+            # The type alone: some messages hold an address in memory, and so differ between ranks.
+            raise BadRow(f"damaged image ({type(error).__name__})") from None
+
+
+class _ValidationBatches(Sequence[MicroBatch]):
+    def __init__(self, data: PretrainingData, objective: str, num: int) -> None:
+        self._data, self._objective = data, objective
+        manifest = data.manifest
+        eligible = [s for s in data._source_weights if manifest.sources[s].kind == source_kind(objective)]
+        self._sizes = {source: manifest.split(source, "validation").rows for source in eligible}
+        self._total = sum(self._sizes.values())
+        self._length = min(num, -(-self._total // data.micro_batch_size))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> MicroBatch:  # type: ignore[override]  # no slices
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        data, size = self._data, self._data.micro_batch_size
+        bad_rows: list[str] = []
+        made = []
+        for position in range(index * size, min((index + 1) * size, self._total)):
+            source, row = self._locate(permuted(position, self._total, key=0))
+            made.append(data._read(self._objective, source, "validation", row, position, bad_rows))
+        samples = [sample for sample in made if sample is not None]
+        return data._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
+
+    def _locate(self, row: int) -> tuple[str, int]:
+        for source, size in self._sizes.items():
+            if row < size:
+                return source, row
+            row -= size
+        raise AssertionError("a row beyond the validation split")
+
+
+class _MicroBatches(Dataset[MicroBatch | UserError]):
+    """Micro-batches by index. A UserError is returned, since one that is raised would arrive as a traceback."""
+
+    def __init__(self, data: PretrainingData) -> None:
+        self._data = data
+
+    def __getitem__(self, index: int) -> MicroBatch | UserError:
+        try:
+            return self._data.micro_batch(index)
+        except UserError as error:
+            return error
+
+
+def source_weights(manifest: Manifest, split: str, weights: Mapping[str, float] | None) -> dict[str, float]:
+    """The positive weight of each source; see ``DataSettings.sources``."""
+    rows = {source: manifest.split(source, split).rows for source in sorted(manifest.sources)}
+    if weights is None:
+        chosen: Mapping[str, float] = rows
+    else:
+        chosen = weights
+        for source, weight in weights.items():
+            if source not in rows:
+                raise UserError(f'm6.data.sources: {manifest.folder} has no "{source}"{nearest(source, rows)}')
+            if weight < 0:
+                raise UserError(f'm6.data.sources: the weight of "{source}" is {weight}, expected 0 or more')
+            if weight > 0 and not rows[source]:
+                raise UserError(f'm6.data.sources: "{source}" has no rows in split "{split}"; leave it out')
+    positive = {source: float(chosen[source]) for source in sorted(chosen) if chosen[source] > 0}
+    if not positive:
+        if weights is None:
+            raise UserError(f'{manifest.folder} has no rows in split "{split}"')
+        raise UserError("m6.data.sources: every weight is 0")
+    return positive
+
+
+def pair_weights(
+    manifest: Manifest, objectives: ObjectivesSettings, sources: Mapping[str, float]
+) -> dict[tuple[str, str], float]:
+    """The share of each (objective, source) pair: that of the objective, divided over the sources that it reads."""
+    total = sum(objectives.of(name).weight for name in OBJECTIVES)
+    if not total:
+        raise UserError("m6.objectives: every weight is 0")
+    pairs: dict[tuple[str, str], float] = {}
+    for name in OBJECTIVES:
+        weight = objectives.of(name).weight
+        kind = source_kind(name)
+        eligible = {source: share for source, share in sources.items() if manifest.sources[source].kind == kind}
+        if weight and not eligible:
+            raise UserError(
+                f'm6.objectives.{name}.weight is {weight}, but no source of kind "{kind}" is read '
+                f"(read: {', '.join(sources)}); add one to m6.data.sources or set the weight to 0"
+            )
+        if weight:
+            scale = weight / total / sum(eligible.values())
+            pairs |= {(name, source): share * scale for source, share in eligible.items()}
+    return pairs
+
+
+def _open_columns(manifest: Manifest, source: str, split: str) -> "datasets.Dataset":
+    from m6.data.reader import open_split
+
+    return open_split(manifest, source, split).select_columns(["id", "text", "image", "question", "answer"])
+
+
+def _identity(batch: Any) -> Any:
+    return batch

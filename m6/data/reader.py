@@ -1,0 +1,35 @@
+"""Opening a split of a data folder as a memory-mapped ``datasets.Dataset``."""
+
+from typing import TYPE_CHECKING
+
+from m6.data.manifest import Manifest
+from m6.data.shards import SCHEMA
+from m6.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset":
+    """Returns the rows of one split, in shard order, with the columns of ``m6.data.shards.SCHEMA``.
+
+    Parquet is converted once into Arrow files in the cache of Hugging Face Datasets (``HF_HOME``), which are
+    memory-mapped, so that indexing is cheap, workers share the pages and the rows need not fit into memory.
+    UserError when the source or split is unknown, has no rows, or a shard is missing.
+    """
+    import datasets
+
+    files = manifest.files(source, split)
+    if not files:
+        raise UserError(f'{manifest.folder}: source "{source}" has no rows in split "{split}"')
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"{missing[0]} is missing, but the manifest lists it")
+    features = datasets.Features.from_arrow_schema(SCHEMA)
+    data = datasets.Dataset.from_parquet([str(file.resolve()) for file in files], features=features)
+    if len(data) != manifest.split(source, split).rows:
+        raise UserError(
+            f'{manifest.folder}: source "{source}" has {len(data)} rows in split "{split}", '
+            f"but the manifest says {manifest.split(source, split).rows}"
+        )
+    return data

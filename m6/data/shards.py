@@ -1,0 +1,108 @@
+"""Writing rows as Parquet shards of bounded size, in bounded memory."""
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m6 import files
+from m6.data.manifest import Shard
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("image", pa.binary()),
+        pa.field("question", pa.string()),
+        pa.field("answer", pa.string()),
+        pa.field("group", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+    ]
+)
+
+SHARD_BYTES = 64 << 20
+# A row group is held in memory until it is full: large enough to compress well, small enough that many
+# writers (three splits of a source) fit on any machine.
+ROW_GROUP_BYTES = 8 << 20
+ROW_GROUP_ROWS = 10_000
+
+
+class ShardWriter:
+    """Writes one split of one source to ``folder/split/source-00000.parquet`` and so on.
+
+    A shard is written under a temporary name and renamed when it is complete. Use as a context manager;
+    afterwards ``shards`` lists what was written, in order. Nothing is written for zero rows.
+    """
+
+    def __init__(self, folder: Path, split: str, source: str, shard_bytes: int = SHARD_BYTES) -> None:
+        self.shards: list[Shard] = []
+        self._folder, self._split, self._source = folder, split, source
+        self._shard_bytes = shard_bytes
+        self._rows: list[dict[str, object]] = []
+        self._pending_bytes = 0
+        self._writer: pq.ParquetWriter | None = None
+        self._file: pa.NativeFile | None = None
+        self._shard_rows = 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._flush()
+            self._finish_shard()
+        elif self._writer is not None and self._file is not None:
+            self._writer.close()
+            self._file.close()
+            self._temporary.unlink()
+
+    def write(self, row: dict[str, object]) -> None:
+        """Appends a row whose keys are the columns of SCHEMA (a missing one is null)."""
+        self._rows.append(row)
+        self._pending_bytes += sum(len(v) for v in row.values() if isinstance(v, (str, bytes)))
+        if self._pending_bytes >= ROW_GROUP_BYTES or len(self._rows) >= ROW_GROUP_ROWS:
+            self._flush()
+            if self._file is not None and self._file.tell() >= self._shard_bytes:
+                self._finish_shard()
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / self._split / f"{self._source}-{len(self.shards):05d}.parquet"
+
+    @property
+    def _temporary(self) -> Path:
+        return self._path.with_name(self._path.name + ".tmp")
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        if self._writer is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = pa.OSFile(str(self._temporary), "wb")
+            self._writer = pq.ParquetWriter(self._file, SCHEMA, compression="zstd")
+        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+        self._shard_rows += len(self._rows)
+        self._rows, self._pending_bytes = [], 0
+
+    def _finish_shard(self) -> None:
+        if self._writer is None or self._file is None:
+            return
+        self._writer.close()
+        self._file.close()
+        temporary, path = self._temporary, self._path
+        files.sync(temporary)
+        os.replace(temporary, path)
+        self.shards.append(
+            Shard(
+                file=path.relative_to(self._folder).as_posix(),
+                rows=self._shard_rows,
+                bytes=path.stat().st_size,
+                sha256=files.sha256(path),
+            )
+        )
+        self._writer = self._file = None
+        self._shard_rows = 0

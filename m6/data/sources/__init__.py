@@ -1,0 +1,61 @@
+"""Where rows come from: packages that every machine can fetch, and the user's own data."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from m6.data.sources.base import Row, Source, SourceOptions
+from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaQuestions
+from m6.data.sources.emoji import Emoji
+from m6.data.sources.icon_park import IconPark
+from m6.data.sources.inews import Inews
+from m6.data.sources.own import PictureFolder, WebDataset
+from m6.data.sources.poetry import Poetry
+from m6.data.sources.tables import HubTable, LocalTable
+from m6.data.sources.tuxpaint import TuxPaint
+from m6.errors import UserError, nearest
+
+__all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source"]
+
+BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
+    source.name: source for source in (Inews, EasyVqaCaptions, EasyVqaQuestions, Emoji, IconPark, Poetry, TuxPaint)
+}
+
+
+def find_source(specifier: str, options: SourceOptions) -> Source:
+    """The source that the command line names: a built-in name, a path or ``hf:NAME[:SPLIT]``.
+
+    ``CALLED=`` in front of a path or of ``hf:`` chooses the name it gets in the manifest; otherwise that is the
+    last part of the path. UserError when there is no such source.
+    """
+    if specifier in BUILT_IN:
+        return BUILT_IN[specifier](options)
+    called, place = re.fullmatch(r"(?:(\w[\w-]*)=)?(.*)", specifier, re.DOTALL).groups()  # type: ignore[union-attr]
+    if place.startswith("hf:"):
+        dataset, _, split = place.removeprefix("hf:").partition(":")
+        return HubTable(called or _name(dataset), dataset, split or "train", options)
+    path = Path(place)
+    if not path.exists():
+        hint = nearest(specifier, BUILT_IN)
+        raise UserError(f'there is no source and no file or folder "{specifier}"{hint}')
+    return _open_path(called or _name(path.resolve().name), path, options)
+
+
+def _open_path(name: str, path: Path, options: SourceOptions) -> Source:
+    if path.is_file():
+        if path.suffix == ".tar":
+            return WebDataset(name, [path], options)
+        if path.suffix in LocalTable.FORMATS:
+            return LocalTable(name, [path], options)
+        raise UserError(f"{path}: expected a folder or a file .tar, {', '.join(LocalTable.FORMATS)}")
+    if tars := sorted(path.rglob("*.tar")):
+        return WebDataset(name, tars, options)
+    tables = [file for suffix in LocalTable.FORMATS for file in sorted(path.rglob(f"*{suffix}"))]
+    if tables and not (path / "metadata.jsonl").is_file():
+        return LocalTable(name, tables, options)
+    return PictureFolder(name, path, options)
+
+
+def _name(text: str) -> str:
+    """A name that is safe in file names: the last part of a path without what follows the first dot."""
+    return re.sub(r"[^\w-]", "_", text.rsplit("/", 1)[-1].split(".")[0]) or "own"

@@ -1,0 +1,134 @@
+"""Emoji in five drawing styles with their Chinese names from Unicode's CLDR."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+
+from m6.data.manifest import Kind, Origin
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.packages import NpmPackage, members
+
+NAMES = {
+    "annotations": NpmPackage(
+        "cldr-annotations-full",
+        "48.2.0",
+        "Unicode-3.0",
+        "28576e51225deb51e3ddd734b0f824a0079682cb5d8c27faa9f68149317a14d1",
+    ),
+    "annotationsDerived": NpmPackage(
+        "cldr-annotations-derived-full",
+        "48.2.0",
+        "Unicode-3.0",
+        "4be946ff5815f806ec78b50363d577a769f2fbfb90c6380a44e161a92436996e",
+    ),
+}
+
+# Style: its package and where in it the pictures are. Noto comes first: it decides what an emoji is.
+STYLES = {
+    "noto": (
+        NpmPackage(
+            "emoji-datasource-google",
+            "16.0.0",
+            "Apache-2.0",
+            "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
+        ),
+        r"package/img/google/64/(.+)\.png",
+    ),
+    "twemoji": (
+        NpmPackage(
+            "emoji-datasource-twitter",
+            "16.0.0",
+            "CC-BY-4.0",
+            "f64a530c63bca463bd8317fdc4615ce63a53a0c65018e4ce2d848aaba7a28877",
+        ),
+        r"package/img/twitter/64/(.+)\.png",
+    ),
+    "openmoji": (
+        NpmPackage(
+            "openmoji",
+            "17.0.0",
+            "CC-BY-SA-4.0",
+            "55ee7d13485dec86e9f38c1f3a645a13382d33ff97c0cd845ee824b0aef45e68",
+        ),
+        r"package/color/svg/(.+)\.svg",
+    ),
+    "fluent-3d": (
+        NpmPackage(
+            "@lobehub/fluent-emoji-3d",
+            "1.1.0",
+            "MIT",
+            "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58",
+        ),
+        r"package/assets/(.+)\.webp",
+    ),
+    "fluent-flat": (
+        NpmPackage(
+            "@lobehub/fluent-emoji-flat",
+            "1.1.0",
+            "MIT",
+            "8f9113c027c7c20eced0070354715a4093a459b8bef6332b91d45f38c9bdb147",
+        ),
+        r"package/assets/(.+)\.svg",
+    ),
+}
+
+_CODE_POINTS = re.compile(r"[0-9A-Fa-f]{4,5}(-[0-9A-Fa-f]{4,5})*")
+_SKIN_TONE = re.compile("[\U0001f3fb-\U0001f3ff]")
+
+
+class Emoji:
+    """The caption is the Chinese name alone, because style is not what a name tells; the style stands in the id.
+
+    The group is the name, so that a concept is in one split with all of its styles. Skin tones are left out:
+    they would be half of the rows, and two of the packages have them exchanged. Concepts come in a shuffled
+    order that never changes, so that a limited build is a fair sample with every style.
+    """
+
+    name = "emoji"
+    kind: Kind = "image_text"
+    own_test_split = False
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._cache = options.cache
+
+    def origin(self) -> list[Origin]:
+        packages = [package for package, _ in STYLES.values()] + list(NAMES.values())
+        return [package.origin() for package in packages]
+
+    def rows(self) -> Iterator[Row]:
+        names = self._names()
+        pictures: dict[str, dict[str, bytes]] = {}  # 45 MB in all
+        for style, (package, pattern) in STYLES.items():
+            for match, image in members(package.tarball(self._cache), pattern):
+                emoji = _emoji(match[1])
+                if emoji in names and (style == "noto" or emoji in pictures):
+                    pictures.setdefault(emoji, {})[style] = image
+        for emoji in sorted(pictures, key=lambda emoji: hashlib.sha256(emoji.encode()).digest()):
+            code = "-".join(f"{ord(character):x}" for character in emoji)
+            for style, image in pictures[emoji].items():
+                yield Row(f"emoji/{code}/{style}", names[emoji], names[emoji], image)
+
+    def _names(self) -> dict[str, str]:
+        names = {}
+        for part, package in NAMES.items():
+            for _, content in members(package.tarball(self._cache), rf"package/{part}/zh/annotations\.json"):
+                for emoji, entry in json.loads(content)[part]["annotations"].items():
+                    if "tts" in entry and not _SKIN_TONE.search(emoji):
+                        names[emoji.replace("\ufe0f", "")] = readable_name(entry["tts"][0])
+        return names
+
+
+def readable_name(name: str) -> str:
+    """CLDR's "旗: 中国" as people say it, 中国的旗帜; other qualifiers keep a Chinese colon."""
+    head, colon, rest = name.partition(": ")
+    if not colon:
+        return name
+    return f"{rest}的旗帜" if head == "旗" else f"{head}：{rest}"
+
+
+def _emoji(stem: str) -> str:
+    """The characters of a file name such as 1f468-200d-1f527, without variation selectors."""
+    if not _CODE_POINTS.fullmatch(stem):
+        return ""
+    return "".join(chr(int(code, 16)) for code in stem.split("-")).replace("\ufe0f", "")

@@ -1,0 +1,133 @@
+"""Reading data out of pip, npm and Debian packages without installing or running anything of theirs."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from m6 import files
+from m6.data.manifest import Origin
+from m6.errors import UserError
+
+
+@dataclass(frozen=True)
+class PipPackage:
+    """An installed distribution that carries data files in the folder of ``module``."""
+
+    name: str
+    module: str
+    licence: str
+
+    def folder(self) -> Path:
+        """The module's folder; it is not imported. UserError when the package is not installed."""
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(f'the package {self.name} is not installed: pip install "m6-recipes[data]"')
+        return Path(spec.submodule_search_locations[0])
+
+    def origin(self, read: Iterable[Path]) -> Origin:
+        """The origin, with one checksum over the files that are ``read``."""
+        version = importlib.metadata.version(self.name)
+        return Origin(package=self.name, version=version, licence=self.licence, sha256=tree_sha256(read))
+
+
+@dataclass(frozen=True)
+class NpmPackage:
+    """A package of the npm registry, pinned by version and by the SHA-256 of its tarball."""
+
+    name: str
+    version: str
+    licence: str
+    sha256: str
+
+    def origin(self) -> Origin:
+        return Origin(package=self.name, version=self.version, licence=self.licence, sha256=self.sha256)
+
+    def tarball(self, cache: Path) -> Path:
+        """The tarball in the cache folder, fetched with ``npm pack`` when it is not there yet."""
+        path = cache / "npm" / f"{self.name.lstrip('@').replace('/', '-')}-{self.version}.tgz"
+        if not path.is_file():
+            specifier = f"{self.name}@{self.version}"
+            if shutil.which("npm") is None:
+                raise UserError(
+                    f"npm is not installed, and {specifier} has to be fetched: install Node.js, or run "
+                    f'"npm pack {specifier}" on another machine and copy the file to {path}'
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                _run(["npm", "pack", specifier, "--silent", "--pack-destination", folder], f"npm: {specifier}")
+                next(Path(folder).glob("*.tgz")).replace(path)
+        if files.sha256(path) != self.sha256:
+            raise UserError(f"{path} is not {self.name}@{self.version}: its SHA-256 differs; remove the file")
+        return path
+
+
+@dataclass(frozen=True)
+class DebianPackage:
+    """A package of the machine's Debian or Ubuntu mirror, in the version that the mirror has."""
+
+    name: str
+    licence: str
+
+    def archive(self, cache: Path) -> Path:
+        """The .deb file in the cache folder, fetched with ``apt-get download`` when it is not there yet."""
+        folder = cache / "apt"
+        found = sorted(folder.glob(f"{self.name}_*.deb"))
+        if not found:
+            for tool in ("apt-get", "dpkg-deb"):
+                if shutil.which(tool) is None:
+                    raise UserError(f"{tool} is missing; {self.name} is read from Debian or Ubuntu packages only")
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                _run(["apt-get", "download", self.name], f"apt-get: {self.name}", cwd=temporary)
+                archive = next(Path(temporary).glob("*.deb"))
+                found = [archive.replace(folder / archive.name)]
+        return found[-1]
+
+    def origin(self, cache: Path) -> Origin:
+        archive = self.archive(cache)
+        version = archive.stem.split("_")[1].replace("%3a", ":")
+        return Origin(package=self.name, version=version, licence=self.licence, sha256=files.sha256(archive))
+
+    def members(self, cache: Path, pattern: str) -> Iterator[tuple[re.Match[str], bytes]]:
+        """Like ``members`` for the files that the package would install."""
+        command = ["dpkg-deb", "--fsys-tarfile", str(self.archive(cache))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            yield from members(process.stdout, pattern)
+
+
+def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[str], bytes]]:
+    """Streams the regular files of a tar archive whose whole name matches ``pattern``; nothing is extracted."""
+    expression = re.compile(pattern)
+    opened = archive.open("rb") if isinstance(archive, Path) else archive
+    with opened, tarfile.open(fileobj=opened, mode="r|*") as tar:
+        for member in tar:
+            match = expression.fullmatch(member.name)
+            if match and member.isfile():
+                content = tar.extractfile(member)
+                assert content is not None
+                yield match, content.read()
+
+
+def tree_sha256(paths: Iterable[Path]) -> str:
+    """One SHA-256 over the names and contents of files, whatever their order and folder."""
+    digest = hashlib.sha256()
+    for name, checksum in sorted((path.name, files.sha256(path)) for path in paths):
+        digest.update(f"{checksum}  {name}\n".encode())
+    return digest.hexdigest()
+
+
+def _run(command: list[str], what: str, cwd: str | None = None) -> None:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines()[-3:]
+        raise UserError(f"{what} cannot be fetched: {' | '.join(lines)}")

@@ -1,0 +1,74 @@
+"""Turning any picture file into a small square one that is safe to decode."""
+
+import io
+import warnings
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from m6.errors import UserError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 50_000_000  # 200 MB decoded; larger files are decompression bombs or need preparation
+
+
+class BadPicture(Exception):
+    """A picture that cannot be used; the message is the reason that the manifest counts."""
+
+
+def encode(data: bytes, image_size: int) -> bytes:
+    """Returns PNG, JPEG or WebP bytes of an opaque square picture of at most ``image_size`` pixels a side.
+
+    The proportions are kept, what is missing to the square and what was transparent becomes white, and nothing
+    is enlarged except drawings (SVG), which are rendered at ``image_size``. A file that already fits is kept
+    byte for byte. Raises BadPicture.
+    """
+    if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        data = _render(data, image_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower
+            return _encode(data, image_size)
+    except Image.DecompressionBombError:
+        raise BadPicture("image too large") from None
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, MemoryError):
+        # Pillow's decoders raise any of these for a damaged file
+        raise BadPicture("corrupt image") from None
+
+
+def _encode(data: bytes, image_size: int) -> bytes:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise BadPicture("image too large")
+        kind = image.format
+        fits = image.width == image.height <= image_size and image.mode == "RGB"
+        image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes at a fraction of the size
+        image.load()
+        if fits and kind in ("PNG", "JPEG", "WEBP") and not image.getexif() and "transparency" not in image.info:
+            return data
+        picture = ImageOps.exif_transpose(image).convert("RGBA")
+    picture.thumbnail((image_size, image_size), Image.Resampling.LANCZOS)
+    side = max(picture.size)
+    canvas = Image.new("RGB", (side, side), "white")
+    canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)
+    buffer = io.BytesIO()
+    if kind == "JPEG":  # a photograph is several times smaller as JPEG
+        canvas.save(buffer, "JPEG", quality=95, subsampling=0)
+    else:
+        canvas.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def _render(svg: bytes, size: int) -> bytes:
+    try:
+        import cairosvg
+    except ImportError:
+        raise UserError('drawings (SVG) need cairosvg: pip install "m6-recipes[data]"') from None
+    except OSError:
+        raise UserError("cairosvg needs the cairo library: apt-get install libcairo2") from None
+
+    try:  # without unsafe=True, cairosvg reads no other file, no address and no XML entity
+        png: bytes = cairosvg.svg2png(bytestring=svg, output_width=size, output_height=size, background_color="white")
+    except Exception:
+        # cairosvg has no exception type of its own: bad XML, numbers and sizes all surface differently
+        raise BadPicture("corrupt image") from None
+    return png

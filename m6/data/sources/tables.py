@@ -1,0 +1,131 @@
+"""Tables with a text column and perhaps pictures: local Parquet and JSONL files, and data sets of the Hub.
+
+Both are read by Hugging Face Datasets as a stream. It runs no loading scripts, and pictures stay undecoded.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from m6.data.manifest import Kind, Origin
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.own import Local, inside, require
+from m6.data.sources.text import passages
+from m6.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+
+
+class LocalTable(Local):
+    """Parquet or JSONL files with a text column and, for picture and caption pairs, an image column: bytes,
+    Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder."""
+
+    FORMATS: ClassVar[dict[str, str]] = {".parquet": "parquet", ".jsonl": "json"}
+
+    def __init__(self, name: str, files: list[Path], options: SourceOptions) -> None:
+        super().__init__(name, files, options)
+        if len({file.suffix for file in files}) > 1:
+            raise UserError(f'"{name}" mixes Parquet and JSONL files; build them as two sources')
+        self._data: datasets.IterableDataset = _load(
+            name, self.FORMATS[files[0].suffix], data_files=[str(file) for file in files], split="train"
+        )
+        self._image_column = _image_column(self._data, options, name)
+        self.kind = "image_text" if self._image_column else "text"
+
+    def rows(self) -> Iterator[Row]:
+        folder = self._paths[0].parent
+        return _table_rows(self.name, self._data, self._image_column, self._options, folder)
+
+
+class HubTable:
+    """A data set of the Hugging Face Hub, streamed at the commit that the Hub has now."""
+
+    own_test_split = False
+
+    def __init__(self, name: str, dataset: str, split: str, options: SourceOptions) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            info = HfApi().dataset_info(dataset)
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            raise UserError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from None
+        licence = options.licence or (info.card_data.get("license") if info.card_data else None)
+        if not isinstance(licence, str):
+            raise UserError(f"hf:{dataset} states no licence; read its page and pass --licence")
+        self.name, self._options = name, options
+        self._origin = Origin(package=f"hf:{dataset}:{split}", version=str(info.sha), licence=licence)
+        self._data: datasets.IterableDataset = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
+        self._image_column = _image_column(self._data, options, name)
+        self.kind: Kind = "image_text" if self._image_column else "text"
+
+    def origin(self) -> list[Origin]:
+        return [self._origin]
+
+    def rows(self) -> Iterator[Row]:
+        return _table_rows(self.name, self._data, self._image_column, self._options, None)
+
+
+def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
+    """Streams a table with Hugging Face Datasets, which loads no scripts; its errors become UserError."""
+    import datasets
+
+    try:
+        data = datasets.load_dataset(path, streaming=True, **arguments)
+        # JSON states no columns in advance: they are found by reading the first rows.
+        return data if data.features is not None else data._resolve_features()
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
+
+
+def _image_column(data: "datasets.IterableDataset", options: SourceOptions, name: str) -> str | None:
+    """The column of pictures (``image`` where it is not chosen and exists); None for a table of text."""
+    columns = list(data.features)
+    require(options.text_column, columns, name)
+    if options.image_column is not None:
+        require(options.image_column, columns, name)
+        return options.image_column
+    return "image" if "image" in columns else None
+
+
+def _table_rows(
+    name: str, data: "datasets.IterableDataset", image_column: str | None, options: SourceOptions, folder: Path | None
+) -> Iterator[Row]:
+    import datasets
+
+    features: dict[str, Any] = data.features
+    columns = [options.text_column] + ([image_column] if image_column else [])
+    data = data.select_columns(columns)
+    if image_column and isinstance(features.get(image_column), datasets.Image):
+        data = data.cast_column(image_column, datasets.Image(decode=False))  # a bad picture costs one row only
+    entries = iter(data)
+    for number in itertools.count():
+        try:
+            entry = next(entries, None)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
+        if entry is None:
+            return
+        identity, text = f"{name}/{number}", entry[options.text_column]
+        text = text if isinstance(text, str) else ""
+        if image_column:
+            image = _picture_bytes(entry[image_column], folder)
+            yield Row(identity, identity, text, image, problem=None if image else "missing image")
+        else:
+            for index, passage in enumerate(passages(text, options.passage_chars)):
+                yield Row(f"{identity}/{index}", identity, passage)
+
+
+def _picture_bytes(value: object, folder: Path | None) -> bytes | None:
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and folder is not None:
+        picture = inside(folder, value)
+        return picture.read_bytes() if picture else None
+    return value if isinstance(value, bytes) else None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

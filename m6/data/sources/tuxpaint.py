@@ -1,0 +1,37 @@
+"""Tux Paint's stamps: photographs and drawings, each with a Chinese sentence that somebody wrote."""
+
+import re
+from collections.abc import Iterator
+
+from m6.data.manifest import Kind, Origin
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.packages import DebianPackage
+
+PACKAGE = DebianPackage("tuxpaint-stamps-default", "GPL-2.0-only")
+STAMPS = r"\./usr/share/tuxpaint/stamps/(.+)\.(png|svg|txt)"
+
+_SENTENCE = re.compile(r"^zh_CN\.utf8=(.+)$", re.MULTILINE)
+
+
+class TuxPaint:
+    """The sentence stands in a text file right behind its picture. The group is the sentence."""
+
+    name = "tuxpaint"
+    kind: Kind = "image_text"
+    own_test_split = False
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._cache = options.cache
+
+    def origin(self) -> list[Origin]:
+        return [PACKAGE.origin(self._cache)]
+
+    def rows(self) -> Iterator[Row]:
+        last: tuple[str, bytes] = ("", b"")
+        for match, content in PACKAGE.members(self._cache, STAMPS):
+            if match[2] != "txt":
+                last = (match[1], content)
+                continue
+            sentence = _SENTENCE.search(content.decode("utf-8", "replace"))
+            if sentence and last[0] == match[1]:
+                yield Row(f"tuxpaint/{match[1]}", sentence[1], sentence[1], last[1])

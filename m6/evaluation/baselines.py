@@ -1,0 +1,131 @@
+"""What n-gram models reach on the targets that validation measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m6.config import RunConfig
+from m6.data.collate import IGNORED_LABEL, MicroBatch
+from m6.data.manifest import MANIFEST_NAME
+from m6.data.objectives import max_text_tokens, source_kind
+from m6.data.pretraining import PretrainingData, source_weights
+from m6.data.reader import open_split
+from m6.errors import UserError
+from m6.evaluation.ngram import Ints, NGramModel
+from m6.files import sha256, write_json
+
+ORDERS = {"unigram": 1, "bigram": 2, "5-gram": 5}
+Baselines = dict[str, dict[str, float]]
+
+
+def baselines_file(run_dir: Path) -> Path:
+    return run_dir / "baselines.json"
+
+
+def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselines:
+    """The baselines of a run, computed once for its data, tokenizer and settings and kept in RUN/baselines.json.
+
+    Args:
+        num_batches: validation micro-batches per objective.
+
+    Returns:
+        {objective: {model in ORDERS: mean loss in nats per target}} of every objective that validation measures.
+    """
+    from m6.training.loop import open_data
+
+    data = open_data(config)
+    made_from = _made_from(config, data, num_batches)
+    file = baselines_file(run_dir)
+    stored = _read(file)
+    if stored is not None and stored["made_from"] == made_from:
+        return stored["losses"]
+    losses = compute_baselines(config, data, num_batches)
+    write_json(file, {"made_from": made_from, "losses": losses})
+    return losses
+
+
+def read_baselines(run_dir: Path) -> Baselines:
+    """What RUN/baselines.json holds; empty when there is none."""
+    stored = _read(baselines_file(run_dir))
+    return {} if stored is None else stored["losses"]
+
+
+def compute_baselines(config: RunConfig, data: PretrainingData, num_batches: int) -> Baselines:
+    """Trains on each objective's targets in the training split, evaluates on its validation micro-batches.
+
+    Every training row of the objective's sources counts once, whatever the sources' weights in the mixture. The
+    vocabulary is the model's, so that both spread their probability over the same ids.
+    """
+    losses: Baselines = {}
+    for objective in data.active_objectives:
+        batches = data.validation_micro_batches(objective, num_batches)
+        held_out = batch_targets(batches, data.tokenizer.bos_token_id)
+        if not held_out:
+            continue
+        targets = training_targets(config, data, objective)
+        losses[objective] = {
+            name: NGramModel(targets, order, config.model.vocab_size).mean_loss(held_out)
+            for name, order in ORDERS.items()
+        }
+    return losses
+
+
+def training_targets(config: RunConfig, data: PretrainingData, objective: str) -> list[Ints]:
+    """``[bos] + ids + [eos]`` of every training row of the objective's sources, cut as the objective cuts them."""
+    settings, tokenizer = config.m6.data, data.tokenizer
+    max_tokens = max_text_tokens(objective, settings.sequence_length, config.model.num_patches)
+    targets = []
+    for source in source_weights(data.manifest, "train", settings.sources):
+        if data.manifest.sources[source].kind != source_kind(objective):
+            continue
+        for text in open_split(data.manifest, source, "train").select_columns(["text"])["text"]:
+            ids = tokenizer.encode_ids(text, max_tokens)
+            if ids:
+                targets.append(np.array([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]))
+    return targets
+
+
+def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints]:
+    """``[bos] + labels`` of every sample: exactly the labelled targets of the micro-batches."""
+    targets = []
+    for batch in batches:
+        row, column = (batch.labels != IGNORED_LABEL).numpy().nonzero()
+        # One sample's labels stand together, and so do those of one row.
+        samples = np.stack([row, batch.sample_ids.numpy()[row, column]])
+        begins = np.flatnonzero((np.diff(samples, axis=1) != 0).any(axis=0)) + 1
+        for labels in np.split(batch.labels.numpy()[row, column], begins):
+            if len(labels):
+                targets.append(np.concatenate([[bos_token_id], labels]))
+    return targets
+
+
+def _made_from(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[str, Any]:
+    """Everything that the baselines depend on."""
+    settings = config.m6
+    return {
+        "manifest": sha256(data.manifest.folder / MANIFEST_NAME),
+        "tokenizer": data.tokenizer.fingerprint,
+        "objectives": settings.objectives.model_dump(mode="json"),
+        "sources": settings.data.sources,
+        "sequence_length": settings.data.sequence_length,
+        "num_patches": config.model.num_patches,
+        "micro_batch_size": config.deepspeed.micro_batch_size,
+        "num_batches": num_batches,
+    }
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: corrupt: {error}; remove it to compute the baselines again") from None
+    if not isinstance(content, dict) or not content.keys() >= {"made_from", "losses"}:
+        raise UserError(f"{file}: holds no baselines; remove it to compute them again")
+    return content

@@ -1,0 +1,196 @@
+"""A run in one page of Markdown: what it learned, against n-gram models, and how fast it ran."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from m6.config import RunConfig, load_config
+from m6.data.pretraining import PretrainingData
+from m6.evaluation.baselines import ORDERS, Baselines, run_baselines
+from m6.export import load_weights, open_newest_checkpoint
+from m6.files import write_text
+from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
+from m6.training.checkpoint_format import CheckpointReader
+from m6.training.run_directory import RunDirectory
+
+
+def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Path:
+    """Evaluates a run's newest checkpoint and writes the report.
+
+    The untrained model, the trained one and the n-gram models are all measured on the same targets.
+
+    Args:
+        run_dir: a run with a complete checkpoint, whose data folder and tokenizer are still there.
+        out: the Markdown file.
+        num_batches: validation micro-batches per objective; None: as many as during training.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: the folder is no run, or its checkpoint or data are missing or damaged.
+    """
+    from m6.training.loop import open_data
+
+    config = load_config(run_dir / "config.json")
+    reader = open_newest_checkpoint(run_dir)
+    data = open_data(config)
+    num_batches = num_batches or config.m6.evaluation.num_batches
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        model = M6ForConditionalGeneration(config.model)
+    model.to_empty(device=device).eval()
+    initialize_parameters(model, config.m6.training.seed)
+    untrained = validation_losses(model, data, num_batches)
+    load_weights(model, reader)
+    trained = validation_losses(model, data, num_batches)
+    baselines = run_baselines(run_dir, config, num_batches)
+    parts = [
+        f"# {run_dir.absolute().name}",
+        _origin(run_dir, config, reader, device),
+        "## Validation loss",
+        f"Nats per target token, with the perplexity in brackets, on {num_batches} micro-batches of "
+        f"{config.deepspeed.micro_batch_size} samples for each objective.",
+        _loss_table(untrained, trained, baselines, reader.state["step"]),
+        "## Speed and size",
+        _table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
+    ]
+    write_text(out, "\n\n".join(parts) + "\n")
+    return out
+
+
+@torch.no_grad()
+def validation_losses(
+    model: M6ForConditionalGeneration, data: PretrainingData, num_batches: int
+) -> dict[str, tuple[float, int]]:
+    """Mean loss in nats per target, and the number of targets, of every objective with validation data."""
+    losses = {}
+    for objective in data.active_objectives:
+        total, targets = 0.0, 0
+        for cpu_batch in data.validation_micro_batches(objective, num_batches):
+            batch = cpu_batch.to(model.device)
+            output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+            total += float(output.target_losses.double().sum())
+            targets += output.target_losses.numel()
+        if targets:
+            losses[objective] = (total / targets, targets)
+    return losses
+
+
+def hardware(device: torch.device) -> str:
+    """The processor of this machine, the cores this process may use, and the GPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = f"{_cpu_model()}, {cores} cores"
+    if device.type == "cuda":
+        text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+    return text
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: torch.device) -> str:
+    attempts = sorted((run_dir / "provenance").glob("attempt_*/attempt.json"))
+    lines = []
+    if attempts:
+        first, last = (json.loads(file.read_text(encoding="utf-8")) for file in (attempts[0], attempts[-1]))
+        lines.append(
+            f"- trained: since {first['time']}, {_count(len(attempts), 'attempt')}, {_count(last['world_size'], 'rank')}, "
+            f"torch {last['packages']['torch']}, deepspeed {last['packages']['deepspeed']}"
+        )
+    state = reader.state
+    lines += [
+        f"- checkpoint: step {state['step']} of {config.m6.training.total_steps}, {state['samples_seen']:,} samples and "
+        f"{state['tokens_seen']:,} tokens seen",
+        f"- evaluated: {time.strftime('%Y-%m-%d')}, on {hardware(device)}, torch {torch.__version__}, fp32",
+    ]
+    return "\n".join(lines)
+
+
+def _loss_table(
+    untrained: dict[str, tuple[float, int]],
+    trained: dict[str, tuple[float, int]],
+    baselines: Baselines,
+    step: int,
+) -> str:
+    rows = [
+        [
+            objective,
+            f"{targets:,}",
+            _loss(untrained[objective][0]),
+            f"**{_loss(loss)}**",
+            *(_loss(baselines[objective][name]) for name in ORDERS),
+        ]
+        for objective, (loss, targets) in trained.items()
+    ]
+    return _table(["objective", "targets", "untrained", f"step {step}", *ORDERS], rows)
+
+
+def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
+    """The intervals between log lines: medians, with the 10th and 90th percentile."""
+    entries = [entry for entry in metrics if "tokens_per_second" in entry]
+    if not entries:
+        return []
+
+    def spread(key: str, format_value: str) -> str:
+        low, middle, high = np.percentile([entry[key] for entry in entries], [10, 50, 90])
+        return f"{middle:{format_value}} (10 % to 90 %: {low:{format_value}} to {high:{format_value}})"
+
+    def share(key: str) -> str:
+        return f"{sum(e[key] for e in entries) / sum(e['step_time_s'] for e in entries):.2%} of the time"
+
+    return [
+        ["tokens per second, median", spread("tokens_per_second", ",.0f")],
+        ["samples per second, median", spread("samples_per_second", ",.1f")],
+        ["step time in s, median", spread("step_time_s", ".3f")],
+        ["model FLOPs utilisation, median", f"{np.median([entry['mfu'] for entry in entries]):.1%}"],
+        ["waiting for data", share("data_wait_s")],
+        ["stalled by checkpoints", share("checkpoint_stall_s")],
+        ["memory of rank 0, highest", _bytes(max(entry["memory_bytes"] for entry in entries))],
+        ["skipped steps", str(sum(entry["skipped_steps"] for entry in entries))],
+        ["rows that could not be used", str(sum(entry["bad_rows"] for entry in entries))],
+    ]
+
+
+def _sizes(config: RunConfig, reader: CheckpointReader) -> list[list[str]]:
+    counts = num_parameters(config.model)
+    return [
+        ["checkpoint", _bytes(sum(file["bytes"] for file in reader.files.values()))],
+        ["parameters", f"{counts['total']:,}"],
+        ["parameters active for one token", f"{counts['active_per_token']:,}"],
+    ]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _loss(nats: float) -> str:
+    return f"{nats:.3f} ({math.exp(nats):,.1f})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

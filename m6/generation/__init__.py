@@ -1,0 +1,1 @@
+"""From a prompt to text: captions and continuations."""

@@ -1,0 +1,97 @@
+"""Text out of the model: captions of pictures and continuations of prompts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from m6.model.configuration import M6Config
+from m6.model.modeling import M6ForConditionalGeneration
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from m6.tokenizers import M6Processor, M6Tokenizer
+
+
+class TextOnly(LogitsProcessor):
+    """Forbids every id but text pieces and ``<eos>``: no image codes, no other special tokens."""
+
+    def __init__(self, config: M6Config) -> None:
+        self.text_vocab_size = config.text_vocab_size
+        self.eos_token_id = config.eos_token_id
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        allowed = torch.full_like(scores, float("-inf"))
+        for part in (slice(self.text_vocab_size), slice(self.eos_token_id, self.eos_token_id + 1)):
+            allowed[:, part] = scores[:, part]
+        return allowed
+
+
+def caption(
+    model: M6ForConditionalGeneration,
+    processor: "M6Processor",
+    images: Sequence["Image"],
+    *,
+    num_beams: int = 5,
+    max_new_tokens: int = 64,
+    **generate_kwargs: Any,
+) -> list[str]:
+    """Describes each picture, the pretraining task of M6 (arXiv 2103.00823), section 3.
+
+    Args:
+        model: in evaluation mode.
+        processor: of the model's tokenizer and picture size.
+        images: B pictures.
+        num_beams: width of the beam search; 1 is greedy.
+        max_new_tokens: of a description, ``<eos>`` included.
+        generate_kwargs: passed to ``model.generate``.
+
+    Returns:
+        B descriptions.
+    """
+    inputs = processor(images=list(images))
+    return _generate_text(
+        model, processor.tokenizer, dict(inputs), num_beams=num_beams, max_new_tokens=max_new_tokens, **generate_kwargs
+    )
+
+
+def continue_text(
+    model: M6ForConditionalGeneration,
+    processor: "M6Processor",
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    **generate_kwargs: Any,
+) -> list[str]:
+    """Continues texts as a language model: there is no source, and the target begins with the prompt.
+
+    Args:
+        model: in evaluation mode.
+        processor: of the model's tokenizer.
+        prompts: B beginnings, of any lengths.
+        max_new_tokens: tokens after the prompt, ``<eos>`` included.
+        generate_kwargs: passed to ``model.generate``, such as ``do_sample=True, top_p=0.9``.
+
+    Returns:
+        B texts, prompts included.
+    """
+    tokenizer, config = processor.tokenizer, model.config
+    rows = [[config.bos_token_id, *tokenizer.encode_ids(prompt)] for prompt in prompts]
+    length = max(map(len, rows))
+    input_ids = torch.tensor([[config.pad_token_id] * (length - len(row)) + row for row in rows])
+    return _generate_text(model, tokenizer, {"input_ids": input_ids}, max_new_tokens=max_new_tokens, **generate_kwargs)
+
+
+def _generate_text(
+    model: M6ForConditionalGeneration, tokenizer: "M6Tokenizer", inputs: dict[str, Any], **generate_kwargs: Any
+) -> list[str]:
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    text_only = LogitsProcessorList([TextOnly(model.config)])
+    sequences = model.generate(inputs.pop("input_ids"), logits_processor=text_only, **inputs, **generate_kwargs)
+    # The target is decoded as a whole, prompt and continuation: a word may be cut between them.
+    targets = [row[row.index(model.config.bos_token_id) + 1 :] for row in sequences.tolist()]
+    texts = [[token for token in target if token < model.config.text_vocab_size] for target in targets]
+    return [str(tokenizer.decode(text)) for text in texts]

@@ -1,0 +1,196 @@
+"""The configuration of an M6 model."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from transformers import PreTrainedConfig
+
+from m6.errors import UserError, nearest
+from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from moe import MoEConfig
+
+PatchEncoderName = Literal["linear", "resnet", "efficientnet_lite0"]
+
+_SIZES = (
+    "text_vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "image_size",
+    "patch_size",
+    "moe_layer_frequency",
+)
+# What transformers itself passes besides the fields when it loads a configuration.
+_TRANSFORMERS_KEYS = {
+    "model_type",
+    "name_or_path",
+    "torch_dtype",
+    "attn_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "num_labels",
+    "_commit_hash",
+}
+
+
+class M6Config(PreTrainedConfig):
+    """One Transformer stack for pictures and text, M6 (arXiv 2103.00823).
+
+    The defaults are M6-base. ``moe`` holds the keyword arguments of :class:`moe.MoEConfig`; with it, every
+    ``moe_layer_frequency``-th feed-forward is a mixture of experts, M6-T (arXiv 2105.15082).
+
+    Args:
+        text_vocab_size: pieces of the text tokenizer; joint ids ``[0, text_vocab_size)``.
+        image_vocab_size: codes of the image tokenizer; they follow the 16 special tokens.
+        hidden_size: width of the residual stream.
+        num_layers: Transformer blocks.
+        num_attention_heads: divides ``hidden_size``.
+        ffn_hidden_size: inner width of a dense feed-forward and of each expert.
+        max_position_embeddings: learned positions of source text and of target (text or image codes).
+        image_size: side of a picture in pixels.
+        patch_size: side of a patch in pixels; divides ``image_size``.
+        patch_encoder: what turns a patch into a vector, see :mod:`m6.model.embeddings`.
+        hidden_dropout: rate after the embeddings, the attention output and the feed-forward output.
+        attention_dropout: rate on the attention weights.
+        initializer_range: standard deviation of the initial weights.
+        layer_norm_eps: epsilon of every LayerNorm.
+        moe: keyword arguments of :class:`moe.MoEConfig`, or None for a dense model.
+        moe_layer_frequency: k makes the layers k-1, 2k-1, ... sparse.
+
+    Raises:
+        UserError: for an unknown key, or values that are out of range or do not fit each other.
+    """
+
+    model_type: ClassVar[str] = "m6"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "router_stats"]
+    # transformers sizes its key-value caches by num_hidden_layers.
+    attribute_map: ClassVar[dict[str, str]] = {"num_hidden_layers": "num_layers"}
+
+    text_vocab_size: int = 21128
+    image_vocab_size: int = 8192
+    hidden_size: int = 1024
+    num_layers: int = 24
+    num_attention_heads: int = 16
+    ffn_hidden_size: int = 4096
+    max_position_embeddings: int = 512
+    image_size: int = 256
+    patch_size: int = 64
+    patch_encoder: PatchEncoderName = "linear"
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    moe: dict[str, Any] | None = None
+    moe_layer_frequency: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        valid = {field.name for field in fields(self)}
+        for key in kwargs:
+            if key not in _TRANSFORMERS_KEYS:
+                raise UserError(f"M6Config has no field {key!r}{nearest(key, valid)}")
+        # Checked here rather than by transformers' @strict, whose errors are not ValueErrors.
+        self._check_ranges()
+        self._check_against_each_other()
+        super().__post_init__(**kwargs)
+
+    def _check_ranges(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UserError(f"{name} must be a positive integer, found {value!r}")
+        if type(self.image_vocab_size) is not int or self.image_vocab_size < 0:
+            raise UserError(f"image_vocab_size must be an integer of at least 0, found {self.image_vocab_size!r}")
+        for name in ("hidden_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < 1:
+                raise UserError(f"{name} must be a rate in [0, 1), found {value!r}")
+        for name in ("initializer_range", "layer_norm_eps"):
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0:
+                raise UserError(f"{name} must be a positive number, found {value!r}")
+        encoders = get_args(PatchEncoderName)
+        if self.patch_encoder not in encoders:
+            raise UserError(
+                f"patch_encoder {self.patch_encoder!r} is unknown{nearest(str(self.patch_encoder), encoders)}"
+            )
+
+    def _check_against_each_other(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.image_size % self.patch_size:
+            raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
+        if self.moe is not None:
+            if self.moe_layer_frequency > self.num_layers:
+                raise UserError(
+                    f"moe_layer_frequency {self.moe_layer_frequency} exceeds num_layers {self.num_layers}: "
+                    "no layer would be sparse"
+                )
+            self.moe_config()
+
+    def moe_config(self) -> MoEConfig:
+        """The mixture of experts as ``moe`` takes it.
+
+        Raises:
+            UserError: for an unknown key or a value that ``moe.MoEConfig`` refuses.
+        """
+        from moe import MoEConfig
+
+        valid = {field.name for field in fields(MoEConfig)}
+        if not isinstance(self.moe, dict):
+            raise UserError(f"moe must hold the keyword arguments of moe.MoEConfig, found {self.moe!r}")
+        for key in self.moe:
+            if key not in valid:
+                raise UserError(f"moe.{key}: unknown key{nearest(key, valid)}")
+        try:
+            return MoEConfig(**self.moe)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"moe: {error}") from None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the feed-forward of layer ``layer`` (counted from 0) is a mixture of experts."""
+        return self.moe is not None and (layer + 1) % self.moe_layer_frequency == 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        return 0 if self.moe is None else self.num_layers // self.moe_layer_frequency
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the joint id space."""
+        return self.text_vocab_size + NUM_SPECIAL_TOKENS + self.image_vocab_size
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one picture, in row-major order."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._special("<pad>")
+
+    @property
+    def bos_token_id(self) -> int:
+        return self._special("<bos>")
+
+    @property
+    def eos_token_id(self) -> int:
+        return self._special("<eos>")
+
+    @property
+    def image_token_id(self) -> int:
+        return self._special("<image>")
+
+    def _special(self, token: str) -> int:
+        return self.text_vocab_size + SPECIAL_TOKENS.index(token)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,68 @@
+"""Tokens, patches, positions and segments: everything that enters the first block."""
+
+from torch import Tensor, nn
+
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from m6.model.inputs import IMAGE
+from m6.model.patch_encoders import build_patch_encoder
+
+NUM_SEGMENTS = 3  # image, source, target: the values of token_type_ids
+
+
+class M6Embeddings(nn.Module):
+    """Sum of content (token or patch), learned position of its modality, and segment; M6, section 3."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.image_token_id = config.image_token_id
+        self.num_patches = config.num_patches
+        self.image_size = config.image_size
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.text_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.patch_positions = nn.Embedding(config.num_patches, config.hidden_size)
+        self.segments = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
+        self.patch_encoder = build_patch_encoder(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, pixel_values: Tensor | None
+    ) -> Tensor:
+        """Embeds a batch of rows.
+
+        Args:
+            input_ids, token_type_ids, position_ids: int64 [B, S].
+            pixel_values: [N, 3, image_size, image_size], in row-major order of the pictures' first placeholders.
+
+        Returns:
+            [B, S, hidden_size].
+
+        Raises:
+            UserError: when the placeholders are not ``N * num_patches``.
+        """
+        is_patch = (input_ids == self.image_token_id) & (token_type_ids == IMAGE)
+        embedded = self.tokens(input_ids) + self.text_positions(position_ids.masked_fill(is_patch, 0))
+        embedded = self._splice_patches(embedded, is_patch, position_ids, pixel_values)
+        return self.dropout(embedded + self.segments(token_type_ids))
+
+    def _splice_patches(
+        self, embedded: Tensor, is_patch: Tensor, position_ids: Tensor, pixel_values: Tensor | None
+    ) -> Tensor:
+        if pixel_values is None:
+            # No picture is a batch of none, not a detour: the patch encoder then has a gradient (of zeros) on
+            # every rank, so that data-parallel ranks with and without pictures reduce the same tensors.
+            pixel_values = embedded.new_empty(0, 3, self.image_size, self.image_size)
+        where = is_patch.nonzero(as_tuple=True)
+        placeholders, patches = where[0].numel(), pixel_values.shape[0] * self.num_patches
+        if placeholders != patches:
+            raise UserError(
+                f"input_ids hold {placeholders} <image> placeholders, but pixel_values hold {pixel_values.shape[0]} "
+                f"pictures of {self.num_patches} patches, {patches} in all"
+            )
+        features = self.patch_encoder(pixel_values).flatten(0, 1) + self.patch_positions(position_ids[where])
+        return embedded.index_put(where, features.to(embedded.dtype))
+
+    def embed_targets(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Embeds tokens among which is no patch, int64 [B, S] each: a decoding step."""
+        embedded = self.tokens(input_ids) + self.text_positions(position_ids)
+        return self.dropout(embedded + self.segments(token_type_ids))

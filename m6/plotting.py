@@ -1,0 +1,205 @@
+"""A run's curves in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m6.data.objectives import OBJECTIVES
+from m6.errors import UserError
+from m6.evaluation.baselines import read_baselines
+from m6.files import atomic_path
+from m6.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart.
+_COLOURS = dict(zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True))
+_GREY = "#5a5a5a"
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "figure.constrained_layout.h_pad": 0.1,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+}
+_EXPERT_PANELS = {
+    "load_cv": "load of the experts: deviation / mean",
+    "dropped_fraction": "choices beyond capacity, share",
+    "unused_experts": "experts without a token",
+    "router_entropy": "router entropy, nats",
+}
+Entries = list[dict[str, Any]]
+
+
+def plot_run(run_dir: Path, out: Path | None = None) -> Path:
+    """Draws losses, schedule, speed and, for a sparse model, the health of the experts.
+
+    Args:
+        run_dir: a run with at least one line in metrics.jsonl. With RUN/baselines.json (``m6 evaluate`` makes it)
+            the losses of the n-gram models are drawn too.
+        out: the PNG; default RUN/curves.png.
+
+    Returns:
+        the PNG's path.
+
+    Raises:
+        UserError: there is nothing to draw.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogFormatter
+
+    run = RunDirectory(run_dir)
+    metrics = run.read_metrics()
+    training = [entry for entry in metrics if "loss" in entry]
+    validation = [entry for entry in metrics if "validation" in entry]
+    if not training:
+        raise UserError(f"{run.metrics}: holds no training metrics yet")
+    objectives = [name for name in OBJECTIVES if any(name in entry["objectives"] for entry in training)]
+    experts = [entry for entry in training if "experts" in entry]
+    baselines = read_baselines(run_dir)
+    out = out or run_dir / "curves.png"
+    with pyplot.rc_context(_STYLE):
+        rows = 3 if experts else 2
+        figure = pyplot.figure(figsize=(14, 1.0 + 3.2 * rows), layout="constrained")
+        last = training[-1]
+        figure.suptitle(
+            f"{run_dir.absolute().name}   step {last['step']:,}   {last['tokens_seen'] / 1e6:,.1f} M tokens",
+            x=0.01,
+            ha="left",
+            fontweight="bold",
+        )
+        _draw_legend(figure, with_baselines=bool(baselines))
+        grid = figure.add_gridspec(rows, 1, height_ratios=[1.25, 1, 1][:rows])
+        top = grid[0].subgridspec(1, len(objectives))
+        for column, name in enumerate(objectives):
+            _draw_loss(figure.add_subplot(top[column]), name, training, validation, baselines.get(name, {}))
+        middle = grid[1].subgridspec(1, 3)
+        rate, norm, speed = (figure.add_subplot(middle[column]) for column in range(3))
+        rate.plot([entry["step"] for entry in training], [entry["learning_rate"] for entry in training], color=_GREY)
+        rate.set_title("learning rate")
+        rate.yaxis.set_major_formatter("{x:g}")
+        _draw_series(norm, training, "grad_norm", "gradient norm")
+        norm.set_yscale("log")
+        norm.yaxis.set_major_formatter(LogFormatter())
+        norm.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
+        _draw_series(speed, training, "tokens_per_second", "tokens per second")
+        speed.yaxis.set_major_formatter("{x:,.0f}")
+        for axes in (rate, speed):
+            axes.set_ylim(bottom=0)
+        if experts:
+            bottom = grid[2].subgridspec(1, len(_EXPERT_PANELS))
+            for column, (key, title) in enumerate(_EXPERT_PANELS.items()):
+                _draw_layers(figure.add_subplot(bottom[column]), experts, key, title, legend=column == 0)
+        for axes in figure.axes:
+            axes.set_xlabel("step")
+        try:
+            with atomic_path(out) as temporary:
+                figure.savefig(temporary, format="png", dpi=130)
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+        finally:
+            pyplot.close(figure)
+    return out
+
+
+def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entries, baselines: dict[str, float]) -> None:
+    colour = _COLOURS[objective]
+    entries = [entry for entry in training if objective in entry["objectives"]]
+    steps = [entry["step"] for entry in entries]
+    losses = [entry["objectives"][objective] for entry in entries]
+    axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smoothed(losses), color=colour, linewidth=1.6)
+    points = [
+        (entry["step"], entry["validation"][objective]) for entry in validation if objective in entry["validation"]
+    ]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4)
+        axes.annotate(
+            f"{points[-1][1]:.2f}",
+            points[-1],
+            (0, -7),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=colour,
+        )
+    for name, loss in baselines.items():
+        axes.axhline(loss, color=_GREY, linestyle="--", linewidth=1)
+        # The best model's label stands below its line, away from the others'.
+        below = loss == min(baselines.values())
+        axes.annotate(
+            f"{name} {loss:.2f}",
+            (1, loss),
+            (-2, -2 if below else 2),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="top" if below else "bottom",
+            fontsize=8,
+            color=_GREY,
+        )
+    axes.set_title(objective.replace("_", " "), fontweight="bold", color=colour)
+    axes.set_ylabel("nats per target")
+    axes.margins(y=0.1)
+
+
+def _draw_legend(figure: Figure, with_baselines: bool) -> None:
+    """What the marks of the loss panels mean, whatever their colour."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=_GREY, linewidth=1.6, label="training, smoothed"),
+        Line2D([], [], color=_GREY, marker="o", linestyle="none", mec="white", ms=6, label="validation"),
+    ]
+    if with_baselines:
+        handles.append(Line2D([], [], color=_GREY, linestyle="--", linewidth=1, label="n-gram model, validation"))
+    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False)
+
+
+def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:
+    steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
+    axes.plot(steps, values, color=_GREY, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6)
+    axes.set_title(title)
+
+
+def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: bool) -> None:
+    from matplotlib import colormaps
+
+    steps = [entry["step"] for entry in entries]
+    values = np.array([entry["experts"][key] for entry in entries], dtype=np.float64)
+    layers = values.shape[1]
+    for layer in range(layers):
+        shade = colormaps["viridis"](0.9 * layer / max(1, layers - 1))
+        # The first and the last are enough to read the others' colours by.
+        label = f"sparse layer {layer + 1} of {layers}" if layer in (0, layers - 1) else None
+        axes.plot(steps, values[:, layer], color=shade, linewidth=1.2, label=label)
+    axes.set_title(title)
+    axes.set_ylim(bottom=0)
+    if legend:
+        axes.legend(frameon=False)
+
+
+def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
+    """A centred mean over about a twentieth of the curve, narrower at its ends; leaves out what is not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(array)
+    half = len(array) // 40
+    kernel = np.hanning(2 * half + 3)[1:-1]
+    weight = np.convolve(finite, kernel, mode="same")
+    total = np.convolve(np.where(finite, array, 0.0), kernel, mode="same")
+    return np.divide(total, weight, out=np.full(len(array), np.nan), where=weight > 0)

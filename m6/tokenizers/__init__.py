@@ -1,0 +1,15 @@
+"""One joint id space for text and images: special tokens, the text tokenizer, prompts and pictures."""
+
+from m6.tokenizers.processor import M6ImageProcessor, M6Processor
+from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer, train_text_tokenizer
+
+__all__ = [
+    "NUM_SPECIAL_TOKENS",
+    "SPECIAL_TOKENS",
+    "M6ImageProcessor",
+    "M6Processor",
+    "M6Tokenizer",
+    "load_text_tokenizer",
+    "train_text_tokenizer",
+]

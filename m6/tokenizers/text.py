@@ -1,0 +1,292 @@
+"""The text tokenizer: a SentencePiece unigram model inside the joint vocabulary of text and image codes.
+
+Joint ids: ``[0, text_vocab_size)`` text pieces, then the special tokens, then ``image_vocab_size`` image codes.
+"""
+
+import functools
+import hashlib
+import io
+import itertools
+import re
+import shutil
+import string
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sentencepiece
+from transformers import PreTrainedTokenizer
+
+from m6.errors import UserError
+from m6.files import atomic_path, write_json
+from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from m6.data.manifest import Manifest
+
+MODEL_FILE = "sentencepiece.model"
+TRAINING_FILE = "tokenizer_training.json"
+MAX_PIECE_CHARACTERS = 16
+# SentencePiece drops lines of more than 4192 bytes; a character has at most 4.
+MAX_LINE_CHARACTERS = 1000
+
+_SENTENCE_ENDS = "。！？!?；…\n"
+_CLOSING_MARKS = '”’」』）)】》"'
+_SENTENCE = re.compile(f"[^{_SENTENCE_ENDS}]*[{_SENTENCE_ENDS}]*[{_CLOSING_MARKS}]*")
+
+# NFKC would turn Chinese punctuation (，！？：（）) into ASCII, and a generated text could never hold it again.
+# Only the forms without a meaning of their own are folded: full-width letters and digits, odd spaces, marks
+# that nobody sees. Joiners inside emoji stay.
+_WIDE_TO_ASCII = {0xFEE0 + ord(c): c for c in string.digits + string.ascii_letters}
+_SPACES = dict.fromkeys("\t\u00a0\u202f\u205f\u2581\u3000" + "".join(map(chr, range(0x2000, 0x200B))), " ")
+_CONTROLS = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2060, 0xFEFF]
+_NORMALISATION = str.maketrans({**dict.fromkeys(_CONTROLS, ""), **_WIDE_TO_ASCII, **_SPACES})
+
+
+def normalize_text(text: str) -> str:
+    """Folds full-width letters and digits to ASCII, odd spaces (and ▁, their mark) to one, and drops controls.
+
+    Chinese punctuation stays as it is. SentencePiece then also strips the ends and collapses runs of spaces.
+    """
+    return text.translate(_NORMALISATION)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cuts a text after each run of sentence ends and closing marks; the parts join to the text."""
+    return [sentence for sentence in _SENTENCE.findall(text) if sentence]
+
+
+class M6Tokenizer(PreTrainedTokenizer):
+    """Slow Hugging Face tokenizer over the joint vocabulary.
+
+    Image codes are written ``<code_0>``, ``<code_1>``, ... as tokens.
+
+    Args:
+        vocab_file: the SentencePiece model.
+        image_vocab_size: number of image codes at the end of the joint vocabulary.
+    """
+
+    vocab_files_names = {"vocab_file": MODEL_FILE}  # noqa: RUF012 - the base class declares it so
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+
+    def __init__(self, vocab_file: str, image_vocab_size: int = 8192, **kwargs: Any) -> None:
+        self._model_bytes = Path(vocab_file).read_bytes()
+        self.sp_model = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
+        self.text_vocab_size: int = self.sp_model.get_piece_size()
+        self.image_vocab_size = image_vocab_size
+        named = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "mask", "sep", "image", "boi", "eoi")}
+        kwargs |= named | {"extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in named.values()]}
+        super().__init__(vocab_file=vocab_file, image_vocab_size=image_vocab_size, **kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the joint vocabulary, special tokens and image codes included."""
+        return self.text_vocab_size + NUM_SPECIAL_TOKENS + self.image_vocab_size
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the SentencePiece model and the number of image codes: equal if and only if ids mean the same."""
+        return hashlib.sha256(self._model_bytes + f"image_vocab_size={self.image_vocab_size}".encode()).hexdigest()
+
+    def encode_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Text to piece ids, straight through SentencePiece; every id is below ``text_vocab_size``.
+
+        A string such as ``<mask>`` inside the text is plain text here. With ``max_tokens`` the ids are cut to
+        that number, without reading the whole of a long text.
+        """
+        if max_tokens is None:
+            return self.sp_model.encode(normalize_text(text))
+        return self.sp_model.encode(normalize_text(text[: max_tokens * MAX_PIECE_CHARACTERS]))[:max_tokens]
+
+    def split_sentence_ids(self, ids: Sequence[int]) -> list[list[int]]:
+        """Cuts piece ids after each sentence end (and the closing marks that follow it)."""
+        ends, closing = self._sentence_marks
+        sentences: list[list[int]] = [[]]
+        ended = False
+        for token in ids:
+            if ended and token not in ends and token not in closing:
+                sentences.append([])
+                ended = False
+            sentences[-1].append(token)
+            ended = ended or token in ends
+        return sentences
+
+    def image_code_to_id(self, code: int) -> int:
+        """Joint id of an image code in ``[0, image_vocab_size)``; ValueError outside."""
+        if not 0 <= code < self.image_vocab_size:
+            raise ValueError(f"image code {code} is outside [0, {self.image_vocab_size})")
+        return self.text_vocab_size + NUM_SPECIAL_TOKENS + code
+
+    def id_to_image_code(self, token_id: int) -> int:
+        """Image code of a joint id; ValueError when the id is not an image code."""
+        code = token_id - self.text_vocab_size - NUM_SPECIAL_TOKENS
+        if not 0 <= code < self.image_vocab_size:
+            raise ValueError(f"id {token_id} is not an image code; those are [{self.image_code_to_id(0)}, {len(self)})")
+        return code
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._vocab)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        parts: list[str] = []
+        for is_text, run in itertools.groupby(tokens, lambda token: self._vocab[token] < self.text_vocab_size):
+            run_tokens = list(run)
+            parts += [self.sp_model.decode_pieces(run_tokens)] if is_text else run_tokens
+        # A vocabulary without a piece for the space spells its mark in bytes, which SentencePiece leaves as it is.
+        return "".join(parts).replace("▁", " ")
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        path = Path(save_directory, (f"{filename_prefix}-" if filename_prefix else "") + MODEL_FILE)
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(self._model_bytes)
+        return (str(path),)
+
+    @functools.cached_property
+    def _vocab(self) -> dict[str, int]:
+        pieces = self.sp_model.id_to_piece(list(range(self.text_vocab_size)))
+        codes = (f"<code_{code}>" for code in range(self.image_vocab_size))
+        # Training keeps scripts apart, so no piece can be spelled like one of the later tokens.
+        return {token: index for index, token in enumerate(itertools.chain(pieces, SPECIAL_TOKENS, codes))}
+
+    @functools.cached_property
+    def _sentence_marks(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Ids of pieces that end a sentence, and of pieces that hold closing marks alone."""
+        ends, closing = {self.sp_model.piece_to_id("<0x0A>")}, set()
+        for index, piece in enumerate(self.sp_model.id_to_piece(list(range(self.text_vocab_size)))):
+            bare = piece.rstrip(_CLOSING_MARKS)
+            if not bare:
+                closing.add(index)
+            elif bare[-1] in _SENTENCE_ENDS:
+                ends.add(index)
+        return frozenset(ends), frozenset(closing)
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return self.sp_model.encode(normalize_text(text), out_type=str)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        if token not in self._vocab:
+            raise ValueError(f'"{token}" is not a token of this vocabulary')
+        return self._vocab[token]
+
+    def _convert_id_to_token(self, index: int) -> str:
+        if index < self.text_vocab_size:
+            return self.sp_model.id_to_piece(index)
+        return f"<code_{self.id_to_image_code(index)}>"
+
+
+def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
+    """Loads a tokenizer folder; UserError when there is none at ``path``."""
+    if not Path(path, MODEL_FILE).is_file():
+        raise UserError(f'{path} holds no tokenizer ({MODEL_FILE} is missing); train one with "m6 data tokenizer"')
+    return M6Tokenizer.from_pretrained(path)
+
+
+def train_text_tokenizer(
+    manifest: "Manifest",
+    out_dir: str | Path,
+    vocab_size: int,
+    *,
+    image_vocab_size: int = 8192,
+    character_coverage: float = 0.9998,
+    sample_bytes: int = 256 << 20,
+) -> M6Tokenizer:
+    """Trains a unigram model on the train split of every source and saves the tokenizer, each file atomically.
+
+    The same data and settings give the same bytes. Digits are split, spaces start a piece, a character that is
+    not in the vocabulary is spelled in bytes, and nothing becomes an unknown token.
+
+    Args:
+        manifest: the data folder; texts, captions, questions and answers of a random sample of rows are read.
+        out_dir: where ``from_pretrained`` will find the tokenizer, with ``tokenizer_training.json`` beside it.
+        vocab_size: number of text pieces, 256 byte pieces included.
+        image_vocab_size: number of image codes, a size of the joint vocabulary only.
+        character_coverage: share of the characters of the sample that get pieces of their own.
+        sample_bytes: the sample ends once it holds this much UTF-8.
+
+    Raises:
+        UserError: when the train split has no text, or the vocabulary size does not suit it.
+    """
+    out_dir = Path(out_dir)
+    options: dict[str, Any] = {
+        "model_type": "unigram",
+        "vocab_size": vocab_size,
+        "character_coverage": character_coverage,
+        "byte_fallback": True,
+        "split_digits": True,
+        "split_by_whitespace": True,
+        "split_by_unicode_script": True,
+        "max_sentencepiece_length": MAX_PIECE_CHARACTERS,
+        "normalization_rule_name": "identity",  # normalize_text has done it
+        "add_dummy_prefix": False,  # Chinese has no spaces: it would only put an extra piece before every text
+        "unk_id": 0,
+        "bos_id": -1,
+        "eos_id": -1,
+        "pad_id": -1,
+        "num_threads": 4,  # fixed, because the order of its sums decides the last digits of the scores
+    }
+    buffer = io.BytesIO()
+    lines = list(_training_lines(manifest, sample_bytes))
+    if not lines:
+        raise UserError(f"{manifest.folder}: the train split holds no text to train a tokenizer on")
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=buffer, minloglevel=2, **options
+        )
+    except RuntimeError as error:
+        raise UserError(f"vocab_size {vocab_size} does not suit the text: {_explain(str(error))}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        model_file = Path(folder, MODEL_FILE)
+        model_file.write_bytes(buffer.getvalue())
+        tokenizer = M6Tokenizer(str(model_file), image_vocab_size=image_vocab_size)
+        tokenizer.save_pretrained(str(Path(folder, "saved")))
+        for file in Path(folder, "saved").iterdir():
+            with atomic_path(out_dir / file.name) as temporary:
+                shutil.copyfile(file, temporary)
+    settings = options | {"image_vocab_size": image_vocab_size, "sample_bytes": sample_bytes}
+    sample = {"lines": len(lines), "characters": sum(map(len, lines)), "sources": sorted(manifest.sources)}
+    write_json(
+        out_dir / TRAINING_FILE,
+        {
+            "settings": settings,
+            "sample": sample,
+            "sentencepiece": sentencepiece.__version__,
+            "sha256": {MODEL_FILE: hashlib.sha256(buffer.getvalue()).hexdigest()},
+            "fingerprint": tokenizer.fingerprint,
+        },
+    )
+    return load_text_tokenizer(out_dir)
+
+
+def _training_lines(manifest: "Manifest", sample_bytes: int) -> Iterator[str]:
+    """Sentences of rows in a fixed random order over all sources, until the sample is full."""
+    import datasets
+
+    from m6.data.mixture import permuted
+    from m6.data.reader import open_split
+
+    columns = ["text", "question", "answer"]
+    sources = [source for source in sorted(manifest.sources) if manifest.files(source, "train")]
+    if not sources:
+        return
+    rows = datasets.concatenate_datasets([open_split(manifest, s, "train").select_columns(columns) for s in sources])
+    for position in range(len(rows)):
+        row = rows[permuted(position, len(rows), key=0)]
+        for text in filter(None, (row[column] for column in columns)):
+            for sentence in split_sentences(normalize_text(text)):
+                # A line break is always spelled as a byte.
+                line = sentence.strip()
+                yield from (line[i : i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
+                sample_bytes -= len(line.encode())
+        if sample_bytes <= 0:
+            return
+
+
+def _explain(message: str) -> str:
+    for pattern, text in (
+        (r"<= (\d+)", "it has material for at most {} pieces"),
+        (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes alone take {} pieces"),
+    ):
+        if found := re.search(pattern, message):
+            return text.format(found.group(1))
+    return message

@@ -1,0 +1,1 @@
+"""The training loop around DeepSpeed's engine; start reading at loop.py."""

@@ -1,0 +1,176 @@
+"""Saving and resuming a run: when, in which folder, without stopping the training for longer than a copy."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from m6.errors import UserError
+from m6.files import write_text
+from m6.training.checkpoint_format import MANIFEST, CheckpointReader, write_manifest, write_shards
+from m6.training.fragments import (
+    Fragment,
+    create_moments,
+    fragments,
+    optimizer_step,
+    publish_weights,
+    set_optimizer_step,
+)
+from m6.training.runtime import Runtime
+
+_FOLDER = re.compile(r"step_(\d{8})")
+_POLL_S = 0.05
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints below ``root``, oldest first."""
+    if not root.is_dir():
+        return []
+    folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(folders)
+
+
+class Checkpointer:
+    """Writes sharded checkpoints into ``RUN/checkpoints`` and keeps the last few.
+
+    ``save`` copies this rank's share to host memory and returns; a thread writes it. Rank 0's thread waits
+    for the records of all ranks on the shared file system, then writes the manifest, the pointer ``latest``,
+    and removes what is older than the last ``keep_last``. A failure in a thread surfaces at the next
+    ``save`` or ``wait``.
+    """
+
+    def __init__(
+        self, root: Path, runtime: Runtime, keep_last: int, async_save: bool, timeout_s: float = 1800.0
+    ) -> None:
+        self.root, self.runtime, self.keep_last = root, runtime, keep_last
+        self._async, self._timeout_s = async_save, timeout_s
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, engine: Any, step: int, state: dict[str, Any]) -> float:
+        """Saves after ``step`` optimizer steps; returns the seconds for which training stood still."""
+        begin = time.perf_counter()
+        self.wait()
+        folder = self.root / f"step_{step:08d}"
+        if self.runtime.is_main:
+            if folder.exists() and not (folder / MANIFEST).exists():
+                shutil.rmtree(folder)  # half-written by an attempt that was killed
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        if (folder / MANIFEST).exists():
+            return time.perf_counter() - begin
+        create_moments(engine)
+        state = {**state, "step": step, "optimizer_step": optimizer_step(engine)}
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        if engine.fp16_enabled() and scaler is not None:
+            state["loss_scaler"] = {
+                key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))
+            }
+        pieces = [_copy_to_host(fragment.owned()) for fragment in fragments(engine)]
+        if self._async:
+            self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
+            self._thread.start()
+        else:
+            self._write(folder, pieces, state)
+        return time.perf_counter() - begin
+
+    def wait(self) -> None:
+        """Returns when the checkpoint in flight is on disk; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise UserError(f"{self.root}: the last checkpoint could not be written: {failure}") from failure
+
+    def _run(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
+        try:
+            self._write(folder, pieces, state)
+        except BaseException as error:  # carried to the training thread, which raises it
+            self._failure = error
+
+    def _write(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
+        write_shards(folder, self.runtime.rank, pieces)
+        if not self.runtime.is_main:
+            return
+        deadline = time.monotonic() + self._timeout_s
+        for rank in range(self.runtime.world_size):
+            while not (folder / f"rank_{rank:05d}.json").exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} wrote no record into {folder} within {self._timeout_s:.0f} s")
+                time.sleep(_POLL_S)
+        write_manifest(folder, self.runtime.world_size, state)
+        write_text(self.root / "latest", folder.name + "\n")
+        for old in complete_checkpoints(self.root)[: -self.keep_last]:
+            (old / MANIFEST).unlink()  # first no longer complete, then gone
+            shutil.rmtree(old)
+
+
+def resume(engine: Any, root: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Restores the newest checkpoint below ``root`` whose files are whole.
+
+    A corrupt one is set aside under another name, never deleted, and the one before it is taken.
+
+    Returns:
+        the saved state (None: there is no checkpoint), and one line per problem that was met.
+    """
+    problems: list[str] = []
+    for folder in reversed(complete_checkpoints(root)):
+        try:
+            reader = CheckpointReader(folder)
+            found = verify_together(reader)
+        except UserError as error:
+            found = [str(error)]
+        if not found:
+            restore(engine, reader)
+            return reader.state, problems
+        problems.extend(found)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            folder.rename(folder.with_name(f"corrupt_{folder.name}"))
+        dist.barrier()
+    return None, problems
+
+
+def verify_together(reader: CheckpointReader) -> list[str]:
+    """Every rank checks a share of the files; all return what any of them found."""
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, reader.verify(dist.get_rank(), dist.get_world_size()))
+    return [problem for part in found for problem in part]
+
+
+def restore(engine: Any, reader: CheckpointReader) -> None:
+    """Loads weights, moments and counters into the engine, whatever layout wrote them.
+
+    Raises:
+        UserError: the checkpoint is of another model or optimizer.
+    """
+    create_moments(engine)
+    with torch.no_grad():
+        for fragment in fragments(engine):
+            stored = reader.shapes.get((fragment.name, fragment.kind))
+            if stored != fragment.shape:
+                raise UserError(
+                    f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, "
+                    f"this model has {fragment.shape}: the checkpoint is of another model or optimizer"
+                )
+            reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
+    publish_weights(engine)
+    set_optimizer_step(engine, reader.state["optimizer_step"])
+    for key, value in reader.state.get("loss_scaler", {}).items():
+        setattr(engine.optimizer.loss_scaler, key, value)
+    engine.global_steps = reader.state["step"]
+
+
+def _copy_to_host(fragment: Fragment) -> Fragment:
+    host = torch.empty(fragment.data.shape, dtype=fragment.data.dtype, device="cpu")
+    host.copy_(fragment.data.detach())
+    return replace(fragment, data=host)

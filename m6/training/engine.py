@@ -1,0 +1,70 @@
+"""From a validated configuration to a DeepSpeed engine; the order of the steps is fixed here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from m6.config import RunConfig, check_world_size
+from m6.model.initialization import initialize_parameters
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.training.optimizer import build_optimizer
+from m6.training.runtime import Runtime
+from moe.expert_parallel import apply_expert_parallelism
+
+
+def build_model(config: RunConfig, device: torch.device) -> M6ForConditionalGeneration:
+    """The model on ``device``, with this rank's experts only.
+
+    Meta device -> split the experts -> allocate -> initialise: experts of other ranks are never allocated,
+    and since initial values depend on the parameter's name and expert number alone, every layout starts equal.
+    """
+    training = config.m6.training
+    with torch.device("meta"):
+        model = M6ForConditionalGeneration(config.model)
+    if training.ep_size > 1:
+        apply_expert_parallelism(model, training.ep_size)
+    model.to_empty(device=device)
+    model.tie_weights()
+    initialize_parameters(model, training.seed)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def build_engine(config: RunConfig, runtime: Runtime) -> Any:
+    """The DeepSpeed engine around the model, with the optimizer of the JSON.
+
+    Returns:
+        ``deepspeed.DeepSpeedEngine``.
+    """
+    import deepspeed
+
+    check_world_size(config, runtime.world_size)
+    model = build_model(config, runtime.device)
+    optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=config.deepspeed.engine_config(runtime.world_size),
+            dist_init_required=False,
+        )
+    if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
+        # One rank has nothing to average, but DeepSpeed would still copy every gradient twice.
+        engine.enable_backward_allreduce = False
+    return engine
+
+
+def expert_group(config: RunConfig) -> dist.ProcessGroup | None:
+    """The group of ranks that together hold all experts; None without expert parallelism."""
+    ep_size = config.m6.training.ep_size
+    if ep_size == 1:
+        return None
+    from deepspeed.utils import groups
+
+    return groups._get_expert_parallel_group(f"ep_size_{ep_size}")

@@ -1,0 +1,171 @@
+"""The run directory: the contract between the trainer, the scripts and people.
+
+RUN/config.json      the JSON of the run, as validated
+RUN/provenance/      one folder per attempt: git commit and patch, command, environment, package versions
+RUN/metrics.jsonl    one line per log interval; restarts leave neither duplicates nor holes
+RUN/checkpoints/     see checkpoint_format.py
+RUN/progress         the last finished step and its time
+RUN/DONE RUN/FATAL   how the run ended; FATAL says why, and is not worth another attempt
+RUN/STOP             made by a person: save, then end
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from m6.config import RunConfig
+from m6.errors import UserError
+from m6.files import atomic_path, write_json, write_text
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
+_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
+# What may change between two attempts at the same run: not the model, the data order or the schedule.
+_MAY_CHANGE = ("checkpoint", "logging", "evaluation")
+
+
+class RunDirectory:
+    """One run's folder. Only the main rank writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.metrics = root / "metrics.jsonl"
+        self._progress_time = float("-inf")
+
+    def check(self, config: RunConfig) -> None:
+        """Raises if the folder holds another run or cannot be written; writes nothing."""
+        recorded = self.root / "config.json"
+        if recorded.exists():
+            try:
+                other = json.loads(recorded.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise UserError(f"{recorded}: corrupt: {error}") from None
+            difference = _difference(_identity(other), _identity(config.document))
+            if difference:
+                raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
+        elif self.root.is_dir() and any(self.root.iterdir()):
+            raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"{self.root} is a file; --run-dir takes a folder")
+        existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
+        if not os.access(existing, os.W_OK):
+            raise UserError(f"{self.root} cannot be written: {existing} is read-only")
+        if (self.root / "FATAL").exists():
+            reason = (self.root / "FATAL").read_text(encoding="utf-8").strip()
+            raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
+
+    def open(self, config: RunConfig, world_size: int) -> None:
+        """Makes the folder and records this attempt."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_json(self.root / "config.json", config.document)
+            self._record_attempt(config, world_size)
+        except OSError as error:
+            raise UserError(f"{self.root} cannot be written: {error.strerror or error}") from None
+
+    def _record_attempt(self, config: RunConfig, world_size: int) -> None:
+        parent = self.root / "provenance"
+        parent.mkdir(exist_ok=True)
+        attempt = parent / f"attempt_{len(list(parent.iterdir())):03d}"
+        attempt.mkdir()
+        source = Path(__file__).resolve().parents[2]
+        record = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": sys.argv,
+            "world_size": world_size,
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "git_commit": _git(source, "rev-parse", "HEAD").strip() or None,
+            "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if not _SECRET.search(name) and not _URL_WITH_PASSWORD.search(value)
+            },
+        }
+        write_json(attempt / "attempt.json", record)
+        write_json(attempt / "config.json", config.document)
+        patch = _git(source, "diff", "HEAD")
+        if patch:
+            write_text(attempt / "patch.diff", patch)
+
+    def cut_metrics_after(self, step: int) -> None:
+        """Drops the lines of steps that a resumed run will do again, and a line that a crash left half-written."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if entry["step"] <= step:
+                kept.append(line)
+        with atomic_path(self.metrics) as temporary:
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def append_metrics(self, entry: dict[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.flush()
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics.exists():
+            raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
+        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+    def write_progress(self, step: int, total_steps: int) -> None:
+        """Records the last finished step, at most once a second: a sync to disk costs more than a short step."""
+        now = time.monotonic()
+        if now - self._progress_time < 1.0 and step < total_steps:
+            return
+        self._progress_time = now
+        write_json(self.root / "progress", {"step": step, "total_steps": total_steps, "time": time.time()})
+
+    def finish(self, step: int) -> None:
+        write_text(self.root / "DONE", f"{step}\n")
+
+    def fail(self, reason: str) -> None:
+        write_text(self.root / "FATAL", reason + "\n")
+
+    def stop_requested(self) -> bool:
+        return (self.root / "STOP").exists()
+
+
+def _identity(document: dict[str, Any]) -> dict[str, Any]:
+    """The part of a run's JSON that makes it this run."""
+    m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
+    m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
+    m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
+    kept = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16")
+    return {"m6": m6, **{key: document.get(key) for key in kept}}
+
+
+def _difference(old: Any, new: Any, path: str = "") -> str:
+    """The first key at which two documents differ, with both values; empty if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            found = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout if result.returncode == 0 else ""

@@ -1,0 +1,30 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from m6.config import ScheduleSettings
+
+
+def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings) -> float:
+    """The multiple of the peak learning rate for optimizer step ``step`` (0 is the first).
+
+    Linear warm-up, then ``constant``, ``cosine``, ``polynomial`` or ``wsd`` (warm-up, stable, decay: Hu et al.
+    2024, arXiv 2404.06395, with a linear decay).
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.decay == "constant":
+        return 1.0
+    decay_steps = settings.decay_steps or total_steps - settings.warmup_steps
+    begin = total_steps - decay_steps
+    progress = min(1.0, max(0.0, (step - begin) / max(1, decay_steps - 1)))
+    floor = settings.final_lr_ratio
+    if settings.decay == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif settings.decay == "polynomial":
+        shape = (1.0 - progress) ** settings.power
+    else:
+        shape = 1.0 - progress
+    return floor + (1.0 - floor) * shape

@@ -1,0 +1,53 @@
+# Sourced by the other scripts: makes .venv in the repository and installs the pinned dependencies once.
+#
+#   M6_PYTHON        interpreter to build the environment with (default: python3), 3.10 or newer
+#   M6_VENV          folder of the environment (default: .venv)
+#   TORCH_INDEX_URL  a wheel index of PyTorch, if the default index does not have the build you want
+#
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${M6_VENV:-$root/.venv}
+python=${M6_PYTHON:-python3}
+torch_version=2.13.0
+
+say() { printf '\n== %s\n' "$*"; }
+
+install_torch() {
+    local index=()
+    [ -n "${TORCH_INDEX_URL:-}" ] && index=(--extra-index-url "$TORCH_INDEX_URL")
+    # Without an NVIDIA driver the CPU build is a tenth of the size; an index that has none (macOS, or plain
+    # PyPI) offers the default build instead.
+    if ! command -v nvidia-smi >/dev/null 2>&1 &&
+        "$venv/bin/pip" install --quiet "${index[@]+"${index[@]}"}" "torch==$torch_version+cpu" 2>/dev/null; then
+        return
+    fi
+    "$venv/bin/pip" install --quiet "${index[@]+"${index[@]}"}" "torch==$torch_version"
+}
+
+make_environment() { # make_environment EXTRA
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+        echo "error: Python 3.10 or newer is needed; found $("$python" --version 2>&1 || echo none). Set M6_PYTHON" >&2
+        exit 2
+    fi
+    local stamp wanted
+    stamp=$venv/.installed-$1
+    wanted=$(cksum "$root/pyproject.toml" "$root/scripts/constraints.txt")
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+        say "environment: $venv"
+        if ! "$python" -m venv "$venv"; then
+            echo "error: $python cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2
+            exit 2
+        fi
+        "$venv/bin/pip" install --quiet --upgrade pip
+        install_torch
+        "$venv/bin/pip" install --quiet --constraint "$root/scripts/constraints.txt" --editable "$root[$1]"
+        printf '%s\n' "$wanted" >"$stamp"
+    fi
+    export PATH="$venv/bin:$PATH"
+    # Triton, inductor and DeepSpeed keep compiled code here: a private folder, because a build that was killed
+    # leaves a lock behind on which every later user of a shared one would wait.
+    export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
+    # Tokenizers and data sets are local; nothing is looked up on the hub.
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
+}

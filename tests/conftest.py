@@ -1,0 +1,11 @@
+"""What every test shares: one thread, no hub, caches of their own."""
+
+import os
+import tempfile
+
+# Before anything imports torch or datasets, which read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="m6-tests-hf-")
+os.environ["WANDB_MODE"] = "offline"

@@ -1,0 +1,81 @@
+"""kill -9 in the middle of a run, resume, and nothing differs by a bit from a run that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from m6.training.checkpoint import complete_checkpoints
+from m6.training.checkpoint_format import CheckpointReader
+from tests.fixtures.tiny_run import write_tiny_config
+
+STEPS = 30
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def command(config: Path, run: Path, ranks: int) -> list[str]:
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [*launcher, "m6.cli", "pretrain", str(config), "--run-dir", str(run)]
+
+
+def finish(config: Path, run: Path, ranks: int) -> None:
+    subprocess.run(command(config, run, ranks), env=ENVIRONMENT, check=True, timeout=200)
+
+
+def kill_at_step(config: Path, run: Path, ranks: int, step: int) -> None:
+    """Starts an attempt in a process group of its own and kills all of it once ``step`` was logged."""
+    process = subprocess.Popen(command(config, run, ranks), env=ENVIRONMENT, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(entry["step"] >= step for entry in entries(run)):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return
+        time.sleep(0.005)
+    pytest.fail(f"the run ended ({process.poll()}) before step {step} could be interrupted")
+
+
+def entries(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def numbers(run: Path) -> list[tuple]:
+    """What a run learned and reported, without its times."""
+    keys = ("step", "loss", "aux_loss", "objectives", "learning_rate", "grad_norm", "tokens_seen", "validation", "experts")
+    return [tuple((key, entry.get(key)) for key in keys) for entry in entries(run)]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "ep_size"), [(1, 0, 1), (2, 2, 2)])
+def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, ranks: int, stage: int, ep_size: int):
+    config = write_tiny_config(
+        tmp_path,
+        zero_optimization__stage=stage,
+        m6__training__ep_size=ep_size,
+        m6__training__total_steps=STEPS,
+        m6__checkpoint__interval_steps=4,
+        m6__evaluation__interval_steps=10,
+    )
+    finish(config, tmp_path / "whole", ranks)
+    for step in (6, 17):
+        kill_at_step(config, tmp_path / "killed", ranks, step)
+        assert not (tmp_path / "killed" / "DONE").exists()
+    finish(config, tmp_path / "killed", ranks)
+
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    whole, killed = (
+        CheckpointReader(complete_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in ("whole", "killed")
+    )
+    assert whole.shapes.keys() == killed.shapes.keys()
+    assert {kind for _, kind in whole.shapes} == {"weight", "exp_avg", "exp_avg_sq"}
+    for name, kind in whole.shapes:
+        assert torch.equal(whole.read(name, kind), killed.read(name, kind)), (name, kind)

@@ -1,0 +1,91 @@
+"""The same run on other layouts: ranks, ZeRO stages and expert parallelism must not change what is learned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.spawn import run_distributed
+from tests.fixtures.tiny_run import tiny_document
+
+# fp32 sums in another order: the losses are near 6, so 1e-5 relative is about a hundred units in the last place.
+TOLERANCE = 1e-5
+
+# (ranks, ZeRO stage, ep_size)
+LAYOUTS = [
+    (2, 0, 1),
+    (4, 0, 1),
+    (1, 1, 1),
+    (2, 1, 1),
+    (2, 2, 1),
+    (2, 3, 1),
+    (2, 0, 2),
+    (2, 1, 2),
+    (2, 2, 2),
+    (4, 2, 2),
+    (4, 1, 4),
+]
+
+
+def train(document: dict[str, Any], root: str, stop_at: int | None = None) -> None:
+    """One attempt at a run; called on every rank. Stops after ``stop_at`` steps in all."""
+    from m6.config import parse_config
+    from m6.training.loop import Trainer
+    from m6.training.run_directory import RunDirectory
+    from m6.training.runtime import start
+
+    runtime = start()
+    config, run = parse_config(document), RunDirectory(Path(root))
+    if runtime.is_main:
+        run.open(config, runtime.world_size)
+    torch.distributed.barrier()
+    trainer = Trainer(config, run, runtime)
+    if stop_at is not None:
+        trainer.run.stop_requested = lambda: trainer.step + 1 >= stop_at  # type: ignore[method-assign]
+    trainer.train()
+
+
+def layout(folder: Path, ranks: int, stage: int, ep_size: int, **changes: Any) -> dict[str, Any]:
+    document = tiny_document(folder, m6__training__ep_size=ep_size, **changes)
+    document["zero_optimization"] = {"stage": stage}
+    return document
+
+
+def losses(root: Path) -> list[float]:
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    values = [line["loss"] for line in lines if "loss" in line]
+    return values + [value for line in lines if "validation" in line for value in line["validation"].values()]
+
+
+def norms(root: Path) -> list[float]:
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return [line["grad_norm"] for line in lines if "grad_norm" in line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Path:
+    root = folder / "reference"
+    run_distributed(train, 1, layout(folder, 1, 0, 1), str(root))
+    return root
+
+
+@pytest.mark.parametrize(("ranks", "stage", "ep_size"), LAYOUTS)
+def test_losses_do_not_depend_on_the_layout(folder: Path, reference: Path, ranks: int, stage: int, ep_size: int):
+    root = folder / f"run_{ranks}_{stage}_{ep_size}"
+    run_distributed(train, ranks, layout(folder, ranks, stage, ep_size), str(root))
+    assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(reference), rel=10 * TOLERANCE)
+
+
+def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
+    root = folder / "wandering"
+    for ranks, stage, ep_size, stop_at in [(2, 2, 2, 1), (4, 1, 4, 2), (2, 3, 1, 3), (1, 0, 1, None)]:
+        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)

@@ -1,0 +1,279 @@
+import io
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from m6.data.build import BuildSettings, assign_split, build, check_row
+from m6.data.manifest import Manifest, Origin
+from m6.data.sources.base import Row, spread
+from m6.data.sources.pictures import BadPicture, encode
+from m6.errors import UserError
+
+
+def picture(size=(64, 64), colour="red", kind="PNG", mode="RGB"):
+    buffer = io.BytesIO()
+    Image.new(mode, size, colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+class Fake:
+    """A source whose rows are given."""
+
+    own_test_split = False
+
+    def __init__(self, rows, name="fake", kind="image_text", version="1"):
+        self._rows, self.name, self.kind, self._version = rows, name, kind, version
+
+    def origin(self):
+        return [Origin(package="fake", version=self._version, licence="MIT")]
+
+    def rows(self):
+        return iter(self._rows)
+
+
+def pairs(count):
+    return [Row(f"f/{n}", f"concept {n // 2}", f"图{n}", picture((20 + n, 30))) for n in range(count)]
+
+
+def read(manifest, source="fake"):
+    return {
+        split: [row for file in manifest.files(source, split) for row in pq.read_table(file).to_pylist()]
+        for split in ("train", "validation", "test")
+    }
+
+
+def test_rows_land_in_the_split_of_their_group(tmp_path):
+    settings = BuildSettings(validation_share=0.2, test_share=0.2)
+    manifest, built = build([Fake(pairs(60))], tmp_path / "data", settings)
+    assert built
+    splits = read(manifest)
+    assert sorted(row["id"] for rows in splits.values() for row in rows) == sorted(f"f/{n}" for n in range(60))
+    groups = {split: {row["group"] for row in rows} for split, rows in splits.items()}
+    assert all(groups.values())
+    for split, names in groups.items():
+        assert {assign_split(name, 0.2, 0.2) for name in names} == {split}
+    assert manifest.sources["fake"].splits["train"].rows == len(splits["train"])
+
+
+def test_the_split_of_a_group_is_fixed():
+    # The first 8 bytes of SHA-256, read as a fraction, with hashlib alone: a 0.7914, b 0.2427, c 0.1816.
+    assert assign_split("b", 0.1, 0.24) == "validation"
+    assert assign_split("b", 0.1, 0.25) == "test"
+    assert assign_split("a", 0.1, 0.24) == "train"
+    assert assign_split("c", 0.0, 0.18) == "train"
+    shares = [assign_split(f"group {n}", 0.1, 0.2) for n in range(10_000)]
+    # Binomial: the standard deviation is below 0.4 %, so 2 % is five of them.
+    assert abs(shares.count("test") / 10_000 - 0.2) < 0.02
+    assert abs(shares.count("validation") / 10_000 - 0.1) < 0.02
+
+
+def test_more_workers_and_another_run_give_the_same_bytes(tmp_path):
+    settings = BuildSettings(image_size=16, validation_share=0.2, test_share=0.2)
+    for name, workers in (("a", 1), ("b", 2)):
+        build([Fake(pairs(70))], tmp_path / name, settings, workers)
+    assert (tmp_path / "a/manifest.json").read_bytes() == (tmp_path / "b/manifest.json").read_bytes()
+    Manifest.load(tmp_path / "b").verify()
+
+
+def test_a_source_with_its_own_test_split_gets_no_other_test_rows(tmp_path):
+    source = Fake([Row(f"f/{n}", f"{n}", "字", split="test" if n % 5 == 0 else None) for n in range(50)], kind="text")
+    source.own_test_split = True
+    manifest, _ = build([source], tmp_path / "data", BuildSettings(validation_share=0.3, test_share=0.3))
+    splits = read(manifest)
+    assert [row["id"] for row in splits["test"]] == [f"f/{n}" for n in range(0, 50, 5)]
+    assert splits["validation"]
+
+
+def test_bad_rows_are_counted_and_listed(tmp_path):
+    rows = [
+        *pairs(4),
+        Row("no text", "g", " \u200b\n", picture()),
+        Row("long", "g", "字" * 9, picture()),
+        Row("no image", "g", "字"),
+        Row("broken", "g", "字", picture()[:60]),
+        Row("not an image", "g", "字", b"hello"),
+        Row("told", "g", problem="invalid JSON"),
+    ]
+    settings = BuildSettings(passage_chars=8, max_bad_share=0.6)
+    manifest, _ = build([Fake(rows)], tmp_path / "data", settings)
+    assert manifest.sources["fake"].skipped == {
+        "corrupt image": 2,
+        "empty text": 1,
+        "text too long": 1,
+        "missing image": 1,
+        "invalid JSON": 1,
+    }
+    listed = [json.loads(line) for line in (tmp_path / "data/skipped.jsonl").read_text().splitlines()]
+    assert {(entry["id"], entry["reason"]) for entry in listed} == {
+        ("no text", "empty text"),
+        ("long", "text too long"),
+        ("no image", "missing image"),
+        ("broken", "corrupt image"),
+        ("not an image", "corrupt image"),
+        ("told", "invalid JSON"),
+    }
+
+
+def test_at_most_a_hundred_bad_rows_are_listed(tmp_path):
+    rows = [*pairs(1), *(Row(f"bad/{n}", "g", "") for n in range(150))]
+    manifest, _ = build([Fake(rows)], tmp_path / "data", BuildSettings(max_bad_share=1.0))
+    assert manifest.sources["fake"].skipped == {"empty text": 150}
+    assert len((tmp_path / "data/skipped.jsonl").read_text().splitlines()) == 100
+
+
+def test_too_many_bad_rows_leave_nothing(tmp_path):
+    with pytest.raises(UserError, match=r"20\.0% of the rows are bad \(empty text: 1\), more than --max-bad-share 1"):
+        build([Fake([*pairs(4), Row("bad", "g", "")])], tmp_path / "data", BuildSettings())
+    with pytest.raises(UserError, match=r"no usable row \(empty text: 1\)"):
+        build([Fake([Row("bad", "g", "")])], tmp_path / "data", BuildSettings(max_bad_share=1.0))
+    with pytest.raises(UserError, match="it is empty"):
+        build([Fake([])], tmp_path / "data", BuildSettings())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path):
+    def interrupted():
+        yield from pairs(3)
+        raise KeyboardInterrupt
+
+    source = Fake([])
+    source.rows = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        build([source], tmp_path / "data", BuildSettings())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_same_set_is_accepted_in_place(tmp_path):
+    out = tmp_path / "data"
+    out.mkdir()  # an empty folder may be built into
+    first, built = build([Fake(pairs(4))], out, BuildSettings())
+    assert built
+    again, built = build([Fake(pairs(4))], out, BuildSettings(max_bad_share=0.5))
+    assert not built
+    assert again == first
+    for sources, settings in (
+        ([Fake(pairs(4))], BuildSettings(image_size=32)),
+        ([Fake(pairs(4), version="2")], BuildSettings()),
+        ([Fake(pairs(4), name="other")], BuildSettings()),
+    ):
+        with pytest.raises(UserError, match="is not empty and is not this data set"):
+            build(sources, out, settings)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="is not empty"):
+        build([Fake(pairs(4))], other, BuildSettings())
+    assert (other / "thesis.txt").read_text() == "precious"
+
+
+def test_limit_counts_rows_of_each_source(tmp_path):
+    sources = [Fake(pairs(9)), Fake(pairs(9), name="second")]
+    manifest, _ = build(sources, tmp_path / "data", BuildSettings(limit=4))
+    assert [sum(s.rows for s in entry.splits.values()) for entry in manifest.sources.values()] == [4, 4]
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path):
+    with pytest.raises(UserError, match='two sources are called "fake"'):
+        build([Fake([]), Fake([])], tmp_path / "data", BuildSettings())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_size": 0}, "image_size is 0; expected at least 1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"test_share": -0.1}, "test_share is -0.1"),
+        ({"test_share": 0.5, "validation_share": 0.5}, "leave nothing to train on"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        BuildSettings(**settings)
+
+
+def test_a_question_needs_its_answer():
+    row = Row("1", "g", image=picture(), question="什么颜色？", answer="红色")
+    assert check_row(row, "vqa", BuildSettings())[1] is None
+    assert check_row(Row("1", "g", image=picture(), question="什么颜色？"), "vqa", BuildSettings())[1] == "empty text"
+
+
+def decoded(data):
+    return Image.open(io.BytesIO(data))
+
+
+def test_a_picture_that_fits_is_kept():
+    for kind in ("PNG", "JPEG", "WEBP"):
+        data = picture((64, 64), kind=kind)
+        assert encode(data, 64) == data
+
+
+def test_a_large_picture_shrinks_onto_a_white_square():
+    image = decoded(encode(picture((200, 100), "blue"), 64))
+    assert (image.size, image.mode, image.format) == ((64, 64), "RGB", "PNG")
+    assert image.getpixel((32, 32)) == (0, 0, 255)
+    assert image.getpixel((32, 10)) == image.getpixel((32, 53)) == (255, 255, 255)  # 16 rows above and below
+
+
+def test_a_small_picture_is_not_enlarged():
+    assert decoded(encode(picture((30, 20)), 64)).size == (30, 30)
+
+
+def test_transparency_becomes_white():
+    for mode, colour in (("RGBA", (255, 0, 0, 0)), ("LA", (0, 0))):
+        image = decoded(encode(picture(colour=colour, mode=mode), 64))
+        assert image.mode == "RGB"
+        assert image.getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_a_photograph_stays_jpeg_and_is_turned_upright():
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright: rotate by 90 degrees clockwise
+    image = Image.new("RGB", (64, 32), "blue")
+    image.paste("red", (0, 0, 32, 32))
+    image.save(buffer, "JPEG", exif=exif, quality=95)
+    upright = decoded(encode(buffer.getvalue(), 64))
+    assert upright.format == "JPEG"
+    assert upright.size == (64, 64)
+    red, blue = upright.getpixel((32, 10)), upright.getpixel((32, 54))
+    assert red[0] > 200 > 50 > red[2]  # JPEG is lossy, so far from exact on purpose
+    assert blue[2] > 200 > 50 > blue[0]
+
+
+def test_a_drawing_is_rendered_at_the_full_size():
+    pytest.importorskip("cairosvg")
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8"><rect width="4" height="8" fill="red"/></svg>'
+    image = decoded(encode(svg, 32))
+    assert image.size == (32, 32)
+    assert image.getpixel((5, 5)) == (255, 0, 0)
+    assert image.getpixel((25, 5)) == (255, 255, 255)
+
+
+def test_a_drawing_reads_no_other_file(tmp_path):
+    pytest.importorskip("cairosvg")
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(picture())
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{}</svg>'
+    image = decoded(encode(svg.format(f'<image href="file://{secret}" width="8" height="8"/>').encode(), 32))
+    assert image.getcolors() == [(32 * 32, (255, 255, 255))]
+    entity = f'<!DOCTYPE svg [<!ENTITY secret SYSTEM "file://{secret}">]>'
+    with pytest.raises(BadPicture, match="corrupt image"):
+        encode((entity + svg.format("<text>&secret;</text>")).encode(), 32)
+    with pytest.raises(BadPicture, match="corrupt image"):
+        encode(svg.format("<rect").encode(), 32)
+
+
+def test_a_decompression_bomb_is_refused(monkeypatch):
+    monkeypatch.setattr("m6.data.sources.pictures.MAX_PIXELS", 10_000)
+    with pytest.raises(BadPicture, match="image too large"):
+        encode(picture((101, 100)), 64)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)  # Pillow itself refuses twice this number
+    with pytest.raises(BadPicture, match="image too large"):
+        encode(picture((90, 90)), 64)
+
+
+def test_spread_takes_the_same_share_of_each_part():
+    merged = list(spread(list("aaaaaaaa"), list("bb"), []))
+    assert merged == list("aabaaaabaa")

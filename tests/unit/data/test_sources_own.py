@@ -1,0 +1,252 @@
+"""The user's own data: folders, tables, tars and the Hub."""
+
+import csv
+import io
+import json
+import pickle
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from m6.data.cli import app, default_cache
+from m6.data.manifest import Manifest
+from m6.data.sources import SourceOptions, find_source
+from m6.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+def png(colour="red", size=(8, 8)):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def options(tmp_path, **changes):
+    return SourceOptions(**({"cache": tmp_path, "licence": "CC0-1.0"} | changes))
+
+
+def rows_of(specifier, tmp_path, **changes):
+    return list(find_source(str(specifier), options(tmp_path, **changes)).rows())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "photos"
+    (folder / "cats").mkdir(parents=True)
+    for name in ("a.png", "cats/b.png", "c.png"):
+        (folder / name).write_bytes(png())
+    return folder
+
+
+def test_captions_beside_pictures(folder, tmp_path):
+    (folder / "a.txt").write_text("一只狗")
+    (folder / "cats" / "b.txt").write_text("一只猫")
+    assert [(row.id, row.text, row.image is not None) for row in rows_of(folder, tmp_path)] == [
+        ("photos/a.png", "一只狗", True),
+        ("photos/c.png", "", True),  # the build counts it as empty text
+        ("photos/cats/b.png", "一只猫", True),
+    ]
+
+
+def test_metadata_jsonl(folder, tmp_path):
+    (tmp_path / "secret.png").write_bytes(png())
+    lines = [
+        {"file_name": "cats/b.png", "text": "一只猫"},
+        {"file_name": "../secret.png", "text": "外面"},
+        {"file_name": "none.png", "text": "没有"},
+        {"file_name": "a.png", "text": 7},
+    ]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n{torn")
+    rows = rows_of(folder, tmp_path)
+    assert [(row.id, row.text, row.problem) for row in rows] == [
+        ("photos/cats/b.png", "一只猫", None),
+        ("photos/../secret.png", "", "missing image"),
+        ("photos/none.png", "", "missing image"),
+        ("photos/a.png", "", None),
+        ("photos/metadata.jsonl:5", "", "invalid JSON"),
+    ]
+    with pytest.raises(UserError, match='no column "caption"; valid: file_name, text'):
+        rows_of(folder, tmp_path, text_column="caption")
+
+
+def test_metadata_csv(folder, tmp_path):
+    with (folder / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["file_name", "caption"], ["a.png", "一只狗，在跑"]])
+    assert [(row.id, row.text) for row in rows_of(folder, tmp_path, text_column="caption")] == [
+        ("photos/a.png", "一只狗，在跑")
+    ]
+
+
+def test_a_folder_without_captions_is_an_error(folder, tmp_path):
+    with pytest.raises(UserError, match=r"expected pictures with metadata\.jsonl"):
+        find_source(str(folder), options(tmp_path))
+
+
+def test_the_licence_has_to_be_stated(folder, tmp_path):
+    (folder / "a.txt").write_text("一只狗")
+    with pytest.raises(UserError, match='--licence is missing: under which licence may "photos" be used'):
+        find_source(str(folder), options(tmp_path, licence=None))
+
+
+def test_webdataset_reads_pictures_and_texts_alone(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    path = tmp_path / "shard-0.tar"
+    entries = [
+        ("0001.png", png()),
+        ("0001.txt", "一只狗".encode()),
+        ("0001.pkl", pickle.dumps(Evil())),
+        ("0002.json", json.dumps({"text": "一只猫"}).encode()),
+        ("0002.png", png()),
+        ("0003.txt", "没有图".encode()),
+        ("0004.png", png()),
+        ("0004.json", b"{torn"),
+    ]
+    with tarfile.open(path, "w") as tar:
+        link = tarfile.TarInfo("0000.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        for name, content in entries:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    rows = rows_of(path, tmp_path)
+    assert [(row.id, row.text, row.image == png(), row.problem) for row in rows] == [
+        ("shard-0/shard-0.tar/0001", "一只狗", True, None),
+        ("shard-0/shard-0.tar/0002", "一只猫", True, None),
+        ("shard-0/shard-0.tar/0003", "", False, "missing image"),
+        ("shard-0/shard-0.tar/0004", "", False, "invalid JSON"),
+    ]
+    assert not (tmp_path / "owned").exists()
+    path.write_bytes(path.read_bytes()[:1040])  # inside the first picture
+    with pytest.raises(UserError, match=r"shard-0\.tar is not a complete tar file"):
+        rows_of(path, tmp_path)
+
+
+def test_jsonl_text_becomes_passages(tmp_path):
+    path = tmp_path / "news.jsonl"
+    path.write_text("\n".join(json.dumps({"body": text, "n": 1}) for text in ("第一句。第二句。", "第三句。")))
+    rows = rows_of(path, tmp_path, text_column="body", passage_chars=5)
+    assert [(row.id, row.group, row.text) for row in rows] == [
+        ("news/0/0", "news/0", "第一句。"),
+        ("news/0/1", "news/0", "第二句。"),
+        ("news/1/0", "news/1", "第三句。"),
+    ]
+    with pytest.raises(UserError, match='news has no column "text"; valid: body, n'):
+        rows_of(path, tmp_path)
+    with pytest.raises(UserError, match='no column "img"'):
+        rows_of(path, tmp_path, text_column="body", image_column="img")
+
+
+def test_jsonl_pictures_are_paths_inside_the_folder(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    (tmp_path / "secret.png").write_bytes(png())
+    lines = [{"text": "狗", "image": "a.png"}, {"text": "外", "image": "../secret.png"}]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = find_source(f"pets={folder / 'pairs.jsonl'}", options(tmp_path))
+    assert (source.name, source.kind) == ("pets", "image_text")
+    assert [(row.text, row.image, row.problem) for row in source.rows()] == [
+        ("狗", png(), None),
+        ("外", None, "missing image"),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["bytes", "struct", "hugging face"])
+def test_parquet_pictures(tmp_path, layout):
+    pictures = [png(), b"damaged"]
+    path = tmp_path / "pairs.parquet"
+    if layout == "bytes":
+        pq.write_table(pa.table({"text": ["狗", "猫"], "image": pa.array(pictures, pa.binary())}), path)
+    elif layout == "struct":
+        structs = [{"bytes": picture, "path": None} for picture in pictures]
+        kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+        pq.write_table(pa.table({"text": ["狗", "猫"], "image": pa.array(structs, kind)}), path)
+    else:
+        import datasets
+
+        features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+        data = {"text": ["狗", "猫"], "image": [{"bytes": picture, "path": None} for picture in pictures]}
+        datasets.Dataset.from_dict(data, features=features).to_parquet(str(path))
+    # The damaged picture arrives undecoded: the build will skip that row alone.
+    assert [(row.text, row.image) for row in rows_of(path, tmp_path)] == list(zip(["狗", "猫"], pictures, strict=True))
+
+
+def test_a_damaged_table_is_a_users_error(tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(UserError, match="bad cannot be opened"):
+        rows_of(tmp_path / "bad.parquet", tmp_path)
+
+
+def test_the_hub_is_read_at_a_commit_and_runs_no_code(tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    calls = []
+
+    class Info:
+        sha = "abc123"
+        card_data = {"license": "mit"}  # noqa: RUF012
+
+    def load_dataset(path, **arguments):
+        calls.append((path, arguments))
+        return datasets.Dataset.from_dict({"text": ["你好。"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: Info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = find_source("hf:owner/news.zh:test", options(tmp_path, licence=None))
+    assert (source.name, source.kind) == ("news", "text")
+    assert source.origin()[0].model_dump(exclude_none=True) == {
+        "package": "hf:owner/news.zh:test",
+        "version": "abc123",
+        "licence": "mit",
+    }
+    assert [row.text for row in source.rows()] == ["你好。"]
+    assert calls == [("owner/news.zh", {"streaming": True, "split": "test", "revision": "abc123"})]
+    Info.card_data = None
+    with pytest.raises(UserError, match="states no licence"):
+        find_source("hf:owner/news", options(tmp_path, licence=None))
+
+
+def test_a_hub_that_cannot_be_reached_is_a_users_error(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def offline(self, name):
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
+    with pytest.raises(UserError, match="hf:owner/news cannot be opened: offline mode is enabled"):
+        find_source("hf:owner/news", options(tmp_path))
+
+
+def test_the_command_builds_a_folder_once(folder, tmp_path):
+    (folder / "a.txt").write_text("一只狗")
+    (folder / "c.txt").write_text("一只猫")
+    command = ["build", str(folder), "--out", str(tmp_path / "data"), "--licence", "CC0-1.0", "--max-bad-share", "0.5"]
+    result = CliRunner().invoke(app, [*command, "--workers", "1"])
+    assert result.exit_code == 0, result.output
+    assert "is built" in result.output
+    assert "photos: train 2, validation 0, test 0 rows" in result.output
+    entry = Manifest.load(tmp_path / "data").sources["photos"]
+    assert (entry.kind, entry.licence, entry.skipped) == ("image_text", "CC0-1.0", {"empty text": 1})
+    assert "holds this data set already" in CliRunner().invoke(app, command).output
+    (folder / "a.txt").write_text("一只狼")  # other contents are another data set
+    assert isinstance(CliRunner().invoke(app, command).exception, UserError)
+
+
+def test_the_cache_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "m6-recipes"

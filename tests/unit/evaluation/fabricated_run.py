@@ -1,0 +1,101 @@
+"""A run folder with a real checkpoint, written without training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from m6.config import load_config
+from m6.model import M6ForConditionalGeneration, initialize_parameters
+from m6.tokenizers.text import load_text_tokenizer
+from m6.training.checkpoint_format import write_manifest, write_shards
+from m6.training.fragments import Fragment
+from tests.fixtures.tiny_data import IMAGE_SIDE, TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE
+
+
+def run_document(data: Path, tokenizer: Path, **model: Any) -> dict[str, Any]:
+    """The JSON of a run on the tiny data, sparse and with every objective."""
+    return {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "m6": {
+            "model": {
+                "text_vocab_size": TINY_VOCAB_SIZE,
+                "image_vocab_size": TINY_IMAGE_VOCAB_SIZE,
+                "hidden_size": 32,
+                "num_layers": 2,
+                "num_attention_heads": 2,
+                "ffn_hidden_size": 64,
+                "max_position_embeddings": 96,
+                "image_size": IMAGE_SIDE,
+                "patch_size": 16,
+                **model,
+            },
+            "moe": {"num_experts": 4, "num_prototypes": 2},
+            "data": {"path": str(data), "tokenizer": str(tokenizer), "sequence_length": 96},
+            "objectives": {},
+            "training": {"total_steps": 100, "seed": 5},
+            "evaluation": {"num_batches": 2},
+        },
+    }
+
+
+def write_run(run: Path, document: dict[str, Any]) -> M6ForConditionalGeneration:
+    """Writes config.json and one checkpoint, in uneven pieces of two ranks; returns the model that it holds."""
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(document))
+    config = load_config(run / "config.json")
+    model = M6ForConditionalGeneration(config.model)
+    initialize_parameters(model, seed=3)
+    folder = run / "checkpoints" / "step_00000100"
+    folder.mkdir(parents=True)
+    pieces: list[list[Fragment]] = [[], []]
+    for name, tensor in model.state_dict().items():
+        flat, cut, shape = tensor.reshape(-1), tensor.numel() // 3, tuple(tensor.shape)
+        for rank, (begin, end) in enumerate([(0, cut), (cut, tensor.numel())]):
+            pieces[rank].append(Fragment(name, "weight", begin, flat[begin:end].clone(), shape))
+            pieces[rank].append(Fragment(name, "exp_avg", begin, torch.zeros(end - begin), shape))
+    for rank in (0, 1):
+        write_shards(folder, rank, pieces[rank])
+    fingerprint = load_text_tokenizer(config.m6.data.tokenizer).fingerprint
+    state = {
+        "step": 100,
+        "optimizer_step": 100,
+        "samples_seen": 400,
+        "tokens_seen": 12000,
+        "tokenizer": fingerprint,
+    }
+    write_manifest(folder, 2, state)
+    return model.eval()
+
+
+def training_entry(step: int, objectives: dict[str, float], **changes: Any) -> dict[str, Any]:
+    """A training line of metrics.jsonl."""
+    return {
+        "step": step,
+        "time": 1.7e9 + step,
+        "samples_seen": 4 * step,
+        "tokens_seen": 120 * step,
+        "loss": 5.0,
+        "aux_loss": 0.01,
+        "objectives": objectives,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "skipped_steps": 0,
+        "bad_rows": 0,
+        "step_time_s": 0.1,
+        "data_wait_s": 0.002,
+        "checkpoint_stall_s": 0.001,
+        "tokens_per_second": 1200.0,
+        "samples_per_second": 40.0,
+        "mfu": 0.25,
+        "memory_bytes": 3 << 29,
+        **changes,
+    }
+
+
+def write_metrics(run: Path, entries: list[dict[str, Any]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))

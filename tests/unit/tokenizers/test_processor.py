@@ -1,0 +1,128 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
+from m6.tokenizers.processor import decode_picture, pixel_values
+from tests.fixtures.tiny_data import build_tiny_tokenizer
+
+SIDE = 16
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    tokenizer = load_text_tokenizer(build_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return M6Processor(M6ImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer, num_patches=4)
+
+
+def picture(mode="RGB", size=(SIDE, SIDE), seed=0):
+    channels = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}[mode]
+    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), dtype=np.uint8)
+    return Image.fromarray(values.squeeze(-1) if channels == 1 else values, mode)
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def test_prompts_are_padded_on_the_left(processor):
+    t = processor.tokenizer
+    short, long = t.encode_ids("熊猫"), t.encode_ids("今天老师在公园里")
+    batch = processor(images=[picture(), None], text=["熊猫", "今天老师在公园里"], target_prefix="一个")
+    prefix = t.encode_ids("一个")
+    rows = [
+        [t.image_token_id] * 4 + short + [t.bos_token_id] + prefix,
+        [*long, t.bos_token_id, *prefix],
+    ]
+    types = [
+        [0] * 4 + [1] * len(short) + [2] * (1 + len(prefix)),
+        [1] * len(long) + [2] * (1 + len(prefix)),
+    ]
+    length = max(map(len, rows))
+    for index, (row, kinds) in enumerate(zip(rows, types, strict=True)):
+        padding = length - len(row)
+        assert batch["input_ids"][index].tolist() == [t.pad_token_id] * padding + row
+        assert batch["attention_mask"][index].tolist() == [0] * padding + [1] * len(row)
+        assert batch["token_type_ids"][index].tolist() == [0] * padding + kinds
+    assert batch["input_ids"].dtype == batch["token_type_ids"].dtype == torch.int64
+    assert batch["pixel_values"].shape == (1, 3, SIDE, SIDE)
+    assert batch["pixel_values"].dtype == torch.float32
+
+
+def test_picture_alone_and_text_alone(processor):
+    t = processor.tokenizer
+    assert processor(images=picture())["input_ids"].tolist() == [[t.image_token_id] * 4 + [t.bos_token_id]]
+    text = processor(text="熊猫", target_prefix=[t.boi_token_id])
+    assert text["input_ids"].tolist() == [[*t.encode_ids("熊猫"), t.bos_token_id, t.boi_token_id]]
+    assert "pixel_values" not in text
+
+
+def test_special_tokens_cannot_be_written_in_a_prompt(processor):
+    ids = processor(text="<eos><image>")["input_ids"][0].tolist()
+    assert max(ids[:-1]) < processor.tokenizer.text_vocab_size
+
+
+def test_wrong_prompts(processor):
+    with pytest.raises(ValueError, match="needs images or text"):
+        processor()
+    with pytest.raises(ValueError, match="1 images do not match 2 texts"):
+        processor(images=picture(), text=["一", "二"])
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA"])
+@pytest.mark.parametrize("size", [(SIDE, SIDE), (40, 40), (30, 12)])
+def test_training_and_serving_see_the_same_picture(processor, mode, size):
+    image = picture(mode, size)
+    served = processor.image_processor(image, return_tensors="pt")["pixel_values"]
+    trained = pixel_values([decode_picture(encoded(image), SIDE)], SIDE)
+    # Both scale 8 bits to [-1, 1] in fp32, by other operations.
+    torch.testing.assert_close(served, trained, rtol=0, atol=1e-6)
+    assert trained.abs().max() <= 1
+
+
+def test_transparency_and_missing_sides_are_white():
+    half = Image.new("RGBA", (SIDE, SIDE), (255, 0, 0, 255))
+    half.paste((0, 0, 0, 0), (0, 0, SIDE, SIDE // 2))
+    values = decode_picture(encoded(half), SIDE)
+    assert (values[: SIDE // 2] == 255).all()
+    assert (values[SIDE // 2 :] == [255, 0, 0]).all()
+    wide = decode_picture(encoded(Image.new("RGB", (SIDE, SIDE // 2), (0, 0, 255))), SIDE)
+    assert (wide[: SIDE // 4] == 255).all()
+    assert (wide[SIDE // 4 : -SIDE // 4] == [0, 0, 255]).all()
+    assert (wide[-SIDE // 4 :] == 255).all()
+
+
+def test_rotated_photographs_stand_upright():
+    image = Image.new("RGB", (SIDE, SIDE), (255, 0, 0))
+    image.paste((0, 0, 255), (0, 0, SIDE, SIDE // 2))
+    exif = Image.Exif()
+    exif[0x0112] = 3  # turned by 180 degrees
+    values = decode_picture(encoded(image, exif=exif), SIDE)
+    assert (values[0, 0] == [255, 0, 0]).all()
+    assert (values[-1, 0] == [0, 0, 255]).all()
+
+
+def test_pixel_values_range_and_order():
+    black, white = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)
+    white[0, 1] = (0, 255, 255)
+    values = pixel_values([black, white], 2)
+    assert (values[0] == -1).all()
+    assert values[1, :, 0, 1].tolist() == [-1, 1, 1]
+    assert pixel_values([], 2).shape == (0, 3, 2, 2)
+
+
+def test_save_and_load(processor, tmp_path):
+    processor.save_pretrained(tmp_path)
+    loaded = M6Processor.from_pretrained(tmp_path)
+    assert isinstance(loaded.image_processor, M6ImageProcessor)
+    assert loaded.num_patches == 4
+    assert loaded.tokenizer.fingerprint == processor.tokenizer.fingerprint
+    first, second = (p(images=picture(size=(20, 30)), text="熊猫") for p in (processor, loaded))
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name])
