@@ -63,8 +63,8 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
             sync(file)
         os.replace(temporary, out)
         sync(out.absolute().parent)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -109,13 +109,14 @@ def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: 
     if attempts:
         first, last = (json.loads(file.read_text(encoding="utf-8")) for file in (attempts[0], attempts[-1]))
         lines.append(
-            f"- trained: since {first['time']}, {_count(len(attempts), 'attempt')}, {_count(last['world_size'], 'rank')}, "
-            f"torch {last['packages']['torch']}, deepspeed {last['packages']['deepspeed']}"
+            f"- trained: since {first['time']}, {_count(len(attempts), 'attempt')}, "
+            f"{_count(last['world_size'], 'rank')}, torch {last['packages']['torch']}, "
+            f"deepspeed {last['packages']['deepspeed']}"
         )
     state = reader.state
     lines += [
-        f"- checkpoint: step {state['step']} of {config.m6.training.total_steps}, {state['samples_seen']:,} samples and "
-        f"{state['tokens_seen']:,} tokens seen",
+        f"- checkpoint: step {state['step']} of {config.m6.training.total_steps}, {state['samples_seen']:,} samples "
+        f"and {state['tokens_seen']:,} tokens seen",
         f"- evaluated: {time.strftime('%Y-%m-%d')}, on {hardware(device)}, torch {torch.__version__}, fp32",
     ]
     return "\n".join(lines)
