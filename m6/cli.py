@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -61,7 +61,10 @@ def pretrain(
 @app.command()
 def evaluate(
     run: RunFolder,
-    batches: Annotated[int, typer.Option(help="micro-batches per objective")] = 32,
+    batches: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="micro-batches per objective; default: as many as during training"),
+    ] = None,
     out: Annotated[Optional[Path], typer.Option(help="Markdown report; default RUN/report.md")] = None,  # noqa: UP045
 ) -> None:
     """Compares the validation loss of each objective with unigram, bigram and 5-gram models."""
@@ -99,11 +102,13 @@ def generate(
         for path, text in zip(image, texts, strict=True):
             print(f"{path}\t{text}")
     else:
-        print(
-            continue_text(
-                model, processor, [prompt], num_beams=num_beams, max_new_tokens=max_new_tokens, temperature=temperature
-            )[0]
+        sampling: dict[str, Any] = (
+            {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         )
+        texts = continue_text(
+            model, processor, [prompt], max_new_tokens=max_new_tokens, num_beams=num_beams, **sampling
+        )
+        print(texts[0])
 
 
 @app.command()

@@ -16,9 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from m6.config import M6Settings
-from m6.deepspeed_keys import _PASSED_ON as ACCEPTED
-from m6.deepspeed_keys import _REFUSED as REFUSED
-from m6.deepspeed_keys import OPTIMIZERS
+from m6.deepspeed_keys import OPTIMIZERS, PASSED_ON, REFUSED
 from m6.model.configuration import M6Config
 from moe.config import MoEConfig
 
@@ -53,7 +51,7 @@ def config_readme() -> str:
     """The text of configs/README.md."""
     parts = [
         _HEAD,
-        textwrap.fill(", ".join(f"`{key}`" for key in sorted(ACCEPTED)) + ".", 119, break_on_hyphens=False) + "\n",
+        textwrap.fill(", ".join(f"`{key}`" for key in sorted(PASSED_ON)) + ".", 119, break_on_hyphens=False) + "\n",
         "Not accepted, since they would be ignored or contradict the section `m6`:\n",
         _table(["key", "instead"], [[f"`{key}`", reason] for key, reason in sorted(REFUSED.items())]),
         "## The section `m6`\n",

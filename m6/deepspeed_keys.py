@@ -15,7 +15,7 @@ from m6.errors import UserError, nearest
 OPTIMIZERS = ("AdamW", "Adafactor")
 
 # Keys that reach DeepSpeed unchanged and do what they say.
-_PASSED_ON = {
+PASSED_ON = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "optimizer", "fp16", "bf16", "torch_autocast", "zero_optimization", "zero_force_ds_cpu_optimizer",
     "steps_per_print", "wall_clock_breakdown", "communication_data_type", "comms_logger", "memory_breakdown",
@@ -23,7 +23,7 @@ _PASSED_ON = {
 }  # fmt: skip
 
 # Keys that DeepSpeed knows but that would be ignored or would contradict ours, with what to use instead.
-_REFUSED = {
+REFUSED = {
     "scheduler": "the learning rate is m6.schedule",
     "activation_checkpointing": "DeepSpeed does not apply it to the model; use m6.training.activation_checkpointing",
     "checkpoint": "checkpoints are m6.checkpoint",
@@ -106,10 +106,10 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         UserError: an unknown key, one that would be silently ignored, or one that must be written out.
     """
     for key in keys:
-        if key in _REFUSED:
-            raise UserError(f"{key}: not used here: {_REFUSED[key]}")
-        if key not in _PASSED_ON:
-            raise UserError(f"{key}: unknown key{nearest(key, _PASSED_ON | {'m6'})}")
+        if key in REFUSED:
+            raise UserError(f"{key}: not used here: {REFUSED[key]}")
+        if key not in PASSED_ON:
+            raise UserError(f"{key}: unknown key{nearest(key, PASSED_ON | {'m6'})}")
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if not _is_count(keys.get(key)):
             raise UserError(f"{key}: expected a positive whole number, found {keys.get(key)!r}")

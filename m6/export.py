@@ -59,7 +59,9 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         _write_weights(temporary, reader, model_config, DTYPES[dtype], max_shard_bytes)
         model_config.save_pretrained(temporary)
         processor.save_pretrained(temporary)
+        mode = (temporary / "config.json").stat().st_mode
         for file in temporary.iterdir():
+            file.chmod(mode)  # safetensors makes files that only their owner may read
             sync(file)
         os.replace(temporary, out)
         sync(out.absolute().parent)

@@ -15,11 +15,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside ``path``; on success it is synced and renamed to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.fchmod(descriptor, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
     os.close(descriptor)
     temporary = Path(name)
     try:
         yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
-from m6.evaluation.baselines import read_baselines
+from m6.evaluation.baselines import ORDERS, read_baselines
 from m6.files import atomic_path
 from m6.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
 _COLOURS = dict(zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True))
 _GREY = "#5a5a5a"
+_BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "figure.constrained_layout.h_pad": 0.1,
@@ -77,12 +77,11 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
         figure = pyplot.figure(figsize=(14, 1.0 + 3.2 * rows), layout="constrained")
         last = training[-1]
         figure.suptitle(
-            f"{run_dir.absolute().name}   step {last['step']:,}   {last['tokens_seen'] / 1e6:,.1f} M tokens",
+            f"{run_dir.absolute().name}   step {last['step']:,}   {last['tokens_seen']:,} tokens",
             x=0.01,
             ha="left",
             fontweight="bold",
         )
-        _draw_legend(figure, with_baselines=bool(baselines))
         grid = figure.add_gridspec(rows, 1, height_ratios=[1.25, 1, 1][:rows])
         top = grid[0].subgridspec(1, len(objectives))
         for column, name in enumerate(objectives):
@@ -122,52 +121,20 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
     steps = [entry["step"] for entry in entries]
     losses = [entry["objectives"][objective] for entry in entries]
     axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smoothed(losses), color=colour, linewidth=1.6)
+    axes.plot(steps, smoothed(losses), color=colour, linewidth=1.6, label="training, smoothed")
     points = [
         (entry["step"], entry["validation"][objective]) for entry in validation if objective in entry["validation"]
     ]
     if points:
-        axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4)
-        axes.annotate(
-            f"{points[-1][1]:.2f}",
-            points[-1],
-            (0, -7),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            color=colour,
-        )
+        label = f"validation, last {points[-1][1]:.2f}"
+        axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4, label=label)
     for name, loss in baselines.items():
-        axes.axhline(loss, color=_GREY, linestyle="--", linewidth=1)
-        # The best model's label stands below its line, away from the others'.
-        below = loss == min(baselines.values())
-        axes.annotate(
-            f"{name} {loss:.2f}",
-            (1, loss),
-            (-2, -2 if below else 2),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="top" if below else "bottom",
-            fontsize=8,
-            color=_GREY,
-        )
+        style = _BASELINE_STYLES[name]
+        axes.axhline(loss, color=_GREY, linestyle=style, linewidth=1.1, label=f"{name} {loss:.2f}")
     axes.set_title(objective.replace("_", " "), fontweight="bold", color=colour)
     axes.set_ylabel("nats per target")
-    axes.margins(y=0.1)
-
-
-def _draw_legend(figure: Figure, with_baselines: bool) -> None:
-    """What the marks of the loss panels mean, whatever their colour."""
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], color=_GREY, linewidth=1.6, label="training, smoothed"),
-        Line2D([], [], color=_GREY, marker="o", linestyle="none", mec="white", ms=6, label="validation"),
-    ]
-    if with_baselines:
-        handles.append(Line2D([], [], color=_GREY, linestyle="--", linewidth=1, label="n-gram model, validation"))
-    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False)
+    # A loss falls, so that this corner is empty; a box keeps a baseline out of the text.
+    axes.legend(loc="upper right", fontsize=8, framealpha=0.9, edgecolor="none")
 
 
 def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:

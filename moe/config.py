@@ -16,7 +16,7 @@ class MoEConfig:
         num_experts: E, over all prototypes.
         num_prototypes: Z, divides E.
         top_k: experts a token is sent to inside each prototype.
-        capacity_factor: tokens an expert computes at most, see ``capacity``; None drops no token.
+        capacity_factor: an expert computes at most this many times the mean load; None drops no token.
         eval_capacity_factor: the same outside of training.
         capacity_rule: "k" counts the K choices of a token in the capacity; "1" keeps the capacity, and so the
             cost, of a layer with one choice.

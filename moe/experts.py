@@ -49,7 +49,8 @@ class Experts(nn.Module):
         Returns:
             [R, D]; in autocast's data type where autocast is on.
         """
-        w_in, w_out = self.w_in, self.w_out
+        w_in: Tensor = self.w_in
+        w_out: Tensor = self.w_out
         device = rows.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

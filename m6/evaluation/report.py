@@ -59,7 +59,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
         f"# {run_dir.absolute().name}",
         _origin(run_dir, config, reader, device),
         "## Validation loss",
-        f"Nats per target token, with the perplexity in brackets, on {num_batches} micro-batches of "
+        f"Nats per target token, with the perplexity in brackets, on up to {num_batches} micro-batches of "
         f"{config.deepspeed.micro_batch_size} samples for each objective.",
         _loss_table(untrained, trained, baselines, reader.state["step"]),
         "## Speed and size",

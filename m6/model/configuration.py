@@ -29,6 +29,7 @@ _SIZES = (
 # What transformers itself passes besides the fields when it loads a configuration.
 _TRANSFORMERS_KEYS = {
     "model_type",
+    "_name_or_path",
     "name_or_path",
     "torch_dtype",
     "attn_implementation",
@@ -55,7 +56,7 @@ class M6Config(PreTrainedConfig):
         max_position_embeddings: learned positions of source text and of target (text or image codes).
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; divides ``image_size``.
-        patch_encoder: what turns a patch into a vector, see :mod:`m6.model.embeddings`.
+        patch_encoder: what turns a patch into a vector, see :mod:`m6.model.patch_encoders`.
         hidden_dropout: rate after the embeddings, the attention output and the feed-forward output.
         attention_dropout: rate on the attention weights.
         initializer_range: standard deviation of the initial weights.

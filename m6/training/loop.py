@@ -77,9 +77,8 @@ class Trainer:
         return self._finish()
 
     def _at_intervals(self, report: IntervalReport, ending: bool) -> None:
+        """Logs, validates, saves: in this order, so that a checkpoint never lies ahead of its metrics."""
         settings = self.settings
-        if self.step % settings.checkpoint.interval_steps == 0 or ending:
-            report.add_checkpoint_stall(self._save())
         if self.step % settings.logging.interval_steps == 0 or ending:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
             self._track({**entry, **self.train_step.health.reduce()})
@@ -88,6 +87,8 @@ class Trainer:
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
             self._track({"step": self.step, "time": time.time(), "validation": losses})
             report.exclude(time.perf_counter() - begin)
+        if self.step % settings.checkpoint.interval_steps == 0 or ending:
+            report.add_checkpoint_stall(self._save())
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step from the current one on.

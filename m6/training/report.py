@@ -7,7 +7,7 @@ from typing import Any
 
 from m6.config import RunConfig
 from m6.training.runtime import Runtime
-from m6.training.throughput import flops_per_token, memory_bytes, peak_flops
+from m6.training.throughput import memory_bytes, peak_flops, training_flops
 from m6.training.train_step import StepOutcome
 
 
@@ -20,7 +20,7 @@ class IntervalReport:
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._flops_per_token = flops_per_token(config.model, config.m6.data.sequence_length)
+        self._config = config
         self._peak = peak_flops(runtime.device.type) * runtime.world_size
         self._restart()
 
@@ -44,13 +44,14 @@ class IntervalReport:
         outcomes = self._outcomes
         elapsed = time.perf_counter() - self._begin - self._excluded_s
         tokens = sum(outcome.tokens for outcome in outcomes)
-        tokens_per_second = tokens / elapsed
         sums: dict[str, float] = {}
         targets: dict[str, float] = {}
         for outcome in outcomes:
             for name, count in outcome.result.targets.items():
                 sums[name] = sums.get(name, 0.0) + outcome.result.loss_sums[name]
                 targets[name] = targets.get(name, 0.0) + count
+        sequence_length = self._config.m6.data.sequence_length
+        flops = training_flops(self._config.model, tokens, sum(targets.values()), sequence_length)
         entry = {
             "step": step,
             "time": time.time(),
@@ -66,9 +67,9 @@ class IntervalReport:
             "step_time_s": elapsed / len(outcomes),
             "data_wait_s": self._data_wait_s / len(outcomes),
             "checkpoint_stall_s": self._checkpoint_stall_s / len(outcomes),
-            "tokens_per_second": tokens_per_second,
+            "tokens_per_second": tokens / elapsed,
             "samples_per_second": sum(outcome.samples for outcome in outcomes) / elapsed,
-            "mfu": tokens_per_second * self._flops_per_token / self._peak,
+            "mfu": flops / elapsed / self._peak,
             "memory_bytes": memory_bytes(self._runtime.device),
         }
         self._restart()

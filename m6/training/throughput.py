@@ -15,13 +15,16 @@ from m6.model.counting import num_parameters
 _DATASHEET_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "GB200": 2500e12}
 
 
-def flops_per_token(config: M6Config, sequence_length: int) -> float:
-    """Training FLOPs of one token: 6 per active parameter, and attention's 12 x layers x width x length / 2.
+def training_flops(config: M6Config, tokens: float, targets: float, sequence_length: int) -> float:
+    """FLOPs of forward and backward: 6 per parameter that multiplies a token (Kaplan et al. 2020, arXiv
+    2001.08361, section 2.1), with the output matrix at targets only, plus attention over half a row on average.
 
-    The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1); recomputation is not counted.
+    Looking up embeddings costs nothing, and recomputation is not counted.
     """
-    active = num_parameters(config)["active_per_token"]
-    return 6.0 * active + 6.0 * config.num_layers * config.hidden_size * sequence_length
+    counts = num_parameters(config)
+    per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"])
+    per_token += 6.0 * config.num_layers * config.hidden_size * sequence_length
+    return tokens * per_token + targets * 6.0 * config.vocab_size * config.hidden_size
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def peak_flops(device_type: str) -> float:
     a, b = torch.randn(size, size), torch.randn(size, size)
     a @ b
     best = float("inf")
-    for _ in range(5):
+    for _ in range(10):
         begin = time.perf_counter()
         a @ b
         best = min(best, time.perf_counter() - begin)

@@ -51,7 +51,17 @@ def entries(run: Path) -> list[dict]:
 
 def numbers(run: Path) -> list[tuple]:
     """What a run learned and reported, without its times."""
-    keys = ("step", "loss", "aux_loss", "objectives", "learning_rate", "grad_norm", "tokens_seen", "validation", "experts")
+    keys = (
+        "step",
+        "loss",
+        "aux_loss",
+        "objectives",
+        "learning_rate",
+        "grad_norm",
+        "tokens_seen",
+        "validation",
+        "experts",
+    )
     return [tuple((key, entry.get(key)) for key in keys) for entry in entries(run)]
 
 

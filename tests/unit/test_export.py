@@ -56,6 +56,7 @@ def test_roundtrip(make_run, tmp_path, dtype):
         assert {name for name, place in index["weight_map"].items() if place == file.name} == tensors.keys()
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
     assert not list(out.parent.glob(".*")), "the temporary folder is gone"
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "who may read the folder may read all of it"
 
     assert_same_weights(M6ForConditionalGeneration.from_pretrained(out), reference, getattr(torch, dtype))
     auto = AutoModelForImageTextToText.from_pretrained(out)

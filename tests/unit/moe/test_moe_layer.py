@@ -161,9 +161,7 @@ def test_first_choices_go_before_second_choices() -> None:
     experts = layer.experts
     for t in range(2):
         hidden = torch.nn.functional.gelu(experts.w_in[t] @ x[t])
-        torch.testing.assert_close(
-            output[t], gate * (experts.w_out[t] @ hidden), rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(output[t], gate * (experts.w_out[t] @ hidden), rtol=1e-6, atol=1e-6)
 
 
 def test_balancing_loss_is_one_for_an_even_load_and_m_for_a_collapsed_one() -> None:
