@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 app = typer.Typer(
-    help="Pretrain M6-style multimodal mixture-of-experts transformers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,6 +27,11 @@ Overrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
 
 
+@app.callback(help="Pretrain M6-style multimodal mixture-of-experts transformers.")
+def _launched(local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0) -> None:
+    """Takes the option that the deepspeed launcher puts before the command; the rank is in the environment."""
+
+
 @app.command()
 def pretrain(
     config: ConfigFile,
@@ -36,7 +40,6 @@ def pretrain(
         typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
     ] = None,
     overrides: Overrides = None,
-    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
 ) -> None:
     """Pretrains a model, or goes on where the run in the folder stopped.
 

@@ -9,26 +9,23 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, PositiveInt, TypeAdapter
 
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
 from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
-from m6.errors import UserError, nearest
+from m6.errors import UserError
 from m6.model.configuration import M6Config
+from m6.validation import Section, check_keys, describe, parse_json, validate
 from moe.config import MoEConfig
 
-PositiveInt = Annotated[int, Field(gt=0)]
+if TYPE_CHECKING:
+    from m6.tokenizers.text import M6Tokenizer
+
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A section of the JSON: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TrainingSettings(Section):
@@ -127,10 +124,12 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
         UserError: for a missing file, broken JSON, or any key or value that is wrong; the message names it.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        document = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(document).__name__}")
@@ -147,7 +146,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if "m6" not in document:
         raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
     deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})
-    settings = _validate(M6Settings, document["m6"], "m6")
+    settings = validate(M6Settings, document["m6"], "m6")
     model = _model_config(settings)
     if settings.training.ep_size > 1 and settings.moe is None:
         raise UserError(
@@ -187,53 +186,27 @@ def check_world_size(config: RunConfig, world_size: int) -> int:
     return accumulation
 
 
+def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
+    """Raises if the tokenizer's ids are not those of the model's embeddings."""
+    for name in ("text_vocab_size", "image_vocab_size"):
+        expected, found = getattr(config.model, name), getattr(tokenizer, name)
+        if expected != found:
+            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
+
+
 def _model_config(settings: M6Settings) -> M6Config:
     own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
-    _check_keys(settings.model, own, "m6.model")
+    check_keys(settings.model, own, "m6.model")
     if settings.moe is not None:
-        _check_keys(settings.moe, {field.name for field in fields(MoEConfig)}, "m6.moe")
-        if "num_experts" not in settings.moe:
-            raise UserError("m6.moe.num_experts is missing")
+        check_keys(settings.moe, {field.name for field in fields(MoEConfig)}, "m6.moe")
+        try:
+            TypeAdapter(MoEConfig).validate_json(json.dumps(settings.moe), strict=True)
+        except pydantic.ValidationError as error:
+            raise UserError(describe(error, None, "m6.moe")) from None
     try:
         return M6Config(**settings.model, moe=settings.moe)
     except (ValueError, TypeError) as error:
-        raise UserError(f"m6.model / m6.moe: {error}") from None
-
-
-def _check_keys(section: dict[str, Any], valid: set[str], where: str) -> None:
-    for key in section:
-        if key not in valid:
-            raise UserError(f"{where}.{key}: unknown key{nearest(key, valid)}")
-
-
-def _validate(model: type[M6Settings], value: Any, where: str) -> M6Settings:
-    try:
-        return model.model_validate(value)
-    except pydantic.ValidationError as error:
-        raise UserError(describe(error, model, where)) from None
-
-
-def describe(error: pydantic.ValidationError, model: type[BaseModel], where: str) -> str:
-    """The first problem of a pydantic error in one line: the key, the value, what was expected."""
-    problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"]]
-    name = ".".join([where, *path])
-    if problem["type"] == "extra_forbidden":
-        return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"
-    if problem["type"] == "missing":
-        return f"{name}: missing"
-    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
-
-
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        field = model.model_fields.get(part)
-        kinds = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
-        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not models:
-            break
-        model = models[0]
-    return list(model.model_fields)
+        raise UserError(f"m6.model: {error}") from None
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -241,9 +214,11 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
+        value = parse_json(text)
+    except UserError as error:
+        raise UserError(f"--set {override}: {error}") from None
+    except (ValueError, RecursionError):
+        value = text  # a plain string
     *parents, last = key.split(".")
     node = document
     for parent in parents:
@@ -251,11 +226,3 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"--set {override}: {parent} is not a section")
     node[last] = value
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f'the key "{key}" is given twice')
-    return dict(pairs)

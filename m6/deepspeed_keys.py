@@ -6,42 +6,139 @@ hand. A configuration that would be ignored is an error here, before anything st
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from m6.errors import UserError, nearest
+from m6.validation import Section, describe, validate
 
-OPTIMIZERS = ("AdamW", "Adafactor")
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
-# Keys that reach DeepSpeed unchanged and do what they say.
-PASSED_ON = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "optimizer", "fp16", "bf16", "torch_autocast", "zero_optimization", "zero_force_ds_cpu_optimizer",
-    "steps_per_print", "wall_clock_breakdown", "communication_data_type", "comms_logger", "memory_breakdown",
-    "dump_state", "timers", "aio",
-}  # fmt: skip
+
+class _OptimizerParams(Section):
+    lr: PositiveFloat
+    weight_decay: float = Field(0.0, ge=0)
+
+
+class _AdamWParams(_OptimizerParams):
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
+class _AdafactorParams(_OptimizerParams):
+    beta2_decay: float = Field(-0.8, le=0)
+    clipping_threshold: float = Field(1.0, ge=1)
+
+
+_OPTIMIZER_PARAMS: dict[str, type[_OptimizerParams]] = {"AdamW": _AdamWParams, "Adafactor": _AdafactorParams}
+OPTIMIZERS = tuple(_OPTIMIZER_PARAMS)
+
+
+class _Optimizer(Section):
+    type: str
+    params: dict[str, Any]
+
+
+class _TorchAutocast(Section):
+    enabled: bool
+    # Not float16: its gradients need a loss scale, and DeepSpeed scales them only where we clip them unscaled.
+    dtype: Literal["bfloat16"]
+    lower_precision_safe_modules: list[str] = Field(default_factory=list)
+
+
+class _Aio(Section):
+    block_size: PositiveInt = 1
+    queue_depth: PositiveInt = 1
+    intra_op_parallelism: PositiveInt = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+class _Keys(Section):
+    """The keys that reach DeepSpeed unchanged and do what they say."""
+
+    train_batch_size: PositiveInt
+    train_micro_batch_size_per_gpu: PositiveInt
+    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_clipping: float = Field(ge=0)
+    optimizer: _Optimizer
+    fp16: dict[str, Any] = Field(default_factory=dict)
+    bf16: dict[str, Any] = Field(default_factory=dict)
+    torch_autocast: _TorchAutocast | None = None
+    zero_optimization: dict[str, Any] = Field(default_factory=dict)
+    communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
+    steps_per_print: PositiveInt | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    comms_logger: dict[str, Any] = Field(default_factory=dict)
+    aio: _Aio | None = None
+
+
+PASSED_ON = frozenset(_Keys.model_fields)
+
+_CPU_ADAM = "DeepSpeed takes it with its own CPU Adam only"
+_OWN_CHECKPOINTS = "DeepSpeed's checkpoints are not used; ours are m6.checkpoint"
+_OWN_DATA = "the data pipeline is m6.data"
+_OWN_GRADIENTS = "gradients are normalised by the tokens of the global batch"
+_OWN_METRICS = "RUN/metrics.jsonl holds every metric"
+_UNSUPPORTED = "not supported by the M6 model"
 
 # Keys that DeepSpeed knows but that would be ignored or would contradict ours, with what to use instead.
 REFUSED = {
-    "scheduler": "the learning rate is m6.schedule",
     "activation_checkpointing": "DeepSpeed does not apply it to the model; use m6.training.activation_checkpointing",
+    "amp": "use bf16 or torch_autocast",
+    "bf16.bf16_master_weights_and_grads": _CPU_ADAM,
+    "bf16.bf16_optimizer_states": _CPU_ADAM,
+    "bf16.check_grad_overflow": "a step that is not finite is always skipped, see m6.training.max_skipped_steps",
+    "bf16.immediate_grad_update": "DeepSpeed ignores it at ZeRO stages 1 to 3",
     "checkpoint": "checkpoints are m6.checkpoint",
-    "wandb": "use m6.logging.wandb",
-    "tensorboard": "use m6.logging.tensorboard",
-    "csv_monitor": "RUN/metrics.jsonl holds every metric",
+    "csv_monitor": _OWN_METRICS,
+    "curriculum_learning": _OWN_DATA,
+    "data_efficiency": _OWN_DATA,
     "data_types": "a separate gradient dtype changes DeepSpeed's optimizer; gradients have the precision of fp16/bf16",
-    "data_efficiency": "the data pipeline is m6.data",
-    "curriculum_learning": "the data pipeline is m6.data",
     "elasticity": "set train_batch_size; the accumulation adapts to the world size",
     "expert_parallel": "expert parallelism is m6.training.ep_size",
-    "tensor_parallel": "not supported by the M6 model",
-    "pipeline": "not supported by the M6 model",
-    "prescale_gradients": "gradients are normalised by the tokens of the global batch",
-    "gradient_predivide_factor": "gradients are normalised by the tokens of the global batch",
-    "zero_allow_untested_optimizer": "the supported optimizers are AdamW and Adafactor",
-    "amp": "use bf16, fp16 or torch_autocast",
+    "fp16.auto_cast": "the model casts its inputs by itself",
+    "fp16.fp16_master_weights_and_grads": _CPU_ADAM,
+    "gradient_predivide_factor": _OWN_GRADIENTS,
+    "pipeline": _UNSUPPORTED,
+    "prescale_gradients": _OWN_GRADIENTS,
+    "scheduler": "the learning rate is m6.schedule",
+    "tensor_parallel": _UNSUPPORTED,
+    "tensorboard": "use m6.logging.tensorboard",
+    "timers": _OWN_METRICS,
+    "use_data_before_expert_parallelism": "the ranks of an expert-parallel group are neighbours",
+    "wandb": "use m6.logging.wandb",
+    "zero_allow_untested_optimizer": f"the supported optimizers are {' and '.join(OPTIMIZERS)}",
+    "zero_force_ds_cpu_optimizer": f"the supported optimizers are PyTorch's {' and '.join(OPTIMIZERS)}",
+    "zero_optimization.compute_grad_norm": "the norm is always computed: it is a metric, and shows what is not finite",
+    "zero_optimization.cpu_offload": "deprecated; use zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "deprecated; use zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_use_pin_memory": "deprecated; use pin_memory in the offload sections",
+    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.legacy_stage1": "removed from DeepSpeed",
+    "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
+    "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.zenflow": "our checkpoints cannot hold its state",
 }
+
+# Besides those whose names begin with stage3_, keys of zero_optimization that lower stages ignore.
+_STAGE_3_ONLY = {
+    "offload_param", "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear",
+    "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
+}  # fmt: skip
+_STAGE_3_OFFLOAD = {
+    "ratio", "super_offload", "cpuadam_cores_perc", "nvme_path", "buffer_count", "pipeline_read", "pipeline_write",
+    "fast_init",
+}  # fmt: skip
 
 
 class DeepSpeedSettings(BaseModel):
@@ -58,6 +155,7 @@ class DeepSpeedSettings(BaseModel):
     """``fp32``, ``bf16`` or ``fp16``: the type of the weights in the forward pass."""
     optimizer_type: str
     optimizer_params: dict[str, Any]
+    """With the defaults filled in."""
     keys: dict[str, Any]
 
     def accumulation_steps(self, world_size: int) -> int:
@@ -95,8 +193,28 @@ class DeepSpeedSettings(BaseModel):
             # At stage 0 the trainer clips by itself: DeepSpeed neither reports the norm nor counts
             # the experts of other ranks there.
             config["gradient_clipping"] = 0.0
+        # The optimizer is PyTorch's, also where its state is offloaded to the host.
         config["zero_force_ds_cpu_optimizer"] = False
         return config
+
+    def check_device(self) -> None:
+        """Raises if this machine's device cannot compute in the run's precision."""
+        prepare_deepspeed()
+        from deepspeed.accelerator import get_accelerator
+
+        device = get_accelerator()
+        supported = {"fp16": device.is_fp16_supported, "bf16": device.is_bf16_supported}
+        if self.precision in supported and not supported[self.precision]():
+            raise UserError(f"{self.precision}.enabled: this machine's {device.device_name()} cannot compute in it")
+
+
+def prepare_deepspeed() -> None:
+    """Chooses what DeepSpeed reads from the environment once, when it is imported: the device and its log level."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 
 def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
@@ -106,87 +224,108 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         UserError: an unknown key, one that would be silently ignored, or one that must be written out.
     """
     for key in keys:
-        if key in REFUSED:
-            raise UserError(f"{key}: not used here: {REFUSED[key]}")
+        _check_accepted(key)
         if key not in PASSED_ON:
             raise UserError(f"{key}: unknown key{nearest(key, PASSED_ON | {'m6'})}")
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
-        if not _is_count(keys.get(key)):
-            raise UserError(f"{key}: expected a positive whole number, found {keys.get(key)!r}")
     if "gradient_clipping" not in keys:
         raise UserError("gradient_clipping: missing; DeepSpeed would clip at 1.0, so write the value (0 for none)")
-    precision = _precision(keys)
-    stage = _zero_stage(keys.get("zero_optimization", {}), precision)
-    optimizer_type, optimizer_params = _optimizer(keys.get("optimizer"), stage)
+    settings = validate(_Keys, keys, "")
+    stage = _zero_stage(settings.zero_optimization)
+    sections = _deepspeed_sections(keys)
+    precision = _precision(sections, stage)
+    optimizer_params = _optimizer_params(settings.optimizer, stage)
+    _check_aio(settings, sections["zero_optimization"])
     return DeepSpeedSettings(
-        train_batch_size=keys["train_batch_size"],
-        micro_batch_size=keys["train_micro_batch_size_per_gpu"],
-        stated_accumulation=keys.get("gradient_accumulation_steps"),
-        gradient_clipping=float(keys["gradient_clipping"]),
+        train_batch_size=settings.train_batch_size,
+        micro_batch_size=settings.train_micro_batch_size_per_gpu,
+        stated_accumulation=settings.gradient_accumulation_steps,
+        gradient_clipping=settings.gradient_clipping,
         zero_stage=stage,
         precision=precision,
-        optimizer_type=optimizer_type,
+        optimizer_type=settings.optimizer.type,
         optimizer_params=optimizer_params,
         keys=keys,
     )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _check_accepted(key: str) -> None:
+    if key in REFUSED:
+        raise UserError(f"{key}: not used here: {REFUSED[key]}")
 
 
-def _precision(keys: dict[str, Any]) -> str:
-    on = [name for name in ("fp16", "bf16") if keys.get(name, {}).get("enabled", False)]
+def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
+    """The sections as DeepSpeed parses them; it would refuse them too, but late and with a traceback."""
+    prepare_deepspeed()
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models: dict[str, type[BaseModel]] = {
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+        "zero_optimization": DeepSpeedZeroConfig,
+    }
+    sections = {}
+    for name, model in models.items():
+        for key, value in keys.get(name, {}).items():
+            _check_accepted(f"{name}.{key}")
+            if value == "auto":  # DeepSpeed drops it, since Hugging Face's Trainer would fill it in
+                raise UserError(f'{name}.{key}: "auto" would be ignored; write a value, or leave it out')
+        try:
+            sections[name] = model(**keys.get(name, {}))
+        except pydantic.ValidationError as error:
+            raise UserError(describe(error, model, name)) from None
+    return sections
+
+
+def _precision(sections: dict[str, Any], stage: int) -> str:
+    on = [name for name in ("fp16", "bf16") if sections[name].enabled]
     if len(on) == 2:
         raise UserError("fp16.enabled and bf16.enabled are both true; choose one")
+    if on and stage == 0:
+        raise UserError(
+            f"{on[0]}.enabled needs zero_optimization.stage 1 or more: at stage 0 DeepSpeed leaves the loss scale "
+            "out (fp16) and starts Adam one step late (bf16)"
+        )
     return on[0] if on else "fp32"
 
 
-def _zero_stage(section: dict[str, Any], precision: str) -> int:
+def _zero_stage(section: dict[str, Any]) -> int:
+    """The stage, once every key of the section is known to have an effect at it."""
     stage = section.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
-    if stage == 0 and precision != "fp32":
-        raise UserError(
-            f"{precision} needs zero_optimization.stage 1 or more: at stage 0 DeepSpeed leaves the loss scale "
-            "out (fp16) and starts Adam one step late (bf16)"
-        )
-    if stage < 3:
-        for key in ("offload_param", "super_offload", "stage3_max_live_parameters"):
-            if key in section:
-                raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage {stage}; it needs stage 3")
-    offload = section.get("offload_optimizer", {})
-    if offload.get("device") == "nvme" and stage < 3:
-        raise UserError(
-            f'zero_optimization.offload_optimizer.device: "nvme" is treated as "cpu" at stage {stage}; it needs stage 3'
-        )
-    if stage == 0 and offload:
-        raise UserError(
-            "zero_optimization.offload_optimizer: DeepSpeed ignores it at stage 0; it needs stage 1 or more"
-        )
-    if offload.get("ratio", 1.0) < 1.0 and stage < 3:
-        raise UserError(
-            f"zero_optimization.offload_optimizer.ratio {offload['ratio']}: below 1 it needs stage 3, found {stage}"
-        )
+    for key in section:
+        if stage < 3 and (key in _STAGE_3_ONLY or key.startswith("stage3_")):
+            raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage {stage}; it needs stage 3")
+        if stage == 0 and key != "stage" and key not in REFUSED:
+            raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage 0; it needs stage 1 or more")
+    offload = section.get("offload_optimizer")
+    if stage < 3 and isinstance(offload, dict):
+        for key in offload:
+            if key in _STAGE_3_OFFLOAD:
+                raise UserError(f"zero_optimization.offload_optimizer.{key}: it needs stage 3, found {stage}")
+        if offload.get("device") == "nvme":
+            raise UserError(
+                f'zero_optimization.offload_optimizer.device: "nvme" is treated as "cpu" at stage {stage}; '
+                "it needs stage 3"
+            )
     return stage
 
 
-def _optimizer(section: Any, stage: int) -> tuple[str, dict[str, Any]]:
-    if not isinstance(section, dict) or "type" not in section:
-        raise UserError('optimizer: missing; for example {"type": "AdamW", "params": {"lr": 3e-4}}')
-    kind = section["type"]
-    if kind not in OPTIMIZERS:
-        raise UserError(f"optimizer.type: unknown optimizer {kind!r}{nearest(str(kind), OPTIMIZERS)}")
-    params = dict(section.get("params", {}))
-    valid = {"lr", "weight_decay"} | ({"betas", "eps"} if kind == "AdamW" else {"beta2_decay", "clipping_threshold"})
-    for key in params:
-        if key not in valid:
-            raise UserError(f"optimizer.params.{key}: unknown key{nearest(key, valid)}")
-    if not isinstance(params.get("lr"), (int, float)) or params["lr"] <= 0:
-        raise UserError(f"optimizer.params.lr: expected a positive number, found {params.get('lr')!r}")
-    if kind == "Adafactor" and stage != 0:
+def _optimizer_params(section: _Optimizer, stage: int) -> dict[str, Any]:
+    if section.type not in OPTIMIZERS:
+        raise UserError(f"optimizer.type: unknown optimizer {section.type!r}{nearest(section.type, OPTIMIZERS)}")
+    if section.type == "Adafactor" and stage != 0:
         raise UserError(
             f"optimizer.type Adafactor needs zero_optimization.stage 0, found {stage}: ZeRO's flat partition "
             "has no rows and columns, so the second moment would not be factored"
         )
-    return kind, params
+    return validate(_OPTIMIZER_PARAMS[section.type], section.params, "optimizer.params").model_dump()
+
+
+def _check_aio(settings: _Keys, zero: Any) -> None:
+    offloads = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    if settings.aio is not None and "nvme" not in offloads:
+        raise UserError('aio: DeepSpeed ignores it unless zero_optimization offloads something to "device": "nvme"')

@@ -30,10 +30,10 @@ make_environment() { # make_environment EXTRA
         echo "error: Python 3.10 or newer is needed; found $("$python" --version 2>&1 || echo none). Set M6_PYTHON" >&2
         exit 2
     fi
-    local stamp wanted
-    stamp=$venv/.installed-$1
-    wanted=$(cksum "$root/pyproject.toml" "$root/scripts/constraints.txt")
-    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    local wanted
+    wanted=$(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum)
+    # "dev" holds everything that the other extras do.
+    if ! grep -qsFx "$wanted" "$venv/.installed-$1" "$venv/.installed-dev"; then
         say "environment: $venv"
         if ! "$python" -m venv "$venv"; then
             echo "error: $python cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2
@@ -41,8 +41,8 @@ make_environment() { # make_environment EXTRA
         fi
         "$venv/bin/pip" install --quiet --upgrade pip
         install_torch
-        "$venv/bin/pip" install --quiet --constraint "$root/scripts/constraints.txt" --editable "$root[$1]"
-        printf '%s\n' "$wanted" >"$stamp"
+        "$venv/bin/pip" install --quiet --constraint "$root/scripts/constraints.txt" --editable "${root}[$1]"
+        printf '%s\n' "$wanted" >"$venv/.installed-$1"
     fi
     export PATH="$venv/bin:$PATH"
     # Triton, inductor and DeepSpeed keep compiled code here: a private folder, because a build that was killed

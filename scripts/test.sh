@@ -7,12 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 make_environment dev
 
-say "lint"
-ruff format --check .
-ruff check .
-say "types"
-mypy
-say "shell scripts"
-git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck --external-sources
+say "format, lint, types, shell scripts"
+pre-commit run --all-files --show-diff-on-failure
 say "tests"
 python -m pytest "$@"

@@ -115,6 +115,11 @@ class PretrainingData:
                 )
 
     @property
+    def sources(self) -> list[str]:
+        """The sources that are read."""
+        return list(self._source_weights)
+
+    @property
     def active_objectives(self) -> list[str]:
         """The objectives of positive weight, in the order of OBJECTIVES."""
         return [name for name in OBJECTIVES if self.objectives.of(name).weight > 0]

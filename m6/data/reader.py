@@ -1,5 +1,6 @@
 """Opening a split of a data folder as a memory-mapped ``datasets.Dataset``."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from m6.data.manifest import Manifest
@@ -19,6 +20,8 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
     """
     import datasets
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     files = manifest.files(source, split)
     if not files:
         raise UserError(f'{manifest.folder}: source "{source}" has no rows in split "{split}"')

@@ -17,7 +17,8 @@ import torch
 from m6.config import RunConfig, load_config
 from m6.data.pretraining import PretrainingData
 from m6.evaluation.baselines import ORDERS, Baselines, run_baselines
-from m6.export import load_weights, open_newest_checkpoint
+from m6.evaluation.samples import write_samples
+from m6.export import load_weights, open_newest_checkpoint, run_processor
 from m6.files import write_text
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.training.checkpoint_format import CheckpointReader
@@ -65,6 +66,9 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
         "## Speed and size",
         _table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
+    samples = write_samples(model, run_processor(config, reader), data.manifest, data.sources, out.parent / "samples")
+    if samples:
+        parts += ["## What it writes", samples]
     write_text(out, "\n\n".join(parts) + "\n")
     return out
 

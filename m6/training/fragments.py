@@ -8,6 +8,7 @@ holds it, so ranges written under one layout can be read under any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,26 +139,27 @@ class _Place:
 
     name: str
     shape: tuple[int, ...]
-    first: int
-    """Index along dimension 0 at which the local tensor begins (an expert's number)."""
+    experts: tuple[int, int] | None
+    """The first expert of the local tensor and the number of all experts; None where every rank has all of it."""
     replica: tuple[int, int]
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> _Place:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if getattr(parameter, "allreduce", True):
-            return cls(name, shape, 0, _replica(None))
-        experts, first = parameter.num_global_experts, parameter.first_expert  # type: ignore[attr-defined]
-        return cls(name, (experts, *shape[1:]), first, _replica(_expert_data_parallel_group(parameter)))
+            return cls(name, shape, None, _replica(None))
+        experts = (parameter.first_expert, parameter.num_global_experts)  # type: ignore[attr-defined]
+        return cls(name, (experts[1], *shape[1:]), experts, _replica(_expert_data_parallel_group(parameter)))
 
     def fragment(self, kind: str, start: int, data: Tensor, local_shape: tuple[int, ...], replicated: bool) -> Fragment:
-        """A range that begins ``start`` elements into the local tensor of shape ``local_shape``."""
-        row = 1
-        for size in local_shape[1:]:
-            row *= size
-        shape = (self.shape[0], *local_shape[1:]) if local_shape else ()
-        replica = self.replica if replicated else (0, 1)
-        return Fragment(self.name, kind, self.first * row + start, data, shape, replica)
+        """A range that begins ``start`` elements into the local tensor of shape ``local_shape``: the weight's, or
+        that of a factor of its moments."""
+        shape = local_shape
+        if self.experts is not None:
+            first, count = self.experts
+            start += first * math.prod(local_shape[1:])
+            shape = (count, *local_shape[1:])
+        return Fragment(self.name, kind, start, data, shape, self.replica if replicated else (0, 1))
 
 
 def _replica(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -13,20 +13,44 @@ from m6.deepspeed_keys import DeepSpeedSettings
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int) -> torch.optim.Optimizer:
     """AdamW or Adafactor with weight decay on matrices only.
 
-    Adafactor keeps one row and one column of second moments per matrix (Shazeer and Stern 2018, arXiv
-    1804.04235); stacked experts are factored one by one since only the last two dimensions are.
+    Adafactor keeps one row and one column of second moments per matrix, and per expert of a stack
+    (Shazeer and Stern 2018, arXiv 1804.04235).
     """
-    groups = parameter_groups(model, settings.optimizer_params.get("weight_decay", 0.0))
+    params = settings.optimizer_params
+    groups = parameter_groups(model, params["weight_decay"])
     if ep_size > 1:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    params = {key: value for key, value in settings.optimizer_params.items() if key != "weight_decay"}
     if settings.optimizer_type == "Adafactor":
-        factored = {"beta2_decay": params.get("beta2_decay", -0.8), "d": params.get("clipping_threshold", 1.0)}
-        return torch.optim.Adafactor(groups, lr=params["lr"], **factored)
-    betas = tuple(params.get("betas", (0.9, 0.999)))
-    return torch.optim.AdamW(groups, lr=params["lr"], betas=betas, eps=params.get("eps", 1e-8), fused=True)
+        return Adafactor(
+            groups, lr=params["lr"], beta2_decay=params["beta2_decay"], d=params["clipping_threshold"]
+        )
+    return torch.optim.AdamW(groups, lr=params["lr"], betas=params["betas"], eps=params["eps"], fused=True)
+
+
+class Adafactor(torch.optim.Adafactor):
+    """PyTorch's Adafactor, for which each expert of a stack is a parameter of its own.
+
+    The scale of an update and its clipping are means over a whole parameter: over a stack they would depend on
+    how many experts a rank holds.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        """Fills the lists of parameters, gradients, row, column and unfactored variances, and step counters."""
+        has_complex = super()._init_group(group, *lists)
+        rows = list(zip(*lists, strict=True))
+        for values in lists:
+            values.clear()
+        for parameter, *tensors, step in rows:
+            split = hasattr(parameter, "num_global_experts")
+            for index in range(len(parameter) if split else 1):
+                parts = [part if part is None or not split else part[index] for part in (parameter, *tensors)]
+                # One counter is stored for the stack, and only its own update may advance it.
+                parts.append(step if index == 0 else step.clone())
+                for values, part in zip(lists, parts, strict=True):
+                    values.append(part)
+        return has_complex
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,88 @@
+"""What a model writes: captions of test pictures, continuations of test passages, all unedited."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from m6.data.manifest import Manifest
+from m6.data.mixture import permuted
+from m6.data.reader import open_split
+from m6.files import atomic_path
+from m6.generation.captioning import caption, continue_text
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.tokenizers.processor import M6Processor
+
+PICTURES = 64
+SHOWN = 5
+PROMPT_CHARACTERS = 10
+
+
+def write_samples(
+    model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, sources: list[str], folder: Path
+) -> str:
+    """Captions pictures and continues passages of the test split, in a fixed random order; nothing is selected.
+
+    Args:
+        sources: those to take samples from, of any kind.
+        folder: where the shown pictures are written as PNG.
+
+    Returns:
+        Markdown: for each picture source the share of captions that equal the reference to the letter among up
+        to ``PICTURES`` pictures, and the first ``SHOWN`` of them; for each text source ``SHOWN`` continuations.
+    """
+    parts = []
+    for source in sources:
+        if manifest.split(source, "test").rows == 0:
+            continue
+        if manifest.sources[source].kind == "image_text":
+            parts.append(_captions(model, processor, manifest, source, folder))
+        elif manifest.sources[source].kind == "text":
+            parts.append(_continuations(model, processor, manifest, source))
+    return "\n\n".join(parts)
+
+
+def _captions(
+    model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str, folder: Path
+) -> str:
+    rows = list(_test_rows(manifest, source, PICTURES))
+    pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
+    texts = caption(model, processor, pictures, num_beams=1, max_new_tokens=24, do_sample=False)
+    exact = sum(text == row["text"] for text, row in zip(texts, rows, strict=True))
+    lines = [
+        f"**{source}**: {exact} of {len(rows)} test pictures are described with exactly the reference's words.",
+        "",
+        "| picture | generated | reference |",
+        "|---|---|---|",
+    ]
+    for index in range(min(SHOWN, len(rows))):
+        file = folder / f"{source}_{index}.png"
+        with atomic_path(file) as temporary:
+            pictures[index].save(temporary, format="PNG")
+        lines.append(f"| {file} | {_cell(texts[index])} | {_cell(rows[index]['text'])} |")
+    return "\n".join(lines)
+
+
+def _continuations(model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str) -> str:
+    prompts = [row["text"][:PROMPT_CHARACTERS] for row in _test_rows(manifest, source, SHOWN)]
+    texts = continue_text(model, processor, prompts, max_new_tokens=32, do_sample=False)
+    lines = [f"**{source}**: greedy continuations of the first {PROMPT_CHARACTERS} characters of test passages.", ""]
+    lines += [
+        f"- {_cell(prompt)} → {_cell(text.removeprefix(prompt))}" for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _test_rows(manifest: Manifest, source: str, number: int) -> Iterator[dict[str, Any]]:
+    data = open_split(manifest, source, "test")
+    for index in range(min(number, len(data))):
+        yield data[permuted(index, len(data), key=0)]
+
+
+def _cell(text: str) -> str:
+    """One line that cannot break a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")

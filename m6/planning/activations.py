@@ -1,0 +1,163 @@
+"""The bytes that autograd keeps for the backward pass of one micro-batch, as a formula.
+
+It follows PyTorch 2.13's CPU kernels, as ``m6.planning.saved_tensors`` measures them. The long names of its symbols:
+
+    tokens     rows * sequence_length, padding included         real    those that are no padding
+    vectors    tokens * hidden_size elements                    choices real * experts of a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from m6.config import RunConfig
+from m6.data.collate import MicroBatch
+from m6.model.patch_encoders import build_patch_encoder
+from m6.planning.saved_tensors import SavedTensors
+
+FP32 = 4
+_INT64 = 8
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What of a micro-batch decides how much memory it takes."""
+
+    rows: int
+    sequence_length: int
+    real: int
+    """tokens that are not padding"""
+    targets: int
+    pictures: int
+
+    @classmethod
+    def of(cls, *batches: MicroBatch) -> BatchShape:
+        """The shape that holds each of ``batches``."""
+        shapes = [(*b.input_ids.shape, b.num_tokens, b.num_target_tokens, len(b.pixel_values)) for b in batches]
+        return cls(*(max(sizes) for sizes in zip(*shapes, strict=True)))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element: of the weights, of what matrices multiply, of the residual stream."""
+
+    weights: int
+    compute: int
+    residual: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Precision:
+        if config.deepspeed.precision != "fp32":
+            return cls(2, 2, 2)
+        autocast = config.deepspeed.keys.get("torch_autocast", {}).get("enabled", False)
+        return cls(FP32, 2, FP32) if autocast else cls(FP32, FP32, FP32)
+
+    def weight_copies(self, numel: int) -> int:
+        """Autocast's 16-bit copies of matrices live as long as what they were multiplied by."""
+        return 0 if self.compute == self.weights else numel * self.compute
+
+
+class Activations:
+    """Bytes by part of the model, for micro-batches of one shape.
+
+    Under expert parallelism the rank is taken to receive as many tokens as it sends.
+    """
+
+    def __init__(self, config: RunConfig, batch: BatchShape) -> None:
+        self.config, self.model, self.batch = config, config.model, batch
+        self.precision = Precision.of(config)
+        self.tokens = batch.rows * batch.sequence_length
+        self.vectors = self.tokens * self.model.hidden_size
+
+    def total(self) -> int:
+        """What is kept at the end of the forward pass, or under activation checkpointing while a block is computed
+        anew, if that is more."""
+        model = self.model
+        outside = self.embeddings() + self.norm()
+        blocks = [self.block(sparse=model.is_moe_layer(layer)) for layer in range(model.num_layers)]
+        if not self.config.m6.training.activation_checkpointing:
+            return outside + sum(blocks) + self.head()
+        block_input = self.vectors * self.precision.residual
+        masks = self.tokens * (self.batch.sequence_length + 1)
+        # The head's part is freed before the last block is computed anew, whose input is there already.
+        return outside + model.num_layers * block_input + masks + max(self.head(), max(blocks) - block_input)
+
+    def embeddings(self) -> int:
+        """Ids of tokens, positions and segments; the patch encoder and the places of the patches; dropout."""
+        places = 3 * _INT64 * (self.tokens + self.batch.pictures * self.model.num_patches)
+        dropout = self.vectors * self.precision.residual if self.model.hidden_dropout else 0
+        return places + self.patch_encoder() + dropout
+
+    def patch_encoder(self) -> int:
+        """Two of the three are other people's networks: run on the meta device, not derived."""
+        if not self.batch.pictures:
+            return 0
+        copied = self.precision.compute != self.precision.weights
+        with torch.device("meta"):
+            encoder = build_patch_encoder(self.model)
+            encoder.to(torch.float32 if self.precision.compute == FP32 else torch.bfloat16)
+            pictures = torch.empty(self.batch.pictures, 3, self.model.image_size, self.model.image_size)
+        # Autocast's copies count where autograd keeps a weight, that is, where the layer's input has a gradient.
+        with SavedTensors(nn.Identity() if copied else encoder) as saved:
+            encoder(pictures)
+        return saved.bytes
+
+    def block(self, sparse: bool) -> int:
+        dropout = 0
+        if self.model.hidden_dropout:
+            # On the CPU dropout keeps factors in the type of its input, not bits.
+            output = self.precision.residual if sparse else self.precision.compute
+            dropout = self.vectors * (self.precision.compute + output)
+        return 2 * self.norm() + self.attention() + (self.experts() if sparse else self.dense_ffn()) + dropout
+
+    def norm(self) -> int:
+        """The input, and for each token its mean and deviation."""
+        return (self.vectors + 2 * self.tokens) * self.precision.residual
+
+    def attention(self) -> int:
+        # The input; queries, keys and values; the result.
+        vectors = 5 * self.vectors * self.precision.compute
+        matrices = self.precision.weight_copies(4 * self.model.hidden_size**2)
+        scores = self.tokens * self.batch.sequence_length * self.precision.compute
+        heads = self.model.num_attention_heads
+        if self.model.attention_dropout:
+            # Only the kernel that writes the scores out has dropout: probabilities, factors and their product.
+            return vectors + matrices + 3 * heads * scores
+        # The flash kernel keeps no scores, but the mask as numbers that are added to them, and logsumexp.
+        return vectors + matrices + scores + heads * self.tokens * FP32
+
+    def dense_ffn(self) -> int:
+        """The input, and the inner values before and after GELU."""
+        width, inner = self.model.hidden_size, self.model.ffn_hidden_size
+        elements = self.vectors + 2 * self.tokens * inner
+        return elements * self.precision.compute + self.precision.weight_copies(2 * width * inner)
+
+    def experts(self) -> int:
+        """Padding takes part neither in routing nor in the experts."""
+        moe, width, inner = self.model.moe_config(), self.model.hidden_size, self.model.ffn_hidden_size
+        real, precision = self.batch.real, self.precision
+        choices = real * moe.experts_per_token
+        capacity = moe.capacity(real, training=True)
+        rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
+        # The router works in fp32: the tokens, and beside 16-bit weights their copy.
+        router = real * width * FP32 + (0 if precision.weights == FP32 else moe.num_experts * width * FP32)
+        # Logits and probabilities; their logsumexp; which experts were chosen.
+        routing = real * (2 * moe.num_experts + moe.num_prototypes) * FP32 + choices * _INT64
+        # Each row's place in the sorted list, its token, its gate.
+        dispatch = rows * (2 * _INT64 + FP32)
+        # Inputs, inner values before and after the activation, outputs; the gated outputs in fp32.
+        networks = rows * (2 * (width + inner) * precision.compute + width * FP32)
+        local_experts = moe.num_experts // self.config.m6.training.ep_size
+        networks += precision.weight_copies(2 * local_experts * width * inner)
+        # The real tokens' places, and their results before these are spread over the rows of the batch.
+        combined = real * (_INT64 + width * precision.residual)
+        return router + routing + dispatch + networks + combined
+
+    def head(self) -> int:
+        """At labelled positions alone: hidden states; log-probabilities in fp32; places, labels, weights."""
+        width, vocab_size = self.model.hidden_size, self.model.vocab_size
+        each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + 2 * FP32
+        return self.batch.targets * each + self.precision.weight_copies(vocab_size * width)
