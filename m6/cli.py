@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -19,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, for example configs/m6_smoke.json")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
@@ -45,20 +48,24 @@ def pretrain(
 
     The same command runs under torchrun, deepspeed and srun.
     """
-    from m6.config import check_world_size, load_config
+    from m6.config import check_tokenizer, check_world_size, load_config
     from m6.training.run_directory import RunDirectory
     from m6.training.runtime import start, world_size_of_environment
 
+    # Everything that can be wrong is found before anything is written.
     settings = load_config(config, tuple(overrides or ()))
-    root = run or Path("runs") / config.stem
     check_world_size(settings, world_size_of_environment())
-    RunDirectory(root).check(settings)
+    settings.deepspeed.check_device()
+    folder = RunDirectory(run or Path("runs") / config.stem)
+    folder.check(settings)
+    from m6.training.checkpoint import check_tokenizer_unchanged
     from m6.training.loop import open_data
     from m6.training.loop import pretrain as pretrain_run
 
-    open_data(settings)  # missing or unfit data is found before anything is written
-    runtime = start()
-    pretrain_run(settings, root, runtime)
+    tokenizer = open_data(settings).tokenizer
+    check_tokenizer(settings, tokenizer)
+    check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
+    pretrain_run(settings, folder.root, start())
 
 
 @app.command()
@@ -92,6 +99,7 @@ def generate(
     """Describes pictures, or goes on with a text."""
     if bool(prompt) == bool(image):
         raise UserError("generate: give either a text to go on with or --image, not both and not neither")
+    pictures = [_open_picture(path) for path in image or ()]
     import torch
 
     from m6.export import load_run_model
@@ -100,7 +108,6 @@ def generate(
     model, processor = load_run_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(seed)
     if image:
-        pictures = [_open_picture(path) for path in image]
         texts = caption(model, processor, pictures, num_beams=num_beams, max_new_tokens=max_new_tokens)
         for path, text in zip(image, texts, strict=True):
             print(f"{path}\t{text}")
@@ -139,16 +146,17 @@ def plot(
 
 
 def _open_picture(path: Path) -> Image:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         return Image.open(path).convert("RGBA")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (UnidentifiedImageError, OSError) as error:
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged files
         raise UserError(f"{path}: not a readable picture: {error}") from None
 
 
+@functools.cache
 def _mount_data_commands() -> None:
     from m6.data.cli import app as data_app
     from m6.data.tokenizer_cli import tokenizer
@@ -164,8 +172,16 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        message = str(error)
+    except OSError as error:
+        # A file or a disk that cannot be used is no defect of the program; other system errors may be one.
+        if error.filename is None and error.errno not in _FULL_DISK:
+            raise
+        message = str(error)
+    else:
+        return
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -220,6 +220,8 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     except (ValueError, RecursionError):
         value = text  # a plain string
     *parents, last = key.split(".")
+    if not all((*parents, last)):
+        raise UserError(f"--set {override}: an empty name in {key}")
     node = document
     for parent in parents:
         node = node.setdefault(parent, {})

@@ -91,7 +91,7 @@ _UNSUPPORTED = "not supported by the M6 model"
 # Keys that DeepSpeed knows but that would be ignored or would contradict ours, with what to use instead.
 REFUSED = {
     "activation_checkpointing": "DeepSpeed does not apply it to the model; use m6.training.activation_checkpointing",
-    "amp": "use bf16 or torch_autocast",
+    "amp": "use bf16, fp16 or torch_autocast",
     "bf16.bf16_master_weights_and_grads": _CPU_ADAM,
     "bf16.bf16_optimizer_states": _CPU_ADAM,
     "bf16.check_grad_overflow": "a step that is not finite is always skipped, see m6.training.max_skipped_steps",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from m6.data.objectives import Example
-from m6.tokenizers.processor import TOKEN_TYPE_SOURCE, TOKEN_TYPE_TARGET, pixel_values
+from m6.tokenizers.processor import pixel_values
+from m6.tokenizers.special_tokens import SOURCE, TARGET
 from m6.tokenizers.text import M6Tokenizer
 
 IGNORED_LABEL = -100
@@ -134,8 +135,8 @@ class Collator:
                 input_ids[row, source:target] = example.source_ids
                 input_ids[row, target] = tokenizer.bos_token_id
                 input_ids[row, labelled] = [*example.target_ids, tokenizer.eos_token_id]
-                token_type_ids[row, source:target] = TOKEN_TYPE_SOURCE
-                token_type_ids[row, target:end] = TOKEN_TYPE_TARGET
+                token_type_ids[row, source:target] = SOURCE
+                token_type_ids[row, target:end] = TARGET
                 for first, last in ((begin, source), (source, target), (target, end)):
                     position_ids[row, first:last] = counter[: last - first]
                 sample_ids[row, begin:end] = number

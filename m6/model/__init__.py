@@ -1,16 +1,27 @@
 """The M6 model and its registration with transformers' ``Auto`` classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration, M6Model
 from m6.model.outputs import M6ModelOutput, M6Output
+from m6.tokenizers import M6ImageProcessor, M6Processor, M6Tokenizer
 
 AutoConfig.register("m6", M6Config)
 AutoModel.register(M6Config, M6Model)
 AutoModelForImageTextToText.register(M6Config, M6ForConditionalGeneration)
+AutoTokenizer.register(M6Config, tokenizer_class=M6Tokenizer)
+AutoImageProcessor.register(M6Config, image_processor_classes={"pil": M6ImageProcessor})
+AutoProcessor.register(M6Config, M6Processor)
 
 __all__ = [
     "M6Config",

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from m6.model.configuration import M6Config
-from m6.model.inputs import TARGET
+from m6.tokenizers.special_tokens import TARGET
 
 
 def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int | Tensor = 0) -> Tensor:

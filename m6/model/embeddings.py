@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from m6.errors import UserError
 from m6.model.configuration import M6Config
-from m6.model.inputs import IMAGE
 from m6.model.patch_encoders import build_patch_encoder
+from m6.tokenizers.special_tokens import IMAGE
 
 NUM_SEGMENTS = 3  # image, source, target: the values of token_type_ids
 

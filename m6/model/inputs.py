@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-IMAGE, SOURCE, TARGET = 0, 1, 2  # token types: a picture's patch (and padding), source, target from <bos> on
+from m6.tokenizers.special_tokens import IMAGE, SOURCE, TARGET
 
 
 def derive_token_type_ids(input_ids: Tensor, real: Tensor, image_token_id: int, bos_token_id: int) -> Tensor:

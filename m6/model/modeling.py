@@ -16,8 +16,9 @@ from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
-from m6.model.inputs import TARGET, derive_position_ids, derive_token_type_ids
+from m6.model.inputs import derive_position_ids, derive_token_type_ids
 from m6.model.outputs import M6ModelOutput, M6Output
+from m6.tokenizers.special_tokens import TARGET
 from moe import MoELayer, RoutingStats
 
 IGNORED_LABEL = -100

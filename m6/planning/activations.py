@@ -118,16 +118,15 @@ class Activations:
         return (self.vectors + 2 * self.tokens) * self.precision.residual
 
     def attention(self) -> int:
-        # The input; queries, keys and values; the result.
-        vectors = 5 * self.vectors * self.precision.compute
-        matrices = self.precision.weight_copies(4 * self.model.hidden_size**2)
-        scores = self.tokens * self.batch.sequence_length * self.precision.compute
-        heads = self.model.num_attention_heads
+        compute, heads = self.precision.compute, self.model.num_attention_heads
+        kept = 2 * self.vectors * compute + self.precision.weight_copies(4 * self.model.hidden_size**2)  # input, result
+        scores = self.tokens * self.batch.sequence_length
         if self.model.attention_dropout:
-            # Only the kernel that writes the scores out has dropout: probabilities, factors and their product.
-            return vectors + matrices + 3 * heads * scores
+            # Only the kernel that writes the scores out has dropout, and it works in fp32: queries, keys, values;
+            # probabilities, factors, their product.
+            return kept + 3 * (self.vectors + heads * scores) * FP32
         # The flash kernel keeps no scores, but the mask as numbers that are added to them, and logsumexp.
-        return vectors + matrices + scores + heads * self.tokens * FP32
+        return kept + (3 * self.vectors + scores) * compute + heads * self.tokens * FP32
 
     def dense_ffn(self) -> int:
         """The input, and the inner values before and after GELU."""

@@ -11,9 +11,8 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_backends import PilBackend
 from transformers.image_transforms import to_pil_image
 
+from m6.tokenizers.special_tokens import IMAGE, SOURCE, TARGET
 from m6.tokenizers.text import M6Tokenizer
-
-TOKEN_TYPE_IMAGE, TOKEN_TYPE_SOURCE, TOKEN_TYPE_TARGET = 0, 1, 2
 
 
 class M6ImageProcessor(PilBackend):
@@ -125,7 +124,7 @@ class M6Processor(ProcessorMixin):
             ids = np.concatenate(row)
             input_ids[index, length - len(ids) :] = ids
             attention_mask[index, length - len(ids) :] = 1
-            types = np.repeat([TOKEN_TYPE_IMAGE, TOKEN_TYPE_SOURCE, TOKEN_TYPE_TARGET], [len(part) for part in row])
+            types = np.repeat([IMAGE, SOURCE, TARGET], [len(part) for part in row])
             token_type_ids[index, length - len(ids) :] = types
         data = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         present = [picture for picture in pictures if picture is not None]

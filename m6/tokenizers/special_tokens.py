@@ -1,4 +1,4 @@
-"""The special tokens of the joint id space: text pieces, then these, then image codes."""
+"""The special tokens of the joint id space (text pieces, then these, then image codes), and the token types."""
 
 SPECIAL_TOKENS: tuple[str, ...] = (
     "<pad>",
@@ -12,3 +12,6 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     *(f"<reserved_{k}>" for k in range(8, 16)),
 )
 NUM_SPECIAL_TOKENS = 16
+
+# What a position belongs to: a picture's patch (and padding), the source, the target from <bos> on.
+IMAGE, SOURCE, TARGET = 0, 1, 2

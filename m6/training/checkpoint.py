@@ -17,6 +17,7 @@ from m6.errors import UserError
 from m6.files import write_text
 from m6.training.checkpoint_format import MANIFEST, CheckpointReader, write_manifest, write_shards
 from m6.training.fragments import (
+    WEIGHT,
     Fragment,
     create_moments,
     fragments,
@@ -61,9 +62,11 @@ class Checkpointer:
         self.wait()
         folder = self.root / f"step_{step:08d}"
         if self.runtime.is_main:
-            if folder.exists() and not (folder / MANIFEST).exists():
-                shutil.rmtree(folder)  # half-written by an attempt that was killed
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                _remove_half_written(self.root)
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"{folder} cannot be written: {error}") from None
         dist.barrier()
         if (folder / MANIFEST).exists():
             return time.perf_counter() - begin
@@ -75,11 +78,10 @@ class Checkpointer:
                 key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))
             }
         pieces = [_copy_to_host(fragment.owned()) for fragment in fragments(engine)]
-        if self._async:
-            self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
-            self._thread.start()
-        else:
-            self._write(folder, pieces, state)
+        self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
+        self._thread.start()
+        if not self._async:
+            self.wait()
         return time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -89,12 +91,12 @@ class Checkpointer:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise UserError(f"{self.root}: the last checkpoint could not be written: {failure}") from failure
+            raise UserError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
 
     def _run(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
         try:
             self._write(folder, pieces, state)
-        except BaseException as error:  # carried to the training thread, which raises it
+        except Exception as error:  # carried to the training thread, which raises it
             self._failure = error
 
     def _write(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
@@ -114,6 +116,20 @@ class Checkpointer:
             shutil.rmtree(old)
 
 
+def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:
+    """Raises if the newest checkpoint below ``root`` was trained with another tokenizer; writes nothing."""
+    for folder in complete_checkpoints(root)[-1:]:
+        try:
+            state = CheckpointReader(folder).state
+        except UserError:
+            return  # damaged: ``resume`` says so and sets it aside
+        if state["tokenizer"] != fingerprint:
+            raise UserError(
+                f"m6.data.tokenizer is not the one that {folder} was trained with (fingerprint {fingerprint[:12]} "
+                f"instead of {state['tokenizer'][:12]}); restore it, or choose another --run-dir"
+            )
+
+
 def resume(engine: Any, root: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Restores the newest checkpoint below ``root`` whose files are whole.
 
@@ -124,27 +140,47 @@ def resume(engine: Any, root: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """
     problems: list[str] = []
     for folder in reversed(complete_checkpoints(root)):
-        try:
-            reader = CheckpointReader(folder)
-            found = verify_together(reader)
-        except UserError as error:
-            found = [str(error)]
-        if not found:
+        reader, found = open_together(folder)
+        if reader is not None:
             restore(engine, reader)
             return reader.state, problems
         problems.extend(found)
-        dist.barrier()
         if dist.get_rank() == 0:
-            folder.rename(folder.with_name(f"corrupt_{folder.name}"))
+            _set_aside(folder)
         dist.barrier()
     return None, problems
 
 
-def verify_together(reader: CheckpointReader) -> list[str]:
-    """Every rank checks a share of the files; all return what any of them found."""
+def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
+    """Opens a checkpoint of which every rank checks a share of the files.
+
+    Returns:
+        the reader, and what any rank found wrong; with a problem there is no reader on any rank.
+    """
+    reader: CheckpointReader | None = None
+    try:
+        reader = CheckpointReader(folder)
+        own = reader.verify(dist.get_rank(), dist.get_world_size())
+    except UserError as error:
+        own = [str(error)]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, reader.verify(dist.get_rank(), dist.get_world_size()))
-    return [problem for part in found for problem in part]
+    dist.all_gather_object(found, own)
+    problems = list(dict.fromkeys(problem for part in found for problem in part))  # all ranks find a bad manifest
+    return (None if problems else reader), problems
+
+
+def _remove_half_written(root: Path) -> None:
+    """Removes what an attempt that was killed did not complete: records in it would pass for those of this one."""
+    if root.is_dir():
+        for folder in root.iterdir():
+            if _FOLDER.fullmatch(folder.name) and not (folder / MANIFEST).exists():
+                shutil.rmtree(folder)
+
+
+def _set_aside(folder: Path) -> None:
+    name = f"corrupt_{folder.name}"
+    taken = len(list(folder.parent.glob(f"{name}*")))
+    folder.rename(folder.with_name(f"{name}_{taken}" if taken else name))
 
 
 def restore(engine: Any, reader: CheckpointReader) -> None:
@@ -153,6 +189,10 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
     Raises:
         UserError: the checkpoint is of another model or optimizer.
     """
+    names = {name for name, _ in (*engine.module.named_parameters(), *engine.module.named_buffers())}
+    for name in reader.names(WEIGHT):
+        if name not in names:
+            raise UserError(f"{reader.folder}: holds {name}, which this model has not: it is of another model")
     create_moments(engine)
     with torch.no_grad():
         for fragment in fragments(engine):

@@ -129,21 +129,25 @@ class CheckpointReader:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{folder}: not a complete checkpoint ({MANIFEST} is missing)") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {error}") from None
-        if manifest.get("format") != FORMAT:
-            raise UserError(f"{folder / MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
-        self.state: dict[str, Any] = manifest["state"]
-        self.files: dict[str, dict[str, Any]] = manifest["files"]
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         self._ranges: dict[tuple[str, str], list[Range]] = {}
-        for entry in manifest["ranges"]:
-            place = Range(**{**entry, "shape": tuple(entry["shape"])})
-            self._ranges.setdefault((place.name, place.kind), []).append(place)
-            self.shapes[place.name, place.kind] = place.shape
+        self._open: dict[str, Any] = {}
+        try:
+            if manifest["format"] != FORMAT:
+                raise UserError(f"{folder / MANIFEST}: format {manifest['format']!r}, this version reads {FORMAT}")
+            self.state: dict[str, Any] = manifest["state"]
+            self.files: dict[str, dict[str, Any]] = manifest["files"]
+            for entry in manifest["ranges"]:
+                place = Range(**{**entry, "shape": tuple(entry["shape"])})
+                self._ranges.setdefault((place.name, place.kind), []).append(place)
+                self.shapes[place.name, place.kind] = place.shape
+            _check_coverage(manifest["ranges"], folder)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder / MANIFEST}: corrupt: {type(error).__name__}: {error}") from None
         for places in self._ranges.values():
             places.sort(key=lambda place: place.offset)
-        self._open: dict[str, Any] = {}
 
     def names(self, kind: str) -> list[str]:
         """Names of the tensors of one kind, in the order of the model."""
@@ -154,12 +158,15 @@ class CheckpointReader:
         problems = []
         for name in sorted(self.files)[rank::world_size]:
             path, expected = self.folder / name, self.files[name]
-            if not path.exists():
+            try:
+                if path.stat().st_size != expected.get("bytes"):
+                    problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {expected.get('bytes')}")
+                elif sha256(path) != expected.get("sha256"):
+                    problems.append(f"{path}: corrupt (SHA-256 differs from the manifest's)")
+            except FileNotFoundError:
                 problems.append(f"{path}: missing")
-            elif path.stat().st_size != expected["bytes"]:
-                problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
-            elif sha256(path) != expected["sha256"]:
-                problems.append(f"{path}: corrupt (SHA-256 differs from the manifest's)")
+            except OSError as error:
+                problems.append(f"{path}: unreadable: {error}")
         return problems
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
@@ -175,8 +182,7 @@ class CheckpointReader:
             if place.offset + place.numel <= position:
                 continue
             stop = min(end, place.offset + place.numel)
-            stored = self._file(place.file).get_slice(place.key)[position - place.offset : stop - place.offset]
-            target[position - offset : stop - offset].copy_(stored)
+            target[position - offset : stop - offset].copy_(self._read(place, position, stop))
             position = stop
 
     def read(self, name: str, kind: str) -> Tensor:
@@ -186,11 +192,15 @@ class CheckpointReader:
         self.read_into(name, kind, 0, flat)
         return flat.view(shape)
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self.folder / name
-            try:
-                self._open[name] = safe_open(path, framework="pt")
-            except (FileNotFoundError, SafetensorError, OSError) as error:
-                raise UserError(f"{path}: unreadable shard: {error}") from None
-        return self._open[name]
+    def _read(self, place: Range, begin: int, end: int) -> Tensor:
+        """Elements ``begin`` to ``end`` of the flat tensor, all of which lie in ``place``."""
+        path = self.folder / place.file
+        try:
+            if place.file not in self._open:
+                self._open[place.file] = safe_open(path, framework="pt")
+            part: Tensor = self._open[place.file].get_slice(place.key)[begin - place.offset : end - place.offset]
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: unreadable shard: {error}") from None
+        if len(part) != end - begin:
+            raise UserError(f"{self.folder / MANIFEST}: corrupt: {place.key} is not as long in {place.file}")
+        return part

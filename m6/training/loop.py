@@ -14,6 +14,8 @@ from tqdm import tqdm
 from m6.config import RunConfig, check_world_size
 from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
+from m6.planning.activations import BatchShape
+from m6.planning.memory import describe, predict_memory
 from m6.training.checkpoint import Checkpointer, resume
 from m6.training.engine import build_engine
 from m6.training.evaluation import evaluate
@@ -49,6 +51,7 @@ class Trainer:
     def train(self) -> bool:
         """Runs to the end or to a stop; returns whether the run is done."""
         self._resume()
+        self._say_memory()
         total = self.settings.training.total_steps
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
@@ -116,6 +119,12 @@ class Trainer:
             self._say(f"resumed {self.run.root} at step {self.step}")
         if self.runtime.is_main:
             self.run.cut_metrics_after(self.step)
+
+    def _say_memory(self) -> None:
+        """Prints the memory that a few of the run's micro-batches will need."""
+        if self.runtime.is_main:
+            shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
+            self._say(describe(predict_memory(self.config, self.runtime.world_size, shape)))
 
     def _save(self) -> float:
         state = {

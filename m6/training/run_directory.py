@@ -11,6 +11,7 @@ RUN/STOP             made by a person: save, then end
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -19,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,15 @@ from m6.config import RunConfig
 from m6.errors import UserError
 from m6.files import atomic_path, write_json, write_text
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
 # What may change between two attempts at the same run: not the model, the data order or the schedule.
 _MAY_CHANGE = ("checkpoint", "logging", "evaluation")
+_IDENTIFYING = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
+    "torch_autocast",
+)  # fmt: skip
 
 
 class RunDirectory:
@@ -44,21 +50,19 @@ class RunDirectory:
 
     def check(self, config: RunConfig) -> None:
         """Raises if the folder holds another run or cannot be written; writes nothing."""
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"{self.root} is a file; --run-dir takes a folder")
         recorded = self.root / "config.json"
         if recorded.exists():
-            try:
-                other = json.loads(recorded.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(f"{recorded}: corrupt: {error}") from None
-            difference = _difference(_identity(other), _identity(config.document))
+            difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
             if difference:
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
         elif self.root.is_dir() and any(self.root.iterdir()):
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
-        if self.root.exists() and not self.root.is_dir():
-            raise UserError(f"{self.root} is a file; --run-dir takes a folder")
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
-        if not os.access(existing, os.W_OK):
+        if not existing.is_dir():
+            raise UserError(f"{self.root} cannot be made: {existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"{self.root} cannot be written: {existing} is read-only")
         if (self.root / "FATAL").exists():
             reason = (self.root / "FATAL").read_text(encoding="utf-8").strip()
@@ -66,17 +70,24 @@ class RunDirectory:
 
     def open(self, config: RunConfig, world_size: int) -> None:
         """Makes the folder and records this attempt."""
-        try:
+        with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             write_json(self.root / "config.json", config.document)
             self._record_attempt(config, world_size)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full or failing disk is told in a line that names the folder; a write itself does not know its file."""
+        try:
+            yield
         except OSError as error:
             raise UserError(f"{self.root} cannot be written: {error.strerror or error}") from None
 
     def _record_attempt(self, config: RunConfig, world_size: int) -> None:
         parent = self.root / "provenance"
         parent.mkdir(exist_ok=True)
-        attempt = parent / f"attempt_{len(list(parent.iterdir())):03d}"
+        numbers = [int(path.name.removeprefix("attempt_")) for path in parent.glob("attempt_[0-9]*")]
+        attempt = parent / f"attempt_{max(numbers, default=-1) + 1:03d}"
         attempt.mkdir()
         source = Path(__file__).resolve().parents[2]
         record = {
@@ -112,18 +123,26 @@ class RunDirectory:
                 continue
             if entry["step"] <= step:
                 kept.append(line)
-        with atomic_path(self.metrics) as temporary:
+        with self._writing(), atomic_path(self.metrics) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            file.flush()
 
     def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of RUN/metrics.jsonl, without a last one that is still being written, or never was in full."""
         if not self.metrics.exists():
             raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
+        entries = []
+        for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise UserError(f"{self.metrics}, line {number}: corrupt: {error}") from None
+        return entries
 
     def write_progress(self, step: int, total_steps: int) -> None:
         """Records the last finished step, at most once a second: a sync to disk costs more than a short step."""
@@ -131,16 +150,29 @@ class RunDirectory:
         if now - self._progress_time < 1.0 and step < total_steps:
             return
         self._progress_time = now
-        write_json(self.root / "progress", {"step": step, "total_steps": total_steps, "time": time.time()})
+        with self._writing():
+            write_json(self.root / "progress", {"step": step, "total_steps": total_steps, "time": time.time()})
 
     def finish(self, step: int) -> None:
-        write_text(self.root / "DONE", f"{step}\n")
+        with self._writing():
+            write_text(self.root / "DONE", f"{step}\n")
 
     def fail(self, reason: str) -> None:
-        write_text(self.root / "FATAL", reason + "\n")
+        with self._writing():
+            write_text(self.root / "FATAL", reason + "\n")
 
     def stop_requested(self) -> bool:
         return (self.root / "STOP").exists()
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(document["m6"], dict):
+            return document
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")
 
 
 def _identity(document: dict[str, Any]) -> dict[str, Any]:
@@ -148,8 +180,7 @@ def _identity(document: dict[str, Any]) -> dict[str, Any]:
     m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
     m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
-    kept = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16")
-    return {"m6": m6, **{key: document.get(key) for key in kept}}
+    return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}
 
 
 def _difference(old: Any, new: Any, path: str = "") -> str:

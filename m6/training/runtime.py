@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import socket
@@ -12,6 +13,8 @@ from datetime import timedelta
 import numpy
 import torch
 import torch.distributed
+
+from m6.deepspeed_keys import prepare_deepspeed
 
 # What launchers call the same three facts: torchrun and deepspeed set the first, srun the second.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -38,13 +41,12 @@ def start(timeout_s: float = 1800.0) -> Runtime:
         timeout_s: how long a collective may wait before the process gives up, in seconds.
     """
     cuda = torch.cuda.is_available()
-    if not cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    prepare_deepspeed()
     _complete_environment()
     import deepspeed
 
     if not cuda:
+        _keep_freed_memory()
         # DeepSpeed's shared-memory all-reduce is compiled at start (a killed build blocks every later
         # run) and leaves 69 MB a rank in /dev/shm; gloo does the same work.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -60,6 +62,19 @@ def start(timeout_s: float = 1800.0) -> Runtime:
             verbose=False,
         )
     return Runtime(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_rank, device)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to reuse freed memory instead of giving it back to the kernel.
+
+    A step frees and allocates the same large buffers again and again, and the kernel would clear every page of
+    them each time: on a CPU that is a good part of the step.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)
 
 
 def _complete_environment() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from m6.config import RunConfig, check_world_size, load_config, parse_config
+from m6.config import RunConfig, check_world_size, parse_config
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
@@ -21,7 +21,6 @@ from m6.training.runtime import start
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 
-REPOSITORY = Path(__file__).parents[3]
 ANY_BATCH = BatchShape(rows=1, sequence_length=64, real=64, targets=1, pictures=0)
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
 BF16 = {"enabled": True}
@@ -55,7 +54,11 @@ def states_of_engine(config: RunConfig) -> dict[str, int]:
     if stage == 3:
         weights += [parameter.ds_tensor for parameter in parameters]
     state = [value for entry in base_optimizer(engine).state.values() for value in entry.values()]
-    masters = [] if stage == 0 else [p for group in base_optimizer(engine).param_groups for p in group["params"]]
+    masters = []
+    if stage == 3:
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+    elif stage > 0:
+        masters = engine.optimizer.single_partition_of_fp32_groups
     sums = torch.tensor([storage_bytes(*weights), max(gradients), storage_bytes(*state, *masters)])
     dist.all_reduce(sums, dist.ReduceOp.MAX)
     return dict(zip(("weights", "gradients", "optimizer_state"), sums.tolist(), strict=True))
@@ -64,7 +67,7 @@ def states_of_engine(config: RunConfig) -> dict[str, int]:
 def assert_states_are_exact(documents: dict[str, dict[str, Any]]) -> None:
     for name, document in documents.items():
         config = parse_config(document)
-        prediction = predict_memory(config, dist.get_world_size() if dist.is_initialized() else 1, ANY_BATCH)
+        prediction = predict_memory(config, start().world_size, ANY_BATCH)
         for part, held in states_of_engine(config).items():
             assert getattr(prediction, part) == held, f"{part} of {name}"
 
@@ -89,12 +92,7 @@ def test_states_of_the_fullest_of_several_ranks_are_exact(folder):
         "stage 2": tiny_document(folder, zero_optimization__stage=2, m6__training__ep_size=2),
         "stage 3": tiny_document(folder, zero_optimization__stage=3, m6__moe=None),
     }
-    run_distributed(initialised, 2, documents)
-
-
-def initialised(documents: dict[str, dict[str, Any]]) -> None:
-    start()
-    assert_states_are_exact(documents)
+    run_distributed(assert_states_are_exact, 2, documents)
 
 
 def loss_of(model: M6ForConditionalGeneration, batch: MicroBatch) -> torch.Tensor:
@@ -171,5 +169,31 @@ def test_activations(folder, changes):
     assert len(batch.pixel_values) > 0
     measured = measured_activations(config, batch)
     prediction = predict_memory(config, 1, BatchShape.of(batch))
-    print(f"RATIO {prediction.activations / measured:.4f}", measured)
-    assert prediction.activations == pytest.approx(measured, rel=0.1)
+    # Exact but for a few scalars, BatchNorm's statistics, which only the meta device keeps, and experts that do not
+    # fill their capacity: up to 2.5 %.
+    assert prediction.activations == pytest.approx(measured, rel=0.05)
+
+
+def test_a_batch_shape_holds_every_batch(folder):
+    data = open_data(parse_config(tiny_document(folder)))
+    batches = [data.micro_batch(index) for index in range(4)]
+    shape = BatchShape.of(*batches)
+    assert shape.real == max(batch.num_tokens for batch in batches)
+    assert shape.targets == max(int((batch.labels != -100).sum()) for batch in batches)
+    assert (shape.rows, shape.sequence_length) == (max(len(batch.input_ids) for batch in batches), 64)
+    assert shape.pictures == max(len(batch.pixel_values) for batch in batches)
+
+
+def test_description():
+    mib = 2**20
+    prediction = MemoryPrediction(mib, 2 * mib, 3 * mib, 2000 * mib)
+    assert prediction.total == 2006 * mib
+    text = describe(prediction)
+    assert len(text.splitlines()) <= 4
+    for part in ("2,006.0 MiB", "weights 1.0 MiB", "gradients 2.0 MiB", "state 3.0 MiB", "activations 2,000.0 MiB"):
+        assert part in text
+
+
+def test_unfit_world_size(folder):
+    with pytest.raises(UserError, match="ep_size 2 does not divide the world size 1"):
+        predict_memory(parse_config(tiny_document(folder, m6__training__ep_size=2)), 1, ANY_BATCH)

@@ -1,0 +1,116 @@
+"""What trains side by side: the same Transformer as our trainer runs it, and as a plain PyTorch loop runs GPT-2."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from m6.config import parse_config
+from m6.data.collate import IGNORED_LABEL, MicroBatch
+from m6.data.objectives import OBJECTIVES
+from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS
+from m6.training.engine import build_engine
+from m6.training.runtime import Runtime
+from m6.training.train_step import TrainStep
+
+TEXT_VOCAB_SIZE = 10_000
+IMAGE_VOCAB_SIZE = 1_024
+VOCAB_SIZE = TEXT_VOCAB_SIZE + NUM_SPECIAL_TOKENS + IMAGE_VOCAB_SIZE
+HEAD_SIZE = 64
+MOE = {"num_experts": 8, "num_prototypes": 2}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.01}
+CLIPPING = 1.0
+
+
+def language_modelling_batch(rows: int, sequence_length: int) -> MicroBatch:
+    """Rows of random text, each one whole sample of the objective language_modelling."""
+    shape = (rows, sequence_length)
+    input_ids = torch.randint(TEXT_VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
+    labels = input_ids.clone()
+    labels[:, 0] = IGNORED_LABEL
+    labelled = labels != IGNORED_LABEL
+    objective = OBJECTIVES.index("language_modelling")
+    return MicroBatch(
+        input_ids=input_ids,
+        token_type_ids=torch.full(shape, 2),
+        position_ids=torch.arange(sequence_length).repeat(rows, 1),
+        sample_ids=torch.ones(shape, dtype=torch.int64),
+        labels=labels,
+        loss_weights=labelled.float(),
+        objective_ids=torch.where(labelled, objective, -1),
+        pixel_values=torch.empty(0, 3, 64, 64),
+        num_target_tokens=int(labelled.sum()),
+        num_tokens=input_ids.numel(),
+        num_samples=rows,
+    )
+
+
+def our_step(
+    hidden: int, layers: int, batch: MicroBatch, runtime: Runtime, moe: dict[str, Any] | None
+) -> Callable[[], float]:
+    """One step of the trainer, which returns the loss."""
+    rows, sequence_length = batch.input_ids.shape
+    document = {
+        "train_batch_size": rows,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_clipping": CLIPPING,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": {"stage": 0},
+        "m6": {
+            "model": {
+                "text_vocab_size": TEXT_VOCAB_SIZE,
+                "image_vocab_size": IMAGE_VOCAB_SIZE,
+                "hidden_size": hidden,
+                "num_layers": layers,
+                "num_attention_heads": max(1, hidden // HEAD_SIZE),
+                "ffn_hidden_size": 4 * hidden,
+                "max_position_embeddings": sequence_length,
+                "image_size": 64,
+                "patch_size": 16,
+            },
+            "moe": moe,
+            "data": {"path": "not-read", "tokenizer": "not-read", "sequence_length": sequence_length},
+            "objectives": {},
+            "training": {"total_steps": 1_000_000},
+            "schedule": {"decay": "constant"},
+        },
+    }
+    config = parse_config(document)
+    train_step = TrainStep(build_engine(config, runtime), config, runtime, accumulation=1)
+    steps = itertools.count()
+    return lambda: train_step(next(steps), [batch], stop=False).loss
+
+
+def gpt2_step(hidden: int, layers: int, batch: MicroBatch, activation: str) -> Callable[[], float]:
+    """One step of a plain PyTorch loop, which returns the loss."""
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_positions=batch.input_ids.shape[1],
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=max(1, hidden // HEAD_SIZE),
+        activation_function=activation,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
+
+    def step() -> float:
+        loss = model(input_ids=batch.input_ids, labels=batch.input_ids).loss
+        loss.backward()
+        clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step

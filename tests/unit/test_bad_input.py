@@ -1,0 +1,241 @@
+"""Folders, disks and files that cannot be used: one line on stderr, exit code 2, and nothing is changed."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m6.training.checkpoint_format import MANIFEST
+from m6.training.runtime import Runtime
+from tests.fixtures.command import contents, m6, user_error
+from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
+from tests.unit.evaluation.fabricated_run import run_document, training_entry, write_metrics, write_run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny data, its tokenizer, and a run with one checkpoint."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    build_tiny_data(folder / "data")
+    build_tiny_tokenizer(folder / "tokenizer")
+    write_run(folder / "run", run_document(folder / "data", folder / "tokenizer"))
+    return folder
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(data / "run", tmp_path / "run")
+
+
+@pytest.fixture
+def pretrain(data: Path, tmp_path: Path) -> Callable[..., str]:
+    """Calls ``m6 pretrain`` with the run's JSON and overrides; returns its message."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(run_document(data / "data", data / "tokenizer")))
+
+    def call(run: Path, *overrides: str) -> str:
+        before = contents(run)
+        options = [argument for override in overrides for argument in ("--set", override)]
+        text = user_error("pretrain", config, "--run-dir", run, *options)
+        assert contents(run) == before
+        return text
+
+    return call
+
+
+CHANGES = [
+    ("m6.model.hidden_size=64", "its m6.model.hidden_size is 32, this one's is 64"),
+    ("m6.moe.num_experts=8", "its m6.moe.num_experts is 4, this one's is 8"),
+    ("m6.data.sources.tiny_text=1", "its m6.data.sources is None"),
+    ("m6.data.sequence_length=64", "its m6.data.sequence_length is 96, this one's is 64"),
+    ("m6.training.seed=6", "its m6.training.seed is 5, this one's is 6"),
+    ("m6.training.total_steps=101", "its m6.training.total_steps is 100, this one's is 101"),
+    ("m6.schedule.warmup_steps=2", "its m6.schedule is None"),
+    ("optimizer.params.lr=0.01", "its optimizer.params.lr is 0.001, this one's is 0.01"),
+    ("gradient_clipping=2.0", "its gradient_clipping is 1.0, this one's is 2.0"),
+    ("train_batch_size=8", "its train_batch_size is 4, this one's is 8"),
+    ('torch_autocast={"enabled": true, "dtype": "bfloat16"}', "its torch_autocast is None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "expected"), CHANGES)
+def test_a_folder_that_holds_another_run(pretrain: Callable[..., str], run: Path, override: str, expected: str):
+    text = pretrain(run, override)
+    assert f"{run} already holds another run ({expected}" in text
+    assert "choose another --run-dir" in text
+
+
+def test_a_folder_that_holds_no_run(pretrain: Callable[..., str], tmp_path: Path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "cat.txt").write_text("")
+    assert f"{folder} is not empty and holds no run" in pretrain(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"m6": 3}', "{}", "\0"])
+def test_a_run_whose_configuration_is_damaged(pretrain: Callable[..., str], run: Path, text: str):
+    (run / "config.json").write_text(text)
+    assert f"{run / 'config.json'}: corrupt" in pretrain(run)
+
+
+def test_a_file_where_the_folder_should_be(pretrain: Callable[..., str], tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"{file} is a file" in pretrain(file)
+    assert f"{file / 'run'} cannot be made: {file} is a file" in pretrain(file / "run")
+
+
+def test_a_folder_that_is_read_only(pretrain: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Permissions do not hold for root, who may be running this.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    root = tmp_path / "deep" / "run"
+    assert pretrain(root) == f"{root} cannot be written: {tmp_path} is read-only"
+
+
+def test_a_run_that_ended_as_fatal(pretrain: Callable[..., str], run: Path):
+    (run / "FATAL").write_text("step 7: loss nan\n")
+    assert f"{run} ended as FATAL: step 7: loss nan. Remove {run / 'FATAL'} to try again" == pretrain(run)
+
+
+def test_another_tokenizer_than_that_of_the_checkpoint(pretrain: Callable[..., str], run: Path):
+    file = run / "checkpoints" / "step_00000100" / MANIFEST
+    manifest = json.loads(file.read_text())
+    manifest["state"]["tokenizer"] = "0123456789abcdef"
+    file.write_text(json.dumps(manifest))
+    text = pretrain(run)
+    assert f"m6.data.tokenizer is not the one that {file.parent} was trained with" in text
+    assert "instead of 0123456789ab" in text
+
+
+def test_data_without_rows(pretrain: Callable[..., str], data: Path, tmp_path: Path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    manifest = json.loads((data / "data" / "manifest.json").read_text())
+    for source in manifest["sources"].values():
+        source["splits"] = {}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert f'{folder} has no rows in split "train"' in pretrain(tmp_path / "new", f"m6.data.path={folder}")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: Path, monkeypatch, code: int):
+    """Before the first byte; test_training_checkpoint.py has the full disk during a run."""
+    monkeypatch.setattr("m6.training.runtime.start", lambda: Runtime(0, 1, 0, torch.device("cpu")))
+
+    def fail(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    root = tmp_path / "new"
+    config = tmp_path / "config.json"
+    assert user_error("pretrain", config, "--run-dir", root) == f"{root} cannot be written: {os.strerror(code)}"
+    assert contents(root) == {}, "the folder itself is all that there is"
+
+
+USAGE = [
+    ([], "Usage"),
+    (["pretrain"], "Missing argument"),
+    (["pretrain", "a.json", "--run"], "--run"),
+    (["pretrian", "a.json"], "No such command"),
+    (["generate", "a prompt"], "--checkpoint"),
+    (["generate", "--checkpoint", "x", "a prompt", "--num-beams", "0"], "--num-beams"),
+    (["evaluate", "x", "--batches", "many"], "--batches"),
+    (["data", "build"], "Missing argument"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), USAGE)
+def test_a_command_that_is_not_well_formed(arguments: list[str], expected: str):
+    outcome = m6(*arguments, NO_COLOR="1")
+    assert outcome.code == 2
+    assert expected in outcome.stderr + outcome.stdout
+    assert "Traceback" not in outcome.stderr
+
+
+def test_generate_needs_a_prompt_or_a_picture(run: Path, tmp_path: Path):
+    picture = tmp_path / "picture.png"
+    for arguments in ([], ["a prompt", "--image", picture]):
+        assert "either a text to go on with or --image" in user_error("generate", "--checkpoint", run, *arguments)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no picture", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "folder"])
+def test_generate_with_a_picture_that_cannot_be_read(run: Path, tmp_path: Path, content: Any):
+    picture = tmp_path / "picture.png"
+    if content == "folder":
+        picture.mkdir()
+    elif content is not None:
+        picture.write_bytes(content)
+    text = user_error("generate", "--checkpoint", run, "--image", picture)
+    assert text.startswith(f"{picture}: {'no such file' if content is None else 'not a readable picture'}")
+
+
+def test_commands_on_a_folder_that_is_no_run(tmp_path: Path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        before = contents(tmp_path)
+        assert f"{folder}: neither a run nor an exported model" in user_error(
+            "generate", "--checkpoint", folder, "a prompt"
+        )
+        assert f"{folder / 'config.json'}: no such file" in user_error("evaluate", folder)
+        assert f"{folder / 'config.json'}: no such file" in user_error("export", folder, "--hf", tmp_path / "hf")
+        assert f"is {folder} the folder of a run?" in user_error("plot", folder)
+        assert contents(tmp_path) == before
+
+
+def test_commands_on_a_run_without_a_checkpoint(run: Path, tmp_path: Path):
+    (run / "checkpoints" / "step_00000100" / MANIFEST).unlink()
+    before = contents(tmp_path)
+    for arguments in (
+        ["generate", "--checkpoint", run, "a prompt"],
+        ["evaluate", run],
+        ["export", run, "--hf", tmp_path / "hf"],
+    ):
+        assert user_error(*arguments) == f"{run / 'checkpoints'} holds no complete checkpoint"
+    assert contents(tmp_path) == before
+
+
+def test_export_does_not_touch_what_is_there(run: Path, tmp_path: Path):
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"mine")
+    before = contents(out)
+    assert user_error("export", run, "--hf", out) == f"{out} exists and is not an empty folder; choose another one"
+    assert contents(out) == before
+    assert 'did you mean "float32"' in user_error("export", run, "--hf", tmp_path / "new", "--dtype", "float23")
+
+
+def test_plot_of_metrics_that_are_missing_or_damaged(run: Path):
+    assert f"{run / 'metrics.jsonl'}: no such file" in user_error("plot", run)
+    (run / "metrics.jsonl").write_text("")
+    assert "holds no training metrics yet" in user_error("plot", run)
+    (run / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+    assert f"{run / 'metrics.jsonl'}, line 1: corrupt" in user_error("plot", run)
+    assert not (run / "curves.png").exists()
+
+
+def test_plot_while_a_line_is_being_written(run: Path):
+    write_metrics(run, [training_entry(step, {"language_modelling": 5.0}) for step in (1, 2)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert m6("plot", run).code == 0
+
+
+def test_an_output_that_cannot_be_written(run: Path):
+    write_metrics(run, [training_entry(1, {"language_modelling": 5.0})])
+    file = run / "config.json"
+    assert f"{file / 'curves.png'} cannot be written" in user_error("plot", run, "--out", file / "curves.png")
+
+
+def test_a_process_of_its_own_ends_the_same_way(tmp_path: Path):
+    command = [sys.executable, "-m", "m6.cli", "pretrain", str(tmp_path / "missing.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"error: {tmp_path / 'missing.json'}: no such file\n"
+    assert contents(tmp_path) == {}

@@ -1,0 +1,138 @@
+"""DeepSpeed's part of a run's JSON: whatever DeepSpeed would ignore, or refuse late and deep inside, is told early."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from m6.deepspeed_keys import REFUSED, split_deepspeed
+from m6.errors import UserError
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
+BF16 = {"enabled": True}
+
+
+def keys(**changes: Any) -> dict[str, Any]:
+    return copy.deepcopy({**BASE, **changes})
+
+
+def zero(stage: int, **section: Any) -> dict[str, Any]:
+    return keys(zero_optimization={"stage": stage, **section})
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_key_that_would_be_ignored_says_what_to_use(key: str):
+    section, _, inner = key.rpartition(".")
+    # Stage 3, where no key of zero_optimization is refused for its stage.
+    changes = (
+        {section: {inner: True, **({"stage": 3} if section == "zero_optimization" else {})}} if section else {key: {}}
+    )
+    with pytest.raises(UserError) as caught:
+        split_deepspeed(keys(**changes))
+    assert str(caught.value) == f"{key}: not used here: {REFUSED[key]}"
+
+
+IGNORED = [
+    (zero(1, offload_param={"device": "cpu"}), "zero_optimization.offload_param: DeepSpeed ignores it at stage 1"),
+    (zero(2, offload_param={"device": "cpu"}), "zero_optimization.offload_param: DeepSpeed ignores it at stage 2"),
+    (zero(2, stage3_prefetch_bucket_size=1000), "stage3_prefetch_bucket_size: DeepSpeed ignores it at stage 2"),
+    (zero(2, sub_group_size=1000), "sub_group_size: DeepSpeed ignores it at stage 2"),
+    (zero(2, zero_quantized_gradients=True), "zero_quantized_gradients: DeepSpeed ignores it at stage 2"),
+    (zero(0, overlap_comm=True), "overlap_comm: DeepSpeed ignores it at stage 0"),
+    (zero(0, offload_optimizer={"device": "cpu"}), "offload_optimizer: DeepSpeed ignores it at stage 0"),
+    (zero(2, offload_optimizer={"super_offload": True}), "offload_optimizer.super_offload: it needs stage 3, found 2"),
+    (zero(1, offload_optimizer={"device": "nvme"}), 'offload_optimizer.device: "nvme" is treated as "cpu" at stage 1'),
+    (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: it needs stage 3, found 2"),
+    (zero(2, offload_optimizer={"nvme_path": "/tmp"}), "offload_optimizer.nvme_path: it needs stage 3, found 2"),
+    (keys(aio={"block_size": 1}), "aio: DeepSpeed ignores it"),
+    (zero(2, reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: "auto" would be ignored'),
+    (keys(bf16=BF16), "bf16.enabled needs zero_optimization.stage 1 or more"),
+    (keys(fp16=BF16), "fp16.enabled needs zero_optimization.stage 1 or more"),
+    ({**zero(2), "bf16": BF16, "fp16": BF16}, "fp16.enabled and bf16.enabled are both true"),
+    ({**zero(1), "optimizer": ADAFACTOR}, "Adafactor needs zero_optimization.stage 0, found 1"),
+    ({**zero(3), "optimizer": ADAFACTOR}, "Adafactor needs zero_optimization.stage 0, found 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("document", "expected"), IGNORED, ids=[expected for _, expected in IGNORED])
+def test_what_has_no_effect_at_a_stage(document: dict[str, Any], expected: str):
+    with pytest.raises(UserError) as caught:
+        split_deepspeed(document)
+    assert expected in str(caught.value)
+
+
+DEEP = [
+    (zero(2, overlap_com=True), 'zero_optimization.overlap_com: unknown key; did you mean "overlap_comm"?'),
+    (zero(3, stage3_prefetch_bucketsize=1), 'did you mean "stage3_prefetch_bucket_size"?'),
+    (zero(2, reduce_bucket_size="large"), "zero_optimization.reduce_bucket_size: input should be a valid integer"),
+    (zero(2, reduce_bucket_size=0), "zero_optimization.reduce_bucket_size: input should be greater than 0, found 0"),
+    (zero(2, offload_optimizer={"devise": "cpu"}), 'offload_optimizer.devise: unknown key; did you mean "device"?'),
+    (zero(2, offload_optimizer={"device": "gpu"}), "offload_optimizer.device: input should be 'none', 'cpu' or 'nvme'"),
+    (zero(2, offload_optimizer="cpu"), "zero_optimization.offload_optimizer: input should be"),
+    (zero(3, offload_param={"device": 1}), "zero_optimization.offload_param.device: input should be"),
+    (keys(bf16={"enable": True}), 'bf16.enable: unknown key; did you mean "enabled"?'),
+    (keys(fp16={"loss_scale_windows": 3}), 'fp16.loss_scale_windows: unknown key; did you mean "loss_scale_window"?'),
+    (keys(fp16={"loss_scale": "big"}), "fp16.loss_scale: fp16.loss_scale must be a number"),
+    (keys(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale must be > 0"),
+    (keys(comms_logger={"verbos": True}), 'comms_logger.verbos: unknown key; did you mean "verbose"?'),
+    (keys(torch_autocast={"enabled": True}), "torch_autocast.dtype: missing"),
+    (keys(torch_autocast={"enabled": True, "dtype": "float16"}), "torch_autocast.dtype: input should be 'bfloat16'"),
+    (keys(optimizer={"type": "Adam", "params": {"lr": 1}}), "unknown optimizer 'Adam'; did you mean \"AdamW\"?"),
+    (keys(optimizer={"type": "Adafactor", "params": {"lr": 1, "eps": 1}}), "optimizer.params.eps: unknown key"),
+    (
+        keys(optimizer={"type": "Adafactor", "params": {"lr": 1, "clipping_threshold": 0.5}}),
+        "optimizer.params.clipping_threshold: input should be greater than or equal to 1, found 0.5",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("document", "expected"), DEEP, ids=[expected for _, expected in DEEP])
+def test_what_deepspeed_would_refuse_with_a_traceback(document: dict[str, Any], expected: str):
+    with pytest.raises(UserError) as caught:
+        split_deepspeed(document)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+ACCEPTED = [
+    (keys(), 0, "fp32"),
+    (zero(0), 0, "fp32"),
+    ({**zero(1), "bf16": BF16}, 1, "bf16"),
+    ({**zero(2, contiguous_gradients=True, reduce_scatter=True, overlap_comm=False), "bf16": BF16}, 2, "bf16"),
+    ({**zero(2, offload_optimizer={"device": "cpu", "pin_memory": False}), "fp16": BF16}, 2, "fp16"),
+    (zero(3, offload_param={"device": "nvme", "nvme_path": "/scratch"}, sub_group_size=1e8), 3, "fp32"),
+    ({**zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), "bf16": {"enabled": False}}, 3, "fp32"),
+    (keys(optimizer=ADAFACTOR, torch_autocast={"enabled": True, "dtype": "bfloat16"}), 0, "fp32"),
+    ({**zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "aio": {"queue_depth": 8}}, 3, "fp32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("document", "stage", "precision"), ACCEPTED)
+def test_what_has_an_effect_is_accepted_and_passed_on(document: dict[str, Any], stage: int, precision: str):
+    before = copy.deepcopy(document)
+    settings = split_deepspeed(document)
+    assert (settings.zero_stage, settings.precision) == (stage, precision)
+    assert document == before
+    sent = settings.engine_config(world_size=1)
+    for key in document.keys() - {"optimizer", "gradient_clipping"}:
+        assert sent[key] == document[key]
+    assert sent["gradient_clipping"] == (1.0 if stage else 0.0)
+    assert sent["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_precision_that_the_device_has_not(monkeypatch: pytest.MonkeyPatch, precision: str):
+    settings = split_deepspeed({**zero(2), precision: {"enabled": True}})
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: True)
+    settings.check_device()
+    monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: False)
+    with pytest.raises(UserError, match=rf"{precision}.enabled: this machine's \w+ cannot compute in it"):
+        settings.check_device()

@@ -1,0 +1,58 @@
+"""Who may import whom, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FORBIDDEN = {"moe": {"m6", "offload", "tests"}, "offload": {"m6", "moe", "tests"}, "m6": {"tests"}}
+HEAVY = ("deepspeed", "wandb", "datasets", "matplotlib", "tensorboard", "cairosvg", "opencc")
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported(file: Path) -> Iterator[tuple[str, int]]:
+    """The packages that a file imports anywhere, inside functions too, with the line."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            inside = file.relative_to(ROOT).parts[0]
+            yield (inside if node.level else str(node.module).split(".")[0], node.lineno)
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_layers_import_downwards_only(package: str):
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in modules(package)
+        for name, line in imported(file)
+        if name in FORBIDDEN[package]
+    ]
+    assert not found
+    assert modules(package) or package == "offload", "the walk found no files"
+
+
+def test_the_expert_layer_needs_torch_alone():
+    """Expert parallelism needs DeepSpeed too, inside its functions."""
+    names = {name for file in modules("moe") for name, _ in imported(file)}
+    assert names - set(sys.stdlib_module_names) <= {"moe", "torch", "deepspeed"}
+    for file in modules("moe"):
+        top = ast.parse(file.read_text(encoding="utf-8")).body
+        outer = [node for node in top if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not [node for node in outer if "deepspeed" in ast.dump(node)], file
+
+
+def test_imports_are_light():
+    """In a process of its own, since this one has loaded everything."""
+    modules = "moe, m6, m6.cli, m6.config, m6.model, m6.tokenizers, m6.data.pretraining, m6.training.loop, m6.export"
+    code = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[]\n"

@@ -1,0 +1,48 @@
+"""One process group of one rank, and trainers in it: a run of a few steps takes less than a second."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from m6.config import parse_config
+from m6.training.loop import Trainer
+from m6.training.run_directory import RunDirectory
+from m6.training.runtime import Runtime, start
+from tests.fixtures.tiny_run import tiny_document
+
+
+@pytest.fixture(scope="package")
+def runtime() -> Iterator[Runtime]:
+    """This process as the only rank."""
+    with mock.patch.dict(os.environ):
+        yield start()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny data and tokenizer lie."""
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture
+def make_trainer(runtime: Runtime, folder: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Opens ``tmp_path / name`` as a run of the tiny configuration with changes, and returns its trainer."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def make(name: str = "run", **changes: Any) -> Trainer:
+        config = parse_config(tiny_document(folder, **changes))
+        run = RunDirectory(tmp_path / name)
+        run.check(config)
+        run.open(config, runtime.world_size)
+        return Trainer(config, run, runtime)
+
+    yield make
+    for number, handler in handlers.items():  # a trainer takes Ctrl-C as a wish to stop after the step
+        signal.signal(number, handler)

@@ -1,0 +1,204 @@
+"""Flat ranges on disk: any split can be written, any range can be read, and damage is named."""
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from m6.errors import UserError
+from m6.training import checkpoint_format
+from m6.training.checkpoint_format import MANIFEST, CheckpointReader, write_manifest, write_shards
+from m6.training.fragments import Fragment
+
+STATE = {"step": 3}
+
+
+def split(name: str, tensor: Tensor, cuts: list[int], kind: str = "weight") -> list[Fragment]:
+    """The tensor as ranges between cuts; some may be empty."""
+    flat = tensor.reshape(-1)
+    bounds = [0, *sorted(cuts), flat.numel()]
+    return [
+        Fragment(name, kind, begin, flat[begin:end].clone(), tuple(tensor.shape))
+        for begin, end in itertools.pairwise(bounds)
+    ]
+
+
+def write(folder: Path, ranks: list[list[Fragment]]) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank, pieces in enumerate(ranks):
+        write_shards(folder, rank, pieces)
+    write_manifest(folder, len(ranks), STATE)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Two ranks, two tensors, two kinds."""
+    first, second = torch.arange(24.0).view(4, 6), torch.arange(100.0, 107.0)
+    pieces = [*split("first", first, [10]), *split("second", second, [3]), *split("first", -first, [5], "exp_avg")]
+    write(tmp_path / "step_00000003", [pieces[::2], pieces[1::2]])
+    return tmp_path / "step_00000003"
+
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3)
+
+
+@given(data=st.data(), shape=shapes, world_size=st.integers(1, 4), limit=st.integers(1, 400))
+@settings(max_examples=60, deadline=None)
+def test_any_range_of_any_split_reads_back(data: st.DataObject, shape: list[int], world_size: int, limit: int):
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    size = tensor.numel()
+    cuts = data.draw(st.lists(st.integers(0, size), max_size=6))
+    ranks: list[list[Fragment]] = [[] for _ in range(world_size)]
+    for piece in [*split("x", tensor, cuts), *split("other", -tensor, cuts[:1])]:
+        ranks[data.draw(st.integers(0, world_size - 1))].append(piece)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_format, "SHARD_BYTES", limit)
+        folder = Path(name)
+        write(folder, ranks)
+        reader = CheckpointReader(folder)
+        assert reader.state == STATE
+        assert reader.shapes == {("x", "weight"): tuple(shape), ("other", "weight"): tuple(shape)}
+        assert reader.verify() == []
+        assert torch.equal(reader.read("x", "weight"), tensor)
+        for _ in range(4):
+            begin = data.draw(st.integers(0, size))
+            target = torch.full((data.draw(st.integers(0, size - begin)),), float("nan"))
+            reader.read_into("x", "weight", begin, target)
+            assert torch.equal(target, tensor.reshape(-1)[begin : begin + len(target)])
+        for file in reader.files:
+            assert (folder / file).stat().st_size <= limit + 4096 + 4 * size, "a shard holds no more than it should"
+
+
+def test_ranges_that_overlap_are_read_once(tmp_path: Path):
+    """As replicas write them when their shares do not divide evenly."""
+    tensor = torch.arange(10.0)
+    pieces = [Fragment("x", "weight", begin, tensor[begin : begin + 6].clone(), (10,)) for begin in (0, 2, 4)]
+    write(tmp_path, [pieces])
+    assert torch.equal(CheckpointReader(tmp_path).read("x", "weight"), tensor)
+
+
+def test_integers_keep_their_type(tmp_path: Path):
+    counter = torch.tensor(2**40 + 1)
+    write(tmp_path, [split("batches", counter, [])])
+    target = torch.zeros(1, dtype=torch.int64)
+    CheckpointReader(tmp_path).read_into("batches", "weight", 0, target)
+    assert int(target) == 2**40 + 1
+
+
+def test_names_come_in_the_order_of_the_model(checkpoint: Path):
+    assert CheckpointReader(checkpoint).names("weight") == ["first", "second"]
+    assert CheckpointReader(checkpoint).names("exp_avg") == ["first"]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_gap_makes_no_manifest(tmp_path: Path, missing: int):
+    pieces = split("layer.weight", torch.arange(12.0).view(3, 4), [4, 8])
+    del pieces[missing]
+    expected = {0: 0, 1: 4, 2: 8}[missing]
+    with pytest.raises(UserError, match=f"weight of layer.weight has {expected} of 12 elements"):
+        write(tmp_path, [pieces])
+    assert not (tmp_path / MANIFEST).exists()
+
+
+def test_a_gap_in_a_manifest_is_found_before_anything_is_read(checkpoint: Path):
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["ranges"] = [place for place in manifest["ranges"] if place["offset"] != 10]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="weight of first has 10 of 24 elements"):
+        CheckpointReader(checkpoint)
+
+
+def shard(checkpoint: Path) -> Path:
+    return sorted(checkpoint.glob("*.safetensors"))[1]
+
+
+def test_verify_names_the_shard_that_is_damaged(checkpoint: Path):
+    reader = CheckpointReader(checkpoint)
+    file = shard(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert reader.verify() == [f"{file}: corrupt (SHA-256 differs from the manifest's)"]
+    file.write_bytes(content[:-5])
+    assert reader.verify() == [f"{file}: {len(content) - 5} bytes, the manifest says {len(content)}"]
+    file.unlink()
+    assert reader.verify() == [f"{file}: missing"]
+    file.mkdir()
+    assert str(file) in reader.verify()[0]
+
+
+def test_ranks_share_the_checking(checkpoint: Path):
+    shard(checkpoint).unlink()
+    reader = CheckpointReader(checkpoint)
+    assert [len(reader.verify(rank, 2)) for rank in (0, 1)] == [0, 1]
+    assert [len(reader.verify(rank, 5)) for rank in range(5)] == [0, 1, 0, 0, 0]
+
+
+def test_a_truncated_shard_is_named_when_it_is_read(checkpoint: Path):
+    file = shard(checkpoint)
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(UserError, match=f"{file.name}: unreadable shard"):
+        CheckpointReader(checkpoint).read("first", "weight")
+
+
+def test_a_tensor_that_is_not_there(checkpoint: Path):
+    with pytest.raises(UserError, match="holds no exp_avg of second"):
+        CheckpointReader(checkpoint).read_into("second", "exp_avg", 0, torch.zeros(1))
+
+
+def test_without_a_manifest_it_is_no_checkpoint(checkpoint: Path):
+    (checkpoint / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"not a complete checkpoint \(manifest.json is missing\)"):
+        CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"format": 1}',
+        '{"format": 2}',
+        '{"format": 1, "state": {}, "files": {}, "ranges": [{}]}',
+        "\0",
+    ],
+)
+def test_a_damaged_manifest(checkpoint: Path, text: str):
+    (checkpoint / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match=f"{MANIFEST}: (corrupt|format 2)"):
+        CheckpointReader(checkpoint)
+
+
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+@settings(max_examples=100, deadline=None)
+def test_a_flipped_bit_is_found_or_harmless(position: int, bit: int):
+    """Wherever it is in the folder: an error that names a file, or the values that were written."""
+    tensor = torch.arange(12.0).view(3, 4)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, [split("x", tensor, [5])])
+        files = sorted([folder / MANIFEST, *folder.glob("*.safetensors")])
+        content = b"".join(file.read_bytes() for file in files)
+        position %= len(content)
+        for file in files:
+            size = file.stat().st_size
+            if position < size:
+                damaged = bytearray(file.read_bytes())
+                damaged[position] ^= 1 << bit
+                file.write_bytes(damaged)
+                break
+            position -= size
+        try:
+            reader = CheckpointReader(folder)
+            if not reader.verify() and ("x", "weight") in reader.shapes:
+                assert torch.equal(reader.read("x", "weight").reshape(-1), tensor.reshape(-1))
+        except UserError:
+            pass
