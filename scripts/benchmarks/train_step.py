@@ -229,17 +229,19 @@ since gradients fill up while activations are freed."""
 
 
 def measured_parts(run: Run, batches: list[list[MicroBatch]]) -> dict[str, int]:
-    """Bytes of live storages by part, each the largest over further steps on ``batches``."""
+    """Bytes of live storages by part, each the largest over ``batches``."""
     module, optimizer = run.engine.module, base_optimizer(run.engine)
+    activations = []
+    for batch in itertools.chain(*batches):
+        with SavedTensors(module) as saved:
+            output = run.engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+            activations.append(saved.bytes)
+        del output  # and with it the graph
     gradients: list[int] = []
     hook = optimizer.register_step_pre_hook(
         lambda *_: gradients.append(storage_bytes(*(p.grad for p in module.parameters() if p.grad is not None)))
     )
-    activations = []
-    for micro_batch in itertools.chain(*batches):
-        with SavedTensors(module) as saved:
-            run.train([micro_batch] * run.accumulation)
-            activations.append(saved.bytes)
+    run.train(batches[0])
     hook.remove()
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     return {
