@@ -48,7 +48,7 @@ def pretrain(
 
     The same command runs under torchrun, deepspeed and srun.
     """
-    from m6.config import check_tokenizer, check_world_size, load_config
+    from m6.config import check_world_size, load_config
     from m6.training.run_directory import RunDirectory
     from m6.training.runtime import start, world_size_of_environment
 
@@ -63,7 +63,6 @@ def pretrain(
     from m6.training.loop import pretrain as pretrain_run
 
     tokenizer = open_data(settings).tokenizer
-    check_tokenizer(settings, tokenizer)
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
     pretrain_run(settings, folder.root, start())
 

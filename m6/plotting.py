@@ -117,7 +117,7 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
 
 def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entries, baselines: dict[str, float]) -> None:
     colour = _COLOURS[objective]
-    entries = [entry for entry in training if objective in entry["objectives"]]
+    entries = [entry for entry in training if entry["objectives"].get(objective) is not None]
     steps = [entry["step"] for entry in entries]
     losses = [entry["objectives"][objective] for entry in entries]
     axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
@@ -138,6 +138,7 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
 
 
 def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:
+    entries = [entry for entry in entries if entry[key] is not None]  # null: not finite, the step was skipped
     steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
     axes.plot(steps, values, color=_GREY, alpha=0.3, linewidth=0.8)
     axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6)

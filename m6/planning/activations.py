@@ -1,6 +1,6 @@
 """The bytes that autograd keeps for the backward pass of one micro-batch, as a formula.
 
-It follows PyTorch 2.13's CPU kernels, as ``m6.planning.saved_tensors`` measures them. The long names of its symbols:
+It follows PyTorch 2.13's CPU kernels; ``m6.planning.measure`` measures the truth. The long names of its symbols:
 
     tokens     rows * sequence_length, padding included         real    those that are no padding
     vectors    tokens * hidden_size elements                    choices real * experts of a token
@@ -16,7 +16,7 @@ from torch import nn
 from m6.config import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.patch_encoders import build_patch_encoder
-from m6.planning.saved_tensors import SavedTensors
+from m6.planning.measure import SavedTensors
 
 FP32 = 4
 _INT64 = 8
@@ -75,15 +75,29 @@ class Activations:
     def total(self) -> int:
         """What is kept at the end of the forward pass, or under activation checkpointing while a block is computed
         anew, if that is more."""
-        model = self.model
-        outside = self.embeddings() + self.norm()
-        blocks = [self.block(sparse=model.is_moe_layer(layer)) for layer in range(model.num_layers)]
+        kept = self.embeddings() + self.norm() + self.head()
         if not self.config.m6.training.activation_checkpointing:
-            return outside + sum(blocks) + self.head()
-        block_input = self.vectors * self.precision.residual
+            return kept + sum(self.blocks())
         masks = self.tokens * (self.batch.sequence_length + 1)
-        # The head's part is freed before the last block is computed anew, whose input is there already.
-        return outside + model.num_layers * block_input + masks + max(self.head(), max(blocks) - block_input)
+        return kept + self.model.num_layers * self.block_input() + masks + self.recomputation()
+
+    def loss_backward(self) -> int:
+        """What lives beside that when the backward pass begins: the gradients of the log-probabilities and of the
+        logits."""
+        gradients = 2 * self.batch.targets * self.model.vocab_size * FP32
+        return max(0, gradients - self.recomputation())
+
+    def recomputation(self) -> int:
+        """By how much the largest block, computed anew, exceeds the head, whose part is freed before."""
+        if not self.config.m6.training.activation_checkpointing:
+            return 0
+        return max(0, max(self.blocks()) - self.block_input() - self.head())
+
+    def blocks(self) -> list[int]:
+        return [self.block(sparse=self.model.is_moe_layer(layer)) for layer in range(self.model.num_layers)]
+
+    def block_input(self) -> int:
+        return self.vectors * self.precision.residual
 
     def embeddings(self) -> int:
         """Ids of tokens, positions and segments; the patch encoder and the places of the patches; dropout."""

@@ -28,8 +28,8 @@ class MemoryPrediction:
     """Bytes on the fullest rank, in the memory of the device and of the host together.
 
     Each part is its own maximum, so ``total`` is a bound: gradients fill up while activations are freed. Not
-    counted is what comes and goes within a layer or a step: results that no backward pass needs, DeepSpeed's
-    reduction buckets, the fp32 copy of 16-bit gradients during the update.
+    counted are DeepSpeed's reduction buckets, its fp32 copy of 16-bit gradients during the update, and what the
+    allocator does not give back.
     """
 
     weights: int
@@ -39,10 +39,12 @@ class MemoryPrediction:
     """moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights"""
     activations: int
     """kept by autograd for the backward pass of one micro-batch"""
+    loss_backward: int
+    """beside all activations, when the backward pass begins"""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer_state + self.activations
+        return self.weights + self.gradients + self.optimizer_state + self.activations + self.loss_backward
 
 
 def predict_memory(config: RunConfig, world_size: int, batch: BatchShape) -> MemoryPrediction:
@@ -54,18 +56,20 @@ def predict_memory(config: RunConfig, world_size: int, batch: BatchShape) -> Mem
         UserError: ``config`` does not fit ``world_size``.
     """
     check_world_size(config, world_size)
-    states = _model_states(config, world_size, Precision.of(config).weights)
-    return MemoryPrediction(*states, activations=Activations(config, batch).total())
+    weights, gradients, optimizer_state = _model_states(config, world_size, Precision.of(config).weights)
+    activations = Activations(config, batch)
+    return MemoryPrediction(weights, gradients, optimizer_state, activations.total(), activations.loss_backward())
 
 
 def describe(prediction: MemoryPrediction) -> str:
     """The prediction in four lines."""
     return "\n".join(
         [
-            f"memory of the fullest rank: {_mib(prediction.total)}, working memory of kernels and collectives apart",
-            f"  weights {_mib(prediction.weights)}, gradients {_mib(prediction.gradients)}",
-            f"  optimizer state {_mib(prediction.optimizer_state)}",
-            f"  activations {_mib(prediction.activations)}, kept for the backward pass of one micro-batch",
+            f"memory of the fullest rank, without buffers of collectives: at most {_mib(prediction.total)}",
+            f"  weights {_mib(prediction.weights)}, gradients {_mib(prediction.gradients)}, "
+            f"optimizer state {_mib(prediction.optimizer_state)}",
+            f"  activations of one micro-batch {_mib(prediction.activations)}",
+            f"  gradients of its logits {_mib(prediction.loss_backward)}",
         ]
     )
 

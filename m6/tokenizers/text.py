@@ -179,7 +179,10 @@ def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
     """Loads a tokenizer folder; UserError when there is none at ``path``."""
     if not Path(path, MODEL_FILE).is_file():
         raise UserError(f'{path} holds no tokenizer ({MODEL_FILE} is missing); train one with "m6 data tokenizer"')
-    return M6Tokenizer.from_pretrained(path)
+    try:
+        return M6Tokenizer.from_pretrained(path)
+    except (OSError, ValueError, RuntimeError) as error:  # SentencePiece raises RuntimeError for a damaged model
+        raise UserError(f"{path}: not a whole tokenizer: {error}") from None
 
 
 def train_text_tokenizer(

@@ -198,10 +198,10 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
         for fragment in fragments(engine):
             stored = reader.shapes.get((fragment.name, fragment.kind))
             if stored != fragment.shape:
-                raise UserError(
-                    f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, "
-                    f"this model has {fragment.shape}: the checkpoint is of another model or optimizer"
-                )
+                of_another = f"this model has {fragment.shape}: the checkpoint is of another model or optimizer"
+                if stored is None:
+                    raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {of_another}")
+                raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {of_another}")
             reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
     publish_weights(engine)
     set_optimizer_step(engine, reader.state["optimizer_step"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from m6.config import RunConfig, check_world_size
+from m6.config import RunConfig, check_tokenizer, check_world_size
 from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
 from m6.planning.activations import BatchShape
@@ -127,6 +127,8 @@ class Trainer:
             self._say(describe(predict_memory(self.config, self.runtime.world_size, shape)))
 
     def _save(self) -> float:
+        if self.runtime.is_main:
+            self.run.sync_metrics()
         state = {
             "samples_seen": self.samples_seen,
             "tokens_seen": self.tokens_seen,
@@ -144,10 +146,8 @@ class Trainer:
 
     def _finish(self) -> bool:
         done = self.step == self.settings.training.total_steps
-        if self.trackers is not None:
-            self.trackers.close()
-            if done:
-                self.run.finish(self.step)
+        if self.runtime.is_main and done:
+            self.run.finish(self.step)
         self._say(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
 
@@ -170,7 +170,7 @@ class Trainer:
 def open_data(config: RunConfig) -> PretrainingData:
     """The run's data: micro-batches to train on, and fixed ones to validate on."""
     settings = config.m6
-    return PretrainingData(
+    data = PretrainingData(
         settings.data,
         settings.objectives,
         seed=settings.training.seed,
@@ -178,6 +178,8 @@ def open_data(config: RunConfig) -> PretrainingData:
         image_size=config.model.image_size,
         patch_size=config.model.patch_size,
     )
+    check_tokenizer(config, data.tokenizer)
+    return data
 
 
 def pretrain(config: RunConfig, root: Path, runtime: Runtime) -> bool:
@@ -186,4 +188,9 @@ def pretrain(config: RunConfig, root: Path, runtime: Runtime) -> bool:
     if runtime.is_main:
         run.open(config, runtime.world_size)
     dist.barrier()
-    return Trainer(config, run, runtime).train()
+    trainer = Trainer(config, run, runtime)
+    try:
+        return trainer.train()
+    finally:
+        if trainer.trackers is not None:
+            trainer.trackers.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -26,7 +27,7 @@ from typing import Any
 
 from m6.config import RunConfig
 from m6.errors import UserError
-from m6.files import atomic_path, write_json, write_text
+from m6.files import atomic_path, sync, write_json, write_text
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
@@ -128,7 +129,12 @@ class RunDirectory:
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
         with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.write(json.dumps(_without_nonfinite(entry), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def sync_metrics(self) -> None:
+        """Carries the lines to the disk, for a checkpoint must not outlive the metrics that led to it."""
+        if self.metrics.exists():
+            sync(self.metrics)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of RUN/metrics.jsonl, without a last one that is still being written, or never was in full."""
@@ -173,6 +179,15 @@ def _read_document(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """The value with null for what JSON has no number for: the loss or the norm of a step that was skipped."""
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_nonfinite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _identity(document: dict[str, Any]) -> dict[str, Any]:

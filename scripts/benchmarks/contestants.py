@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
+import multiprocessing
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.objectives import OBJECTIVES
 from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS
 from m6.training.engine import build_engine
-from m6.training.runtime import Runtime
+from m6.training.runtime import start
 from m6.training.train_step import TrainStep
 
 TEXT_VOCAB_SIZE = 10_000
@@ -25,6 +29,43 @@ HEAD_SIZE = 64
 MOE = {"num_experts": 8, "num_prototypes": 2}
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.01}
 CLIPPING = 1.0
+
+
+class Contestant:
+    """Makes steps in a process of its own, as a user would run it: with its own threads, allocator and settings.
+
+    Args:
+        make_step: ``our_step`` or ``gpt2_step``; ``arguments`` are passed on to it.
+    """
+
+    def __init__(self, make_step: Callable[..., Callable[[], float]], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, connection = context.Pipe()
+        self._process = context.Process(target=_serve, args=(connection, make_step, arguments), daemon=True)
+        self._process.start()
+        connection.close()  # so that the end of the process is noticed
+        self._connection.recv()
+
+    def step(self) -> float:
+        """Makes a step while all others rest; returns its seconds."""
+        self._connection.send(True)
+        seconds, loss = self._connection.recv()
+        if not 0 < loss < math.inf:
+            raise RuntimeError(f"the loss is {loss}")
+        return seconds
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection, make_step: Callable[..., Callable[[], float]], arguments: tuple[Any, ...]) -> None:
+    step = make_step(*arguments)
+    connection.send(True)
+    while connection.recv():
+        begin = time.perf_counter()
+        loss = step()
+        connection.send((time.perf_counter() - begin, loss))
 
 
 def language_modelling_batch(rows: int, sequence_length: int) -> MicroBatch:
@@ -50,10 +91,9 @@ def language_modelling_batch(rows: int, sequence_length: int) -> MicroBatch:
     )
 
 
-def our_step(
-    hidden: int, layers: int, batch: MicroBatch, runtime: Runtime, moe: dict[str, Any] | None
-) -> Callable[[], float]:
+def our_step(hidden: int, layers: int, batch: MicroBatch, moe: dict[str, Any] | None) -> Callable[[], float]:
     """One step of the trainer, which returns the loss."""
+    runtime = start()
     rows, sequence_length = batch.input_ids.shape
     document = {
         "train_batch_size": rows,
@@ -86,8 +126,12 @@ def our_step(
     return lambda: train_step(next(steps), [batch], stop=False).loss
 
 
-def gpt2_step(hidden: int, layers: int, batch: MicroBatch, activation: str) -> Callable[[], float]:
-    """One step of a plain PyTorch loop, which returns the loss."""
+def gpt2_step(
+    hidden: int, layers: int, batch: MicroBatch, activation: str, our_runtime: bool = False
+) -> Callable[[], float]:
+    """One step of a plain PyTorch loop, which returns the loss; ``our_runtime`` adds what our runtime sets up."""
+    if our_runtime:
+        start()
     config = GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_positions=batch.input_ids.shape[1],

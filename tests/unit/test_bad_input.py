@@ -140,6 +140,14 @@ def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: 
     assert contents(root) == {}, "the folder itself is all that there is"
 
 
+def test_a_precision_that_the_machine_has_not(pretrain: Callable[..., str], tmp_path: Path, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    overrides = ("fp16.enabled=true", "zero_optimization.stage=2")
+    assert "fp16.enabled: this machine's" in pretrain(tmp_path / "new", *overrides)
+
+
 USAGE = [
     ([], "Usage"),
     (["pretrain"], "Missing argument"),
@@ -233,9 +241,15 @@ def test_an_output_that_cannot_be_written(run: Path):
     assert f"{file / 'curves.png'} cannot be written" in user_error("plot", run, "--out", file / "curves.png")
 
 
-def test_a_process_of_its_own_ends_the_same_way(tmp_path: Path):
-    command = [sys.executable, "-m", "m6.cli", "pretrain", str(tmp_path / "missing.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+def test_a_process_of_its_own_ends_the_same_way(pretrain: Callable[..., str], tmp_path: Path):
+    """DeepSpeed is loaded on the way, and would like to say things about the machine."""
+    config = tmp_path / "config.json"
+    document = json.loads(config.read_text()) | {"zero_optimization": {"stage": 2, "overlap_com": True}}
+    config.write_text(json.dumps(document))
+    command = [sys.executable, "-m", "m6.cli", "pretrain", str(config)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DS_")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"error: {tmp_path / 'missing.json'}: no such file\n"
-    assert contents(tmp_path) == {}
+    expected = 'zero_optimization.overlap_com: unknown key; did you mean "overlap_comm"?'
+    assert ended.stderr == f"error: {config}: {expected}\n"
+    assert list(tmp_path.iterdir()) == [config]

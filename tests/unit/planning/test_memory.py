@@ -12,8 +12,8 @@ from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
 from m6.planning.activations import BatchShape
+from m6.planning.measure import NewStorages, SavedTensors, storage_bytes
 from m6.planning.memory import MemoryPrediction, describe, predict_memory
-from m6.planning.saved_tensors import SavedTensors, storage_bytes
 from m6.training.engine import build_engine
 from m6.training.fragments import base_optimizer
 from m6.training.loop import open_data
@@ -184,13 +184,38 @@ def test_a_batch_shape_holds_every_batch(folder):
     assert shape.pictures == max(len(batch.pixel_values) for batch in batches)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**DENSE, **WIDE, "m6__model__num_layers": 6, "train_micro_batch_size_per_gpu": 16},
+        {"train_micro_batch_size_per_gpu": 16},
+        {"m6__training__activation_checkpointing": True, "train_micro_batch_size_per_gpu": 16},
+    ],
+    ids=str,
+)
+def test_peak_of_a_step(folder, changes):
+    config = parse_config(tiny_document(folder, train_batch_size=16, **changes))
+    batch = open_data(config).micro_batch(0)
+    model = M6ForConditionalGeneration(config.model).train()
+    if config.m6.training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with NewStorages(*model.parameters(), *batch.tensors().values()) as new:
+        loss_of(model, batch).backward()
+    prediction = predict_memory(config, 1, BatchShape.of(batch))
+    predicted = prediction.activations + prediction.loss_backward
+    # What is missing are small results that live at that time and, where blocks are computed anew, the gradients
+    # within a block: up to 13 %.
+    assert predicted == pytest.approx(new.peak, rel=0.15)
+    assert new.peak <= predicted + prediction.gradients
+
+
 def test_description():
     mib = 2**20
-    prediction = MemoryPrediction(mib, 2 * mib, 3 * mib, 2000 * mib)
-    assert prediction.total == 2006 * mib
+    prediction = MemoryPrediction(mib, 2 * mib, 3 * mib, 2000 * mib, 4 * mib)
+    assert prediction.total == 2010 * mib
     text = describe(prediction)
     assert len(text.splitlines()) <= 4
-    for part in ("2,006.0 MiB", "weights 1.0 MiB", "gradients 2.0 MiB", "state 3.0 MiB", "activations 2,000.0 MiB"):
+    for part in ("2,010.0 MiB", "weights 1.0 MiB", "gradients 2.0 MiB", "state 3.0 MiB", "2,000.0 MiB", "4.0 MiB"):
         assert part in text
 
 

@@ -1,0 +1,89 @@
+"""Measures what ``m6.planning.memory`` predicts: the bytes of storages, each counted once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class SavedTensors:
+    """Counts, inside ``with``, the bytes of the storages that autograd saves; works on the meta device, too.
+
+    Those of ``module``'s parameters and buffers do not count. Activation checkpointing counts with what it keeps, not
+    with what it computes anew.
+
+    Attributes:
+        bytes: the sum so far.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.bytes = 0
+        self._seen = {_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._kept: list[Tensor] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _identity)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if _key(tensor) not in self._seen:
+            self._seen.add(_key(tensor))
+            self._kept.append(tensor)  # or a later storage could get the same address
+            self.bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __enter__(self) -> SavedTensors:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._kept.clear()
+
+
+class NewStorages(TorchDispatchMode):
+    """Follows, inside ``with``, the storages that operators make, until they are freed.
+
+    Args:
+        existing: tensors whose storages do not count, though operators may return them.
+
+    Attributes:
+        peak: the most bytes that lived at one time. What an operator allocates within itself is not seen.
+    """
+
+    def __init__(self, *existing: Tensor) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._bytes = {_key(tensor): 0 for tensor in existing}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and _key(tensor) not in self._bytes:
+                storage, key = tensor.untyped_storage(), _key(tensor)
+                self._bytes[key] = storage.nbytes()
+                self._live += storage.nbytes()
+                weakref.finalize(storage, self._free, key)
+        self.peak = max(self.peak, self._live)
+        return output
+
+    def _free(self, key: int) -> None:
+        self._live -= self._bytes.pop(key)
+
+
+def storage_bytes(*tensors: Tensor) -> int:
+    """The bytes of the storages behind ``tensors``, each counted once."""
+    return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # unlike data_ptr also told apart on the meta device
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor

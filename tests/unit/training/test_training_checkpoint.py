@@ -1,0 +1,259 @@
+"""Which checkpoints stay, what a damaged one costs, and what a full disk leaves behind."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from m6.errors import UserError
+from m6.training import checkpoint_format
+from m6.training.checkpoint import Checkpointer, check_tokenizer_unchanged, complete_checkpoints, resume
+from m6.training.checkpoint_format import MANIFEST, CheckpointReader
+from m6.training.fragments import fragments
+from m6.training.loop import Trainer
+from tests.fixtures.command import contents
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def names(trainer: Trainer) -> list[str]:
+    return sorted(path.name for path in trainer.run.checkpoints.iterdir() if path.is_dir())
+
+
+def steps(trainer: Trainer) -> list[int]:
+    return [json.loads(line)["step"] for line in trainer.run.metrics.read_text().splitlines() if '"loss"' in line]
+
+
+def train_until(trainer: Trainer, step: int) -> Trainer:
+    """Trains as if a person had made RUN/STOP during ``step``."""
+    trainer.run.stop_requested = lambda: trainer.step + 1 >= step  # type: ignore[method-assign]
+    trainer.train()
+    return trainer
+
+
+def damage(checkpoint: Path) -> Path:
+    """Flips a bit of a checkpoint's first shard."""
+    file = sorted(checkpoint.glob("*.safetensors"))[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
+def test_the_last_complete_checkpoints_stay(make_trainer: MakeTrainer, keep_last: int, kept: list[int]):
+    trainer = make_trainer(m6__training__total_steps=6, m6__checkpoint__keep_last=keep_last)
+    trainer.train()
+    assert names(trainer) == [f"step_{step:08d}" for step in kept]
+    assert (trainer.run.checkpoints / "latest").read_text() == "step_00000006\n"
+
+
+def test_incomplete_ones_do_not_count_and_the_newest_complete_one_stays(make_trainer: MakeTrainer):
+    trainer = make_trainer(m6__checkpoint__keep_last=1)
+    trainer.train()
+    root = trainer.run.checkpoints
+    (root / "step_00000009").mkdir()
+    (root / "corrupt_step_00000001").mkdir()
+    assert [path.name for path in complete_checkpoints(root)] == ["step_00000004"]
+    trainer.checkpointer.save(trainer.engine, 5, CheckpointReader(root / "step_00000004").state)
+    trainer.checkpointer.wait()
+    assert names(trainer) == ["corrupt_step_00000001", "step_00000005"]
+
+
+def test_what_a_killed_attempt_left_is_replaced(make_trainer: MakeTrainer):
+    """Its records must not pass for those of the new attempt's ranks."""
+    trainer = train_until(make_trainer(), 1)
+    stale = trainer.run.checkpoints / "step_00000002"
+    stale.mkdir()
+    (stale / "rank_00000.json").write_text('{"files": {}, "ranges": []}')
+    (stale / "rank_00001.json").write_text('{"files": {}, "ranges": []}')
+    (stale / "rank_00000_000.safetensors").write_bytes(b"half")
+    make_trainer().train()
+    reader = CheckpointReader(stale)
+    assert reader.verify() == []
+    assert not (stale / "rank_00001.json").exists()
+    assert names(trainer) == ["step_00000002", "step_00000004"]
+
+
+def test_a_step_is_saved_once(make_trainer: MakeTrainer):
+    trainer = make_trainer()
+    trainer.train()
+    before = contents(trainer.run.checkpoints)
+    trainer.checkpointer.save(trainer.engine, 4, {})
+    trainer.checkpointer.wait()
+    assert contents(trainer.run.checkpoints) == before
+
+
+@pytest.mark.parametrize("harm", ["shard", "manifest"])
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(
+    make_trainer: MakeTrainer, harm: str, capsys: pytest.CaptureFixture[str]
+):
+    changes = {"m6__training__total_steps": 8}
+    whole = make_trainer("whole", **changes)
+    whole.train()
+    trainer = train_until(make_trainer(**changes), 6)
+    newest = trainer.run.checkpoints / "step_00000006"
+    if harm == "shard":
+        file = damage(newest)
+    else:
+        file = newest / MANIFEST
+        file.write_text(file.read_text()[:-40])
+    capsys.readouterr()
+    trainer = make_trainer(**changes)
+    trainer.train()
+    said = capsys.readouterr().err
+    assert f"warning: checkpoint not used: {file}" in said
+    assert "at step 4" in said
+    # It went on, did steps 5 and 6 again, and ended as if nothing had happened.
+    assert names(trainer) == ["corrupt_step_00000006", "step_00000006", "step_00000008"]
+    assert steps(trainer) == list(range(1, 9))
+    for name, kind in CheckpointReader(whole.run.checkpoints / "step_00000008").shapes:
+        ours, theirs = (
+            CheckpointReader(side.run.checkpoints / "step_00000008").read(name, kind) for side in (trainer, whole)
+        )
+        assert torch.equal(ours, theirs), (name, kind)
+
+
+def test_damage_that_comes_back_keeps_every_copy(make_trainer: MakeTrainer):
+    for _ in range(3):
+        trainer = make_trainer()
+        trainer.train()
+        damage(trainer.run.checkpoints / "step_00000004")
+    assert names(trainer) == [
+        "corrupt_step_00000004",
+        "corrupt_step_00000004_1",
+        "step_00000002",
+        "step_00000004",
+    ]
+
+
+def test_with_nothing_whole_the_run_begins_anew(make_trainer: MakeTrainer):
+    trainer = make_trainer()
+    trainer.train()
+    for folder in complete_checkpoints(trainer.run.checkpoints):
+        damage(folder)
+    trainer = make_trainer()
+    state, problems = resume(trainer.engine, trainer.run.checkpoints)
+    assert state is None
+    assert [problem.split("/")[-2] for problem in problems] == ["step_00000004", "step_00000002"]
+    trainer.train()
+    assert steps(trainer) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"m6__model__ffn_hidden_size": 96}, r"weight of .*ffn.* has shape \(.*64.*\), this model has \(.*96.*\)"),
+        ({"m6__model__num_layers": 1}, r"holds .*layers\.1\..*, which this model has not"),
+        ({"m6__model__num_layers": 3}, r"holds no weight of .*layers\.2\."),
+        ({"m6__moe__num_experts": 8}, r"router.weight has shape \(4, 32\), this model has \(8, 32\)"),
+        ({"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}, r"holds no row_var of .*embeddings"),
+    ],
+)  # fmt: skip
+def test_the_checkpoint_of_another_model(make_trainer: MakeTrainer, change: dict, expected: str):
+    trainer = make_trainer()
+    trainer.train()
+    other = make_trainer("other", **change)
+    with pytest.raises(UserError, match=expected) as caught:
+        resume(other.engine, trainer.run.checkpoints)
+    assert "step_00000004" in str(caught.value)
+    assert "of another model" in str(caught.value)
+    assert complete_checkpoints(trainer.run.checkpoints), "another model's checkpoint is not damaged"
+
+
+def test_a_tokenizer_that_changed_is_told_from_the_newest_checkpoint(make_trainer: MakeTrainer):
+    trainer = make_trainer()
+    root = trainer.run.checkpoints
+    check_tokenizer_unchanged(root, "anything")  # nothing to compare with
+    trainer.train()
+    check_tokenizer_unchanged(root, trainer.data.tokenizer.fingerprint)
+    with pytest.raises(UserError, match=r"fingerprint 0000abcd instead of \w{12}"):
+        check_tokenizer_unchanged(root, "0000abcd")
+    (root / "step_00000004" / MANIFEST).write_text("{")
+    check_tokenizer_unchanged(root, "0000abcd")  # resume sets it aside first
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """Makes the kernel refuse to write files beyond a size, as a full disk refuses to write at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_shard_that_cannot_be_written_leaves_the_one_before(
+    make_trainer: MakeTrainer, file_size_limit: Callable[[int], None], async_save: bool
+):
+    changes = {"m6__checkpoint__async_save": async_save, "m6__training__total_steps": 6}
+    trainer = train_until(make_trainer(**changes), 3)
+    before = contents(trainer.run.checkpoints / "step_00000002")
+    trainer = make_trainer(**changes)
+    file_size_limit(100_000)
+    with pytest.raises(UserError, match=f"{trainer.run.checkpoints}: a checkpoint could not be written"):
+        trainer.train()
+    file_size_limit(resource.RLIM_INFINITY)
+    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)] == ["step_00000002", "step_00000003"]
+    assert contents(trainer.run.checkpoints / "step_00000002") == before
+    assert not list((trainer.run.checkpoints / "step_00000004").glob("*.tmp"))
+    make_trainer(**changes).train()  # there is space again
+    assert names(trainer) == ["step_00000004", "step_00000006"]
+    assert steps(trainer) == list(range(1, 7))
+
+
+@pytest.mark.parametrize("place", ["save_file", "write_json"])
+def test_a_full_disk_is_told_with_its_reason(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, place: str):
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_format, place, fail)
+    trainer = make_trainer()
+    with pytest.raises(UserError, match=f"{trainer.run.checkpoints}.*No space left on device"):
+        trainer.train()
+    assert complete_checkpoints(trainer.run.checkpoints) == []
+
+
+def test_a_rank_that_writes_no_record_is_named(make_trainer: MakeTrainer, tmp_path: Path):
+    """Rank 0 waits for the others' records; here there is no rank 1 to write one."""
+    trainer = make_trainer()
+    trainer.runtime = trainer.runtime.__class__(0, 2, 0, trainer.runtime.device)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", trainer.runtime, 1, async_save=True, timeout_s=0.2)
+    checkpointer.save(trainer.engine, 1, {})
+    with pytest.raises(UserError, match=r"rank 1 wrote no record into .*step_00000001 within 0 s"):
+        checkpointer.wait()
+    assert not (tmp_path / "checkpoints" / "step_00000001" / MANIFEST).exists()
+    checkpointer.wait()  # told once
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make_trainer: MakeTrainer, tmp_path: Path):
+    """What is written is the state at the call, whatever the weights become meanwhile."""
+    trainer = make_trainer()
+    before = {(f.name, f.kind): f.data.clone() for f in fragments(trainer.engine) if f.kind == "weight"}
+    trainer.checkpointer.save(trainer.engine, 1, {})
+    with torch.no_grad():
+        for parameter in trainer.engine.module.parameters():
+            parameter.fill_(float("nan"))
+    trainer.checkpointer.wait()
+    reader = CheckpointReader(trainer.run.checkpoints / "step_00000001")
+    for (name, kind), value in before.items():
+        assert torch.equal(reader.read(name, kind).reshape(-1), value), name
+
+
+def test_a_checkpoint_can_be_moved_to_another_run(make_trainer: MakeTrainer):
+    """Its files name no folder."""
+    trainer = make_trainer()
+    trainer.train()
+    other = make_trainer("other")
+    shutil.copytree(trainer.run.checkpoints, other.run.checkpoints)
+    state, problems = resume(other.engine, other.run.checkpoints)
+    assert problems == []
+    assert state is not None
+    assert (state["step"], state["samples_seen"], other.engine.global_steps) == (4, 32, 4)
+    for ours, theirs in zip(fragments(other.engine), fragments(trainer.engine), strict=True):
+        assert torch.equal(ours.data, theirs.data), (ours.name, ours.kind)

@@ -1,0 +1,183 @@
+"""The folder of a run: what is recorded of an attempt, and what is not; metrics without duplicates or holes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m6.config import RunConfig, parse_config
+from m6.errors import UserError
+from m6.training.run_directory import RunDirectory
+from tests.fixtures.command import contents
+from tests.fixtures.tiny_run import tiny_document
+
+
+@pytest.fixture
+def config(folder: Path) -> RunConfig:
+    return parse_config(tiny_document(folder))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "deep" / "run")
+
+
+def test_an_attempt_is_recorded(run: RunDirectory, config: RunConfig):
+    run.check(config)
+    assert not run.root.exists(), "checking writes nothing"
+    run.open(config, world_size=2)
+    assert json.loads((run.root / "config.json").read_text()) == config.document
+    attempt = run.root / "provenance" / "attempt_000"
+    record = json.loads((attempt / "attempt.json").read_text())
+    assert record["world_size"] == 2
+    assert record["command"] == sys.argv
+    assert record["packages"].keys() >= {"torch", "deepspeed", "transformers", "safetensors"}
+    assert json.loads((attempt / "config.json").read_text()) == config.document
+
+
+def test_the_commit_and_what_is_not_committed(run: RunDirectory, config: RunConfig):
+    root = Path(__file__).resolve().parents[3]
+    git = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("the sources are no git repository here")
+    run.open(config, 1)
+    attempt = run.root / "provenance" / "attempt_000"
+    assert json.loads((attempt / "attempt.json").read_text())["git_commit"] == git.stdout.strip()
+    changed = subprocess.run(["git", "-C", root, "diff", "--quiet", "HEAD"]).returncode == 1
+    assert (attempt / "patch.diff").exists() == changed
+
+
+def test_no_secret_is_recorded(run: RunDirectory, config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+    secrets = {
+        "WANDB_API_KEY": "s3cret",
+        "HF_TOKEN": "s3cret",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "MYSQL_PWD": "s3cret",
+        "db_password": "s3cret",
+        "SSH_AUTH_SOCK": "s3cret",
+        "GOOGLE_APPLICATION_CREDENTIALS": "s3cret",
+        "HTTPS_PROXY": "http://me:s3cret@proxy:8080",
+        "PIP_EXTRA_INDEX_URL": "https://one.example https://__token__:s3cret@two.example/simple",
+    }
+    plain = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "77", "NCCL_DEBUG": "INFO", "HTTP_PROXY": "http://proxy:8080"}
+    for name, value in (secrets | plain).items():
+        monkeypatch.setenv(name, value)
+    run.open(config, 1)
+    text = (run.root / "provenance" / "attempt_000" / "attempt.json").read_text()
+    assert "s3cret" not in text
+    recorded = json.loads(text)["environment"]
+    assert not recorded.keys() & secrets.keys()
+    assert recorded.items() >= plain.items()
+    assert "PWD" in recorded or "PWD" not in os.environ, "the working folder is no secret"
+
+
+def test_attempts_are_numbered_though_some_were_removed(run: RunDirectory, config: RunConfig):
+    for _ in range(3):
+        run.open(config, 1)
+    provenance = run.root / "provenance"
+    for file in (provenance / "attempt_001").iterdir():
+        file.unlink()
+    (provenance / "attempt_001").rmdir()
+    run.open(config, 1)
+    assert sorted(path.name for path in provenance.iterdir()) == ["attempt_000", "attempt_002", "attempt_003"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"m6__checkpoint__keep_last": 5},
+        {"m6__logging__interval_steps": 7},
+        {"m6__evaluation__num_batches": 1},
+        {"m6__data__num_workers": 3},
+        {"m6__training__ep_size": 2},
+        {"zero_optimization": {"stage": 2}},
+        {"gradient_accumulation_steps": 4},
+    ],
+)  # fmt: skip
+def test_what_may_change_between_attempts(run: RunDirectory, config: RunConfig, folder: Path, change: dict):
+    run.open(config, 1)
+    run.check(parse_config(tiny_document(folder, **change)))
+
+
+def test_a_folder_that_cannot_be_made(config: RunConfig):
+    run = RunDirectory(Path("/proc/m6/run"))
+    with pytest.raises(UserError, match=r"^/proc/m6/run cannot be written: \w+"):
+        run.open(config, 1)
+
+
+def entries(run: RunDirectory) -> list[int]:
+    return [entry["step"] for entry in run.read_metrics()]
+
+
+def test_metrics_are_cut_after_the_step_that_is_resumed(run: RunDirectory):
+    run.root.mkdir(parents=True)
+    run.cut_metrics_after(3)
+    assert contents(run.root) == {}, "there is nothing to cut"
+    for step in (1, 2, 2, 3, 4, 5):  # a validation has a line of its own
+        run.append_metrics({"step": step})
+    run.cut_metrics_after(3)
+    assert entries(run) == [1, 2, 2, 3]
+    run.append_metrics({"step": 4})
+    assert entries(run) == [1, 2, 2, 3, 4]
+    run.cut_metrics_after(0)
+    assert entries(run) == []
+
+
+@pytest.mark.parametrize("half", ['{"step": 3, "loss": 2.', '{"step": 3}', "{", '{"step": 3, "text": "\\u4e'])
+def test_a_line_that_a_crash_left_is_dropped(run: RunDirectory, half: str):
+    """It may even be complete but for its end of line; the step is done again in any case."""
+    run.root.mkdir(parents=True)
+    run.append_metrics({"step": 1})
+    run.append_metrics({"step": 2})
+    with run.metrics.open("a") as file:
+        file.write(half)
+    assert entries(run) == [1, 2]
+    run.cut_metrics_after(2)
+    run.append_metrics({"step": 3})
+    assert entries(run) == [1, 2, 3]
+    assert run.metrics.read_bytes().endswith(b"\n")
+
+
+def test_a_damaged_line_is_named(run: RunDirectory):
+    run.root.mkdir(parents=True)
+    run.metrics.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2: corrupt"):
+        run.read_metrics()
+
+
+def test_metrics_that_are_not_there(run: RunDirectory):
+    with pytest.raises(UserError, match=r"no such file; is .*run the folder of a run\?"):
+        run.read_metrics()
+
+
+def test_a_full_disk_is_told_with_the_folder(run: RunDirectory):
+    run.root.mkdir(parents=True)
+    run.metrics.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"{run.root} cannot be written: No space left on device"):
+        run.append_metrics({"step": 1})
+
+
+def test_progress_is_written_at_most_once_a_second_and_at_the_end(run: RunDirectory):
+    run.root.mkdir(parents=True)
+    for step in range(1, 11):
+        run.write_progress(step, 10)
+        recorded = json.loads((run.root / "progress").read_text())
+        assert recorded["total_steps"] == 10
+        if step in (1, 10):
+            assert recorded["step"] == step
+
+
+def test_how_a_run_ended(run: RunDirectory, config: RunConfig):
+    run.open(config, 1)
+    run.finish(4)
+    assert (run.root / "DONE").read_text() == "4\n"
+    run.check(config)  # a finished run may be started again, and has nothing left to do
+    run.fail("step 3: loss nan")
+    with pytest.raises(UserError, match=r"ended as FATAL: step 3: loss nan. Remove .*FATAL to try again"):
+        run.check(config)
+    assert not run.stop_requested()
+    (run.root / "STOP").touch()
+    assert run.stop_requested()

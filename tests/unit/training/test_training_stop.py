@@ -1,0 +1,87 @@
+"""Stopping: by a signal or by RUN/STOP, after the step, with a checkpoint; and going on from there."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from m6.training.checkpoint import complete_checkpoints
+from m6.training.loop import Trainer
+from m6.training.signals import StopFlag
+
+
+@pytest.fixture
+def flag() -> Iterator[StopFlag]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield StopFlag()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_raises_the_flag_and_nothing_else(flag: StopFlag, number: signal.Signals):
+    assert not flag.raised
+    os.kill(os.getpid(), number)
+    assert flag.raised
+
+
+def test_ctrl_c_once_more_means_now(flag: StopFlag):
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_scheduler_may_repeat_itself(flag: StopFlag):
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert flag.raised
+
+
+def lines(trainer: Trainer) -> list[dict]:
+    return [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
+
+
+def numbers(trainer: Trainer) -> list[tuple]:
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "validation", "experts")
+    return [tuple(entry.get(key) for key in keys) for entry in lines(trainer)]
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_a_stop_saves_after_the_step_and_the_run_goes_on(make_trainer: Callable[..., Trainer], how: str):
+    changes = {"m6__training__total_steps": 6, "m6__evaluation__interval_steps": 2}
+    whole = make_trainer("whole", **changes)
+    whole.train()
+    trainer = make_trainer(**changes)
+    stop_file = trainer.run.root / "STOP"
+    train_step = trainer.train_step
+
+    def stopping_step(step: int, *arguments: object) -> object:
+        if step == 2:  # in the middle of the third step: the ranks hear of it at the end of a step
+            os.kill(os.getpid(), signal.SIGTERM) if how == "signal" else stop_file.touch()
+        return train_step(step, *arguments)
+
+    stopping_step.health = train_step.health
+    trainer.train_step = stopping_step
+    assert trainer.train() is False
+    # A wish that comes during a step is heard before the next.
+    assert trainer.step == 4
+    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)][-1] == "step_00000004"
+    assert not (trainer.run.root / "DONE").exists()
+    stop_file.unlink(missing_ok=True)
+
+    assert make_trainer(**changes).train() is True
+    assert numbers(trainer) == numbers(whole)
+    assert (trainer.run.root / "DONE").read_text() == "6\n"
+
+
+def test_a_finished_run_has_nothing_left_to_do(make_trainer: Callable[..., Trainer]):
+    trainer = make_trainer()
+    assert trainer.train() is True
+    before = trainer.run.metrics.read_bytes()
+    again = make_trainer()
+    assert again.train() is True
+    assert (again.step, again.samples_seen) == (4, 32)
+    assert trainer.run.metrics.read_bytes() == before
