@@ -47,6 +47,9 @@ def start(timeout_s: float = 1800.0) -> Runtime:
 
     if not cuda:
         _keep_freed_memory()
+        # oneDNN keeps a kernel with its buffers for each of the last 1024 shapes, and packed micro-batches come in
+        # as many: a run grew by 4 MB a step. Making kernels anew costs no time that could be measured.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
         # DeepSpeed's shared-memory all-reduce is compiled at start (a killed build blocks every later
         # run) and leaves 69 MB a rank in /dev/shm; gloo does the same work.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
