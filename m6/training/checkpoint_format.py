@@ -3,13 +3,14 @@
     step_00001200/
         rank_00000_000.safetensors   keys "NAME|KIND|OFFSET", each a flat range
         rank_00000.json              what rank 0 wrote: files, checksums, ranges
-        manifest.json                all ranks' records, the training state, the model; exists only when complete
+        manifest.json                all ranks' records, the training state, its own checksum; exists only when complete
 
 No file mentions the layout it was written under, so any world size, ZeRO stage or ep_size can read it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ from m6.errors import UserError
 from m6.files import atomic_path, sha256, write_json
 from m6.training.fragments import Fragment
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
 
@@ -98,7 +99,12 @@ def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None
         "files": {name: entry for record in records for name, entry in record["files"].items()},
         "ranges": ranges,
     }
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest without its own checksum, of the form that does not depend on blanks and order."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
@@ -137,13 +143,14 @@ class CheckpointReader:
         try:
             if manifest["format"] != FORMAT:
                 raise UserError(f"{folder / MANIFEST}: format {manifest['format']!r}, this version reads {FORMAT}")
+            if manifest.pop("sha256") != _digest(manifest):
+                raise UserError(f"{folder / MANIFEST}: corrupt (SHA-256 differs from the one it states)")
             self.state: dict[str, Any] = manifest["state"]
             self.files: dict[str, dict[str, Any]] = manifest["files"]
             for entry in manifest["ranges"]:
                 place = Range(**{**entry, "shape": tuple(entry["shape"])})
                 self._ranges.setdefault((place.name, place.kind), []).append(place)
                 self.shapes[place.name, place.kind] = place.shape
-            _check_coverage(manifest["ranges"], folder)
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {type(error).__name__}: {error}") from None
         for places in self._ranges.values():

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from m6.config import LoggingSettings
 from m6.errors import UserError
 from m6.training.run_directory import RunDirectory
+
+
+def check_trackers(settings: LoggingSettings) -> None:
+    """Raises if a tracker is asked for whose package is not installed; imports nothing."""
+    for package, wanted in (("wandb", settings.wandb != "off"), ("tensorboard", settings.tensorboard)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(f'm6.logging.{package} needs the package {package}: pip install "m6-recipes[tracking]"')
 
 
 class Trackers:
@@ -17,12 +25,8 @@ class Trackers:
         self._wandb: Any = None
         self._tensorboard: Any = None
         if settings.wandb != "off":
-            try:
-                import wandb
-            except ImportError:
-                raise UserError(
-                    'm6.logging.wandb needs the package wandb: pip install "m6-recipes[tracking]"'
-                ) from None
+            import wandb
+
             self._wandb = wandb.init(
                 project=settings.wandb_project,
                 name=run.root.name,
@@ -33,12 +37,8 @@ class Trackers:
                 config=document,
             )
         if settings.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError(
-                    'm6.logging.tensorboard needs the package tensorboard: pip install "m6-recipes[tracking]"'
-                ) from None
+            from torch.utils.tensorboard import SummaryWriter
+
             self._tensorboard = SummaryWriter(str(run.root / "tensorboard"))
 
     def write(self, entry: dict[str, Any]) -> None:

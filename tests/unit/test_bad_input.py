@@ -17,7 +17,7 @@ from m6.training.checkpoint_format import MANIFEST
 from m6.training.runtime import Runtime
 from tests.fixtures.command import contents, m6, user_error
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
-from tests.unit.evaluation.fabricated_run import run_document, training_entry, write_metrics, write_run
+from tests.unit.evaluation.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ CHANGES = [
     ("m6.data.sequence_length=64", "its m6.data.sequence_length is 96, this one's is 64"),
     ("m6.training.seed=6", "its m6.training.seed is 5, this one's is 6"),
     ("m6.training.total_steps=101", "its m6.training.total_steps is 100, this one's is 101"),
-    ("m6.schedule.warmup_steps=2", "its m6.schedule is None"),
+    ("m6.schedule.warmup_steps=2", "its m6.schedule.warmup_steps is 1, this one's is 2"),
     ("optimizer.params.lr=0.01", "its optimizer.params.lr is 0.001, this one's is 0.01"),
     ("gradient_clipping=2.0", "its gradient_clipping is 1.0, this one's is 2.0"),
     ("train_batch_size=8", "its train_batch_size is 4, this one's is 8"),
@@ -106,12 +106,9 @@ def test_a_run_that_ended_as_fatal(pretrain: Callable[..., str], run: Path):
 
 
 def test_another_tokenizer_than_that_of_the_checkpoint(pretrain: Callable[..., str], run: Path):
-    file = run / "checkpoints" / "step_00000100" / MANIFEST
-    manifest = json.loads(file.read_text())
-    manifest["state"]["tokenizer"] = "0123456789abcdef"
-    file.write_text(json.dumps(manifest))
+    folder = change_state(run, tokenizer="0123456789abcdef")
     text = pretrain(run)
-    assert f"m6.data.tokenizer is not the one that {file.parent} was trained with" in text
+    assert f"m6.data.tokenizer is not the one that {folder} was trained with" in text
     assert "instead of 0123456789ab" in text
 
 

@@ -13,7 +13,7 @@ from m6.export import INDEX, export_hf, load_run_model
 from m6.model import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 from tests.fixtures.tiny_data import build_tiny_tokenizer
-from tests.unit.evaluation.fabricated_run import run_document, write_run
+from tests.unit.evaluation.fabricated_run import change_state, run_document, write_run
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +131,7 @@ def test_an_existing_folder_is_not_overwritten(make_run, tmp_path):
 
 def test_another_tokenizer_is_refused(make_run, tmp_path):
     run, _ = make_run()
-    manifest = run / "checkpoints" / "step_00000100" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["state"]["tokenizer"] = "other"
-    manifest.write_text(json.dumps(content))
+    change_state(run, tokenizer="other")
     with pytest.raises(UserError, match="not the tokenizer"):
         export_hf(run, tmp_path / "hf")
 

