@@ -10,4 +10,4 @@ make_environment dev
 say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"
-python -m pytest "$@"
+python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile "$@"
