@@ -33,7 +33,7 @@ class SavedTensors:
             self._seen.add(_key(tensor))
             self._kept.append(tensor)  # or a later storage could get the same address
             self.bytes += tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # a node that holds its own output through a hook would never be freed
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()

@@ -198,12 +198,14 @@ the steps' time without checkpoints. The whole interval also shows what the thre
 def memory(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None, steps: int = 20) -> None:
     """Predicted against measured memory, part by part, and the growth of the process beside it."""
     recorder = Recorder("train_step_memory", "Predicted and measured memory")
-    start()  # loads what is no part of the run
+    settings = load_config(config, tuple(overrides or ()))
+    if settings.deepspeed.zero_stage:
+        raise typer.BadParameter("gradients are found at zero_optimization.stage 0 alone", param_hint="--config")
+    accumulation = check_world_size(settings, start().world_size)
+    loader = open_data(settings).loader(itertools.count(), 0)
+    batches = [list(itertools.islice(loader, accumulation)) for _ in range(steps)]
     with PeakOfProcess() as peak:
         run = Run(config, overrides, num_workers=0)
-        if run.config.deepspeed.zero_stage:
-            raise typer.BadParameter("gradients are found at zero_optimization.stage 0 alone", param_hint="--config")
-        batches = [run.micro_batches() for _ in range(steps)]
         for micro_batches in batches:
             run.train(micro_batches)
     prediction = predict_memory(run.config, 1, BatchShape.of(*itertools.chain(*batches)))
@@ -220,8 +222,8 @@ def memory(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None, ste
 `{config}`: {run.describe()}; the largest of {steps} steps. Measured are live storages: parameters, gradients before the
 update, the optimizer's state, what autograd saved for the backward pass, and the most bytes that lived at one time in a
 step. The predicted peak is the sum of all parts, a bound: gradients fill up while activations are freed. The growth of
-the process is its highest resident memory less that before the model was built, in steps without these measurements;
-it also has the data, and what the allocator does not give back."""
+the process is its highest resident memory in steps without these measurements less that before the model was built,
+when the libraries were loaded and the batches read; it also has what the allocator does not give back."""
     header = ["part", "predicted in MiB", "measured in MiB", "predicted / measured"]
     numbers = {"predicted": asdict(prediction), "measured": measured, "process_growth": peak.growth}
     recorder.write(header, table, notes, numbers)

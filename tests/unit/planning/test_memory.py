@@ -1,5 +1,6 @@
 """Predicted memory against what an engine holds and what autograd keeps."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,19 @@ def test_activations(folder, changes):
     # Exact but for a few scalars, BatchNorm's statistics, which only the meta device keeps, and experts that do not
     # fill their capacity: up to 2.5 %.
     assert prediction.activations == pytest.approx(measured, rel=0.05)
+
+
+def test_measuring_keeps_no_graph():
+    """exp saves its own output: a hook that keeps that very tensor would keep the graph for good."""
+    weight = torch.ones(8, requires_grad=True)
+    with SavedTensors(torch.nn.Identity()) as saved:
+        output = weight.exp()
+    assert saved.bytes == output.untyped_storage().nbytes()
+    output.sum().backward()
+    assert torch.equal(weight.grad, output)
+    with SavedTensors(torch.nn.Identity()):
+        kept = weakref.ref((weight + 0).exp().untyped_storage())
+    assert kept() is None
 
 
 def test_a_batch_shape_holds_every_batch(folder):
