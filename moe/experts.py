@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from moe.activations import ACTIVATIONS
 from moe.config import MoEConfig
 from moe.kernels.experts_op import Pairs, experts_op
+from moe.precision import autocast_dtype
 
 
 class Experts(nn.Module):
@@ -63,9 +64,8 @@ class Experts(nn.Module):
             ValueError: when the rows' type is not the weights'.
         """
         weights: list[Tensor | None] = [self.w_in, self.w_out, self.b_in, self.b_out]
-        device = rows.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(rows)
+        if dtype is not None:
             rows = rows.to(dtype)
             weights = [weight if weight is None else weight.to(dtype) for weight in weights]
         elif rows.dtype != self.w_in.dtype:

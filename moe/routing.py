@@ -1,6 +1,6 @@
 """Which experts compute which tokens, and what the choice costs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moe.balance import load_balancing_loss, z_loss
 from moe.config import MoEConfig
+from moe.precision import without_autocast
 
 
 class RoutingStats(NamedTuple):
@@ -67,7 +68,7 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, D] -> logits [T, Z, M]."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with without_autocast(tokens):
             inputs = tokens.to(dtype)
             if self.training and self.config.router_jitter:
                 inputs = inputs * torch.empty_like(inputs).uniform_(
@@ -125,6 +126,23 @@ def route(
             chosen_counts=chosen_counts.float(),
         )
     return routing, aux_loss, stats
+
+
+def check_finite(stats: Mapping[str, RoutingStats]) -> None:
+    """Checks the logits of layers by name, where their statistics are read; waits for the device once.
+
+    The forward pass does not look, since that would wait for the device in every layer: a logit that is not finite
+    makes the layer's entropy NaN, and stays visible in sums of it.
+
+    Raises:
+        ValueError: naming the layers whose routers met NaN or infinite logits.
+    """
+    if not stats:
+        return
+    finite = torch.stack([layer.router_entropy for layer in stats.values()]).isfinite().tolist()
+    broken = [name for name, good in zip(stats, finite, strict=True) if not good]
+    if broken:
+        raise ValueError(f"router logits are not finite in {', '.join(broken)}")
 
 
 def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe.activations import ACTIVATIONS
 from moe.kernels.products import choose_products
+from moe.precision import without_autocast
 
 _NUM_INPUTS = 15
 
@@ -74,7 +75,7 @@ def experts_op(
     Returns:
         [T, D] or [R, D], and what is kept: h [R, H], a [R, F], y [R, D], each empty where it is not.
     """
-    with torch.autocast(tokens.device.type, enabled=False):
+    with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
         rows = tokens if pairs is None else tokens.index_select(0, pairs.source)
         products = choose_products(rows, counts, w_in, w_out)
@@ -116,7 +117,7 @@ def experts_backward_op(
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of tokens, gates, w_in, w_out, b_in, b_out; empty where there is no such input."""
-    with torch.autocast(tokens.device.type, enabled=False):
+    with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
         rows, g = tokens, grad.contiguous()
         if pairs is not None:
