@@ -5,7 +5,8 @@ from typing import Protocol
 from torch import Tensor
 
 from moe.experts import Experts
-from moe.routing import Routing
+from moe.kernels.experts_op import Pairs
+from moe.routing import Routing, pairs_by_token
 
 
 class Dispatcher(Protocol):
@@ -26,8 +27,8 @@ class LocalDispatcher:
     """All experts are on this rank."""
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        rows = tokens.index_select(0, routing.tokens)
-        return combine(experts(rows, routing.counts), routing, tokens)
+        by_token = routing.by_token or pairs_by_token(routing.tokens, len(tokens))
+        return experts(tokens, routing.counts, Pairs(routing.tokens, routing.gates, *by_token)).to(tokens.dtype)
 
 
 def combine(rows: Tensor, routing: Routing, tokens: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def _expert_parallel_layer_class() -> Any:
 
             first_expert = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
             self.router = layer.router
+            self.shared = layer.shared
             self.experts = layer.experts
             self.experts.keep_local(first_expert, self.num_local_experts, self.expert_group_name)
             self.train(layer.training)

@@ -1,32 +1,41 @@
 """The experts' feed-forward networks as stacked weights."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
+from moe.activations import ACTIVATIONS
 from moe.config import MoEConfig
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": nn.functional.gelu, "relu": nn.functional.relu}
+from moe.kernels.experts_op import Pairs, experts_op
+from moe.precision import autocast_dtype
 
 
 class Experts(nn.Module):
-    """E two-matrix networks y = w_out act(w_in x), without biases as in M6-T (arXiv 2105.15082).
+    """E networks y = w_out act(w_in x + b_in) + b_out, without the biases by default as in M6-T (arXiv 2105.15082).
+
+    ``w_in`` is [E, F, D] and ``w_out`` [E, D, F]; for swiglu ``w_in`` is [E, 2 F, D], first the rows of the gate, then
+    those of the value. ``b_in`` [E, F or 2 F] and ``b_out`` [E, D] exist with ``config.bias``.
 
     Every parameter carries the attributes ``first_expert``, the number of its first expert in the whole layer,
     and ``num_global_experts``, the layer's number of experts: values that belong to an expert (initialisation,
     checkpoints) are found by them whichever rank holds it.
     """
 
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
     def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
+        self.config = config
         self.parameter_attributes: dict[str, int | bool | str] = {
             "first_expert": 0,
             "num_global_experts": config.num_experts,
         }
-        self.w_in = nn.Parameter(torch.empty(config.num_experts, ffn_hidden_size, hidden_size))
-        self.w_out = nn.Parameter(torch.empty(config.num_experts, hidden_size, ffn_hidden_size))
+        num_experts = config.num_experts
+        inner_size = ACTIVATIONS[config.activation].inputs_per_unit * ffn_hidden_size
+        self.w_in = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
+        self.w_out = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
+        self.b_in = nn.Parameter(torch.empty(num_experts, inner_size)) if config.bias else None
+        self.b_out = nn.Parameter(torch.empty(num_experts, hidden_size)) if config.bias else None
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
         """Cuts the weights to a range of experts, which DeepSpeed averages inside ``group_name`` alone."""
@@ -39,34 +48,48 @@ class Experts(nn.Module):
             local = parameter.detach().narrow(0, first_expert, num_local_experts).clone()
             setattr(self, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None) -> Tensor:
         """Applies expert e to its rows.
 
         Args:
-            rows: [R, D] sorted by expert.
+            rows: [R, D] sorted by expert; with ``pairs`` the tokens [T, D] that they are copies of.
             counts: [E] int64 rows of each expert, some may be 0; sums to R.
+            pairs: whose rows they are.
 
         Returns:
-            [R, D]; in autocast's data type where autocast is on.
+            [R, D]; with ``pairs`` the sum of each token's rows, weighted by their gates, [T, D]. In autocast's data
+            type where autocast is on.
+
+        Raises:
+            ValueError: when the rows' type is not the weights'.
         """
-        w_in: Tensor = self.w_in
-        w_out: Tensor = self.w_out
-        device = rows.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            rows, w_in, w_out = rows.to(dtype), w_in.to(dtype), w_out.to(dtype)
+        weights: list[Tensor | None] = [self.w_in, self.w_out, self.b_in, self.b_out]
+        dtype = autocast_dtype(rows)
+        if dtype is not None:
+            rows = rows.to(dtype)
+            weights = [weight if weight is None else weight.to(dtype) for weight in weights]
+        elif rows.dtype != self.w_in.dtype:
+            raise ValueError(f"the experts' weights are {self.w_in.dtype}, but the tokens are {rows.dtype}")
 
-        if _grouped_mm_is_valid(rows, w_in):
-            ends = counts.cumsum(0, dtype=torch.int32)
-            hidden = self.activation(nn.functional.grouped_mm(rows, w_in.mT, offs=ends))
-            return nn.functional.grouped_mm(hidden, w_out.mT, offs=ends)
-
-        # unbind, because the backward of w[e] makes one zero tensor of the full stack per expert.
-        outputs = [
-            nn.functional.linear(self.activation(nn.functional.linear(part, into)), out)
-            for part, into, out in zip(rows.split(counts.tolist()), w_in.unbind(0), w_out.unbind(0), strict=True)
-        ]
-        return torch.cat(outputs)
+        mask = None
+        dropout = self.config.expert_dropout if self.training else 0.0
+        if dropout:
+            num_rows = len(rows) if pairs is None else len(pairs.source)
+            mask = torch.rand(num_rows, self.w_out.shape[2], device=rows.device) >= dropout
+        inputs = (rows, *weights, None if pairs is None else pairs.gates)
+        keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
+        output, *_ = experts_op(
+            rows,
+            *(pairs or (None,) * 4),
+            counts,
+            *weights,
+            mask,
+            dropout,
+            self.config.activation,
+            self.config.recompute_activation,
+            keep,
+        )
+        return output
 
     # Parameters come anew on assignment (also when weights are loaded), on moves off the meta device and on copying.
 
@@ -89,12 +112,29 @@ class Experts(nn.Module):
                 setattr(parameter, name, value)
 
 
-def _grouped_mm_is_valid(rows: Tensor, w_in: Tensor) -> bool:
-    """Whether one call may compute all experts.
+class SharedExperts(nn.Module):
+    """S experts that compute every token, as one network of width S * F: DeepSeekMoE (arXiv 2401.06066), equation 9.
 
-    Forward and backward on one CPU core in float32, it takes 0.55 to 0.9 of the loop's time at up to 64 rows an
-    expert and 0.95 to 1.1 of it at 256 and more, where a large batch's fresh memory can make it 1.15.
-    It has no float64, no empty input, and wants every row of the operands to start at a multiple of 16 bytes.
+    Parameters as in ``Experts``, without the first dimension.
     """
-    aligned = all(size * rows.element_size() % 16 == 0 for size in w_in.shape[1:])
-    return aligned and len(rows) > 0 and rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.num_shared_experts * ffn_hidden_size
+        inner_size = ACTIVATIONS[config.activation].inputs_per_unit * width
+        self.w_in = nn.Parameter(torch.empty(inner_size, hidden_size))
+        self.w_out = nn.Parameter(torch.empty(hidden_size, width))
+        self.b_in = nn.Parameter(torch.empty(inner_size)) if config.bias else None
+        self.b_out = nn.Parameter(torch.empty(hidden_size)) if config.bias else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        hidden = nn.functional.linear(tokens, self.w_in, self.b_in)
+        if self.config.activation == "swiglu":
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = nn.functional.silu(gate) * up
+        else:
+            hidden = nn.functional.gelu(hidden) if self.config.activation == "gelu" else hidden.relu()
+        hidden = nn.functional.dropout(hidden, self.config.expert_dropout, self.training)
+        return nn.functional.linear(hidden, self.w_out, self.b_out)

@@ -1,12 +1,14 @@
 """The mixture-of-experts layer."""
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
-from moe.experts import Experts
+from moe.experts import Experts, SharedExperts
 from moe.routing import Router, RoutingStats, route
 
 
@@ -27,7 +29,7 @@ class MoELayer(nn.Module):
     """A feed-forward layer that computes each token by K of its E experts: M6-T (arXiv 2105.15082), section 3.
 
     It keeps nothing between calls, so a recomputation under activation checkpointing changes nothing.
-    Parameters: ``router.weight`` [E, D], ``experts.w_in`` [E, F, D], ``experts.w_out`` [E, D, F].
+    Parameters: those of ``router``, ``experts`` and, with ``config.num_shared_experts``, ``shared``.
 
     Args:
         hidden_size: D.
@@ -40,13 +42,24 @@ class MoELayer(nn.Module):
         self.config = config
         self.router = Router(hidden_size, config)
         self.experts = Experts(hidden_size, ffn_hidden_size, config)
+        self.shared = SharedExperts(hidden_size, ffn_hidden_size, config) if config.num_shared_experts else None
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws all matrices from a normal distribution of deviation 0.02, every expert its own."""
-        for weight in (self.router.weight, self.experts.w_in, self.experts.w_out):
-            nn.init.normal_(weight, std=0.02)
+    @torch.no_grad()
+    def reset_parameters(self, deviation: float = 0.02, num_layers: int | None = None) -> None:
+        """Draws all matrices from a normal distribution, every expert its own; biases are 0.
+
+        Args:
+            num_layers: of the whole model; makes the matrices that write to the residual stream smaller by
+                sqrt(2 * num_layers), the number of its writers (GPT-2, section 2.3).
+        """
+        scale = 1 if num_layers is None else 1 / math.sqrt(2 * num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("b_in", "b_out")):
+                parameter.zero_()
+            else:
+                parameter.normal_(std=deviation * (scale if name.endswith("w_out") else 1))
 
     def forward(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
         """
@@ -54,7 +67,11 @@ class MoELayer(nn.Module):
             hidden_states: [..., D].
             token_mask: bool [...], False at padding, which is neither routed nor counted; None: no padding.
                 Finding the padding waits for the device once.
+
+        Raises:
+            ValueError: for a shape, type or device that does not fit the layer.
         """
+        self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if token_mask is None:
             output, aux_loss, stats = self._forward(tokens)
@@ -65,5 +82,28 @@ class MoELayer(nn.Module):
         return MoEOutput(output.view(hidden_states.shape), aux_loss, stats)
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
-        routing, aux_loss, stats = route(self.router(tokens), self.config, self.training)
-        return self.dispatcher(tokens, routing, self.experts), aux_loss, stats
+        routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)
+        output = self.dispatcher(tokens, routing, self.experts)
+        if self.shared is not None:
+            output = output + self.shared(tokens).to(output.dtype)
+        return output, aux_loss, stats
+
+    def _check(self, hidden_states: Tensor, token_mask: Tensor | None) -> None:
+        weight = self.router.weight
+        if hidden_states.shape[-1:] != weight.shape[-1:]:
+            raise ValueError(
+                f"hidden_states has the shape {tuple(hidden_states.shape)}; expected {weight.shape[-1]} columns"
+            )
+        if not hidden_states.is_floating_point():
+            raise ValueError(f"hidden_states is {hidden_states.dtype}; expected a floating-point type")
+        if hidden_states.device != weight.device:
+            raise ValueError(f"hidden_states is on {hidden_states.device}, but the layer on {weight.device}")
+        if token_mask is None:
+            return
+        if token_mask.dtype != torch.bool:
+            raise ValueError(f"token_mask is {token_mask.dtype}; expected torch.bool, False at padding")
+        if token_mask.shape != hidden_states.shape[:-1] or token_mask.device != hidden_states.device:
+            raise ValueError(
+                f"token_mask has the shape {tuple(token_mask.shape)} on {token_mask.device}; expected "
+                f"{tuple(hidden_states.shape[:-1])} on {hidden_states.device}, as hidden_states without its last"
+            )

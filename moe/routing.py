@@ -1,11 +1,14 @@
 """Which experts compute which tokens, and what the choice costs."""
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moe.balance import load_balancing_loss, z_loss
 from moe.config import MoEConfig
+from moe.precision import without_autocast
 
 
 class RoutingStats(NamedTuple):
@@ -15,13 +18,15 @@ class RoutingStats(NamedTuple):
         expert_counts: [E] tokens computed by each of the layer's experts.
         dropped: [] (token, expert) pairs that found their expert full.
         num_tokens: [] tokens that are no padding.
-        router_entropy: [] nats, mean over tokens and prototypes.
+        router_entropy: [] nats, mean over tokens and prototypes; not finite when a logit is not.
+        chosen_counts: [E] tokens that chose each expert, the dropped ones included.
     """
 
     expert_counts: Tensor
     dropped: Tensor
     num_tokens: Tensor
     router_entropy: Tensor
+    chosen_counts: Tensor
 
 
 class Routing(NamedTuple):
@@ -31,102 +36,213 @@ class Routing(NamedTuple):
         tokens: [R] int64, index of the pair's token.
         gates: [R] float, factor of the expert's output.
         counts: [E] int64, pairs of each expert.
+        by_token: [R] int64, the pairs sorted by token, and offsets: [T] int64, where each token's begin in it, where
+            these are known without another sort.
     """
 
     tokens: Tensor
     gates: Tensor
     counts: Tensor
+    by_token: tuple[Tensor, Tensor] | None = None
 
 
 class Router(nn.Module):
     """A linear map to one logit per expert, computed in at least float32 whatever the model's precision.
 
-    bfloat16 logits tie and flip choices; Switch Transformer (arXiv 2101.03961), section 2.4.
+    bfloat16 logits tie and flip choices; Switch Transformer (arXiv 2101.03961), section 2.4. In training the inputs
+    may be multiplied by uniform noise in [1 - jitter, 1 + jitter], as there.
+
+    Parameter ``weight`` [E, D]; buffer ``balance_bias`` [E] when ``config.balance_bias_rate`` is positive, float32
+    under every conversion of the model, since its steps are smaller than the spacing of 16-bit numbers.
     """
+
+    balance_bias: Tensor | None
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias_rate else None
+        self.register_buffer("balance_bias", bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, D] -> logits [T, Z, M]."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
-            logits = nn.functional.linear(tokens.to(dtype), self.weight.to(dtype))
+        with without_autocast(tokens):
+            inputs = tokens.to(dtype)
+            if self.training and self.config.router_jitter:
+                inputs = inputs * torch.empty_like(inputs).uniform_(
+                    1 - self.config.router_jitter, 1 + self.config.router_jitter
+                )
+            logits = nn.functional.linear(inputs, self.weight.to(dtype))
         return logits.unflatten(-1, (self.config.num_prototypes, self.config.experts_per_prototype))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        bias = self.balance_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.balance_bias is not None and self.balance_bias.dtype != bias.dtype:
+            self.balance_bias = bias.to(self.balance_bias.device)
+        return self
 
-def route(logits: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor, RoutingStats]:
-    """Chooses ``top_k`` experts for every token inside each prototype.
 
-    M6-T (arXiv 2105.15082), section 3: p = softmax over the M experts of a prototype, the gate of a chosen expert
-    is its p as it is (not normalised over the choices), its number is z * M + choice.
-
-    When an expert has a capacity, first choices of a prototype go before second choices and earlier tokens before
-    later ones, as in GShard (arXiv 2006.16668), algorithm 1; what comes too late is dropped. The losses are taken
-    over all choices, dropped or not.
+def route(
+    logits: Tensor, config: MoEConfig, training: bool, balance_bias: Tensor | None = None
+) -> tuple[Routing, Tensor, RoutingStats]:
+    """Chooses experts for every token inside each prototype; every step in its own function below.
 
     Args:
         logits: [T, Z, M] of the tokens that are no padding; T may be 0.
+        balance_bias: [E], see ``choose``.
 
     Returns:
         The pairs to compute, the weighted sum of the balancing losses [], and the statistics.
     """
-    num_tokens, num_prototypes, experts_per_prototype = logits.shape
-    log_z = logits.logsumexp(-1)
-    probabilities = logits.softmax(-1)
-    gates, choices = probabilities.topk(config.top_k, dim=-1)
-    first_expert = torch.arange(0, config.num_experts, experts_per_prototype, device=logits.device)
-    experts = choices + first_expert[:, None]
+    num_tokens, num_prototypes, _ = logits.shape
+    scores = gating_scores(logits, config)
+    distribution = scores
+    if config.gating != "softmax":
+        distribution = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    if config.routing == "expert_choice":
+        routing, chosen_counts = choose_tokens(scores, config, training)
+    else:
+        gates, experts = choose(scores, config, balance_bias)
+        routing, chosen_counts = sort_by_expert(gates, experts, config, training)
 
-    # Choice-major order: a stable sort by expert then yields each expert's pairs in their order of precedence.
-    experts, order = experts.permute(2, 1, 0).reshape(-1).sort(stable=True)
-    ends = torch.searchsorted(experts, torch.arange(config.num_experts, device=logits.device), right=True)
-    chosen_counts = ends.diff(prepend=ends.new_zeros(1))
-
-    capacity = config.capacity(num_tokens, training)
-    counts = chosen_counts
-    if capacity is not None:
-        place = torch.arange(len(order), device=logits.device) - (ends - chosen_counts)[experts]
-        order = order[place < capacity]
-        counts = chosen_counts.clamp(max=capacity)
-    routing = Routing(tokens=order % max(num_tokens, 1), gates=gates.permute(2, 1, 0).reshape(-1)[order], counts=counts)
-
-    aux_loss = config.aux_loss_weight * load_balancing_loss(
-        probabilities, chosen_counts.view(num_prototypes, experts_per_prototype)
-    )
+    aux_loss = logits.new_zeros(())
+    if config.aux_loss_weight:
+        choices = chosen_counts.view(num_prototypes, -1)
+        aux_loss = config.aux_loss_weight * load_balancing_loss(distribution, choices, config.balance_scope)
     if config.z_loss_weight:
-        aux_loss = aux_loss + config.z_loss_weight * z_loss(log_z)
+        aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
 
     with torch.no_grad():
-        entropy = log_z - (probabilities * logits).sum(-1)
+        # A logit of infinity has no entropy either: NaN marks it in the statistics.
+        entropy = torch.special.entr(distribution).sum() / max(num_tokens * num_prototypes, 1) + 0 * logits.sum()
         stats = RoutingStats(
-            expert_counts=counts.float(),
-            dropped=(chosen_counts - counts).sum().float(),
+            expert_counts=routing.counts.float(),
+            dropped=(chosen_counts - routing.counts).sum().float(),
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
-            router_entropy=(entropy.sum() / max(entropy.numel(), 1)).float(),
+            router_entropy=entropy.float(),
+            chosen_counts=chosen_counts.float(),
         )
     return routing, aux_loss, stats
 
 
-def load_balancing_loss(probabilities: Tensor, chosen_counts: Tensor) -> Tensor:
-    """mean over prototypes of M * sum_i f_i P_i, which is 1 when the load is even.
+def check_finite(stats: Mapping[str, RoutingStats]) -> None:
+    """Checks the logits of layers by name, where their statistics are read; waits for the device once.
 
-    f_i is the share of the prototype's choices that fell on expert i, a constant to autograd, and P_i the mean
-    over tokens of its probability: Switch Transformer (arXiv 2101.03961), equation 4, in every prototype.
+    The forward pass does not look, since that would wait for the device in every layer: a logit that is not finite
+    makes the layer's entropy NaN, and stays visible in sums of it.
+
+    Raises:
+        ValueError: naming the layers whose routers met NaN or infinite logits.
+    """
+    if not stats:
+        return
+    finite = torch.stack([layer.router_entropy for layer in stats.values()]).isfinite().tolist()
+    broken = [name for name, good in zip(stats, finite, strict=True) if not good]
+    if broken:
+        raise ValueError(f"router logits are not finite in {', '.join(broken)}")
+
+
+def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
+    """[T, Z, M] logits -> scores, whose chosen ones are the gates.
+
+    "softmax": p^z_i = exp(l^z_i) / sum_j exp(l^z_j) inside prototype z, M6-T (arXiv 2105.15082), section 3.
+    "global_softmax": the sum is over all experts of all prototypes.
+    "sigmoid": 1 / (1 + exp(-l)), DeepSeek-V3 (arXiv 2412.19437), equation 15.
+    """
+    if config.gating == "sigmoid":
+        return logits.sigmoid()
+    if config.gating == "global_softmax":
+        return logits.flatten(1).softmax(-1).view_as(logits)
+    return logits.softmax(-1)
+
+
+def choose(scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` experts of each prototype for every token.
+
+    A ``balance_bias`` b is added to the scores for the choice alone, the gates are the scores without it: auxiliary
+    loss free balancing (arXiv 2408.15664), equation 3. ``normalize_gates`` divides the gates by their sum over the
+    token's K choices (GShard, arXiv 2006.16668, algorithm 1; DeepSeek-V3, equation 13).
 
     Args:
-        probabilities: [T, Z, M].
-        chosen_counts: [Z, M], choices of every expert before any is dropped.
+        scores: [T, Z, M].
+
+    Returns:
+        gates and numbers of the experts in the whole layer, [T, Z, top_k] each, best first.
     """
-    num_tokens, num_prototypes, experts_per_prototype = probabilities.shape
-    counts = chosen_counts.to(probabilities.dtype)
-    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    mean_probabilities = probabilities.sum(0) / max(num_tokens, 1)
-    return experts_per_prototype * (shares * mean_probabilities).sum() / num_prototypes
+    with torch.no_grad():
+        biased = scores if balance_bias is None else scores + balance_bias.view(scores.shape[1:])
+        # max, because topk sorts where one pass will do.
+        choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
+    gates = scores.gather(-1, choices)
+    if config.normalize_gates:
+        gates = gates / gates.sum((1, 2), keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
+    first_expert = torch.arange(0, config.num_experts, config.experts_per_prototype, device=scores.device)
+    return gates, choices + first_expert[:, None]
 
 
-def z_loss(log_z: Tensor) -> Tensor:
-    """mean over tokens and prototypes of logsumexp(logits)^2: ST-MoE (arXiv 2202.08906), equation 5."""
-    return log_z.square().sum() / max(log_z.numel(), 1)
+def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:
+    """Sorts the choices by expert, and drops those beyond an expert's capacity.
+
+    By position, first choices of a prototype go before second choices and earlier tokens before later ones, as in
+    GShard (arXiv 2006.16668), algorithm 1. By probability, larger gates go first: V-MoE (arXiv 2106.05974), section 4.
+
+    Args:
+        gates, experts: [T, Z, top_k].
+
+    Returns:
+        The pairs, and how often each expert was chosen before any pair was dropped, [E].
+    """
+    num_tokens = len(gates)
+    choices = gates.shape[1:].numel()
+    capacity = config.capacity(num_tokens, training)
+    if capacity is None:
+        sorted_experts, order = experts.reshape(-1).sort(stable=True)
+        ends = _ends(sorted_experts, config.num_experts)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        offsets = torch.arange(0, len(order), choices, device=order.device)
+        tokens = order // choices
+        return Routing(tokens, gates.reshape(-1).index_select(0, order), counts, (places, offsets)), counts
+
+    # Choice-major: a stable sort by expert then yields each expert's pairs in their order of precedence.
+    experts, gates = experts.permute(2, 1, 0).reshape(-1), gates.permute(2, 1, 0).reshape(-1)
+    precedence = torch.arange(len(gates), device=gates.device)
+    if config.drop_order == "probability":
+        precedence = gates.detach().argsort(descending=True, stable=True)
+    sorted_experts, order = experts[precedence].sort(stable=True)
+    ends = _ends(sorted_experts, config.num_experts)
+    chosen_counts = ends.diff(prepend=ends.new_zeros(1))
+    place = torch.arange(len(order), device=order.device) - (ends - chosen_counts)[sorted_experts]
+    order = precedence[order][place < capacity]
+    return Routing(order % max(num_tokens, 1), gates[order], chosen_counts.clamp(max=capacity)), chosen_counts
+
+
+def choose_tokens(scores: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:
+    """Each expert takes the C tokens with its largest scores: expert choice (arXiv 2202.09368), section 3.2.
+
+    C is the capacity, at most T. A token may be taken by any number of experts, of none too. Since a token's
+    experts depend on the scores of all others, it does not suit causal models.
+
+    Args:
+        scores: [T, Z, M].
+    """
+    num_tokens = len(scores)
+    capacity = min(config.capacity(num_tokens, training) or 0, num_tokens)
+    gates, tokens = scores.flatten(1).t().topk(capacity, dim=-1)
+    counts = torch.full((config.num_experts,), capacity, device=scores.device)
+    return Routing(tokens.reshape(-1), gates.reshape(-1), counts), counts
+
+
+def pairs_by_token(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """``Routing.by_token`` for pairs in any order."""
+    sorted_tokens, order = tokens.sort(stable=True)
+    return order, torch.searchsorted(sorted_tokens, torch.arange(num_tokens, device=tokens.device))
+
+
+def _ends(sorted_experts: Tensor, num_experts: int) -> Tensor:
+    """Where each expert's choices end, [E]."""
+    return torch.searchsorted(sorted_experts, torch.arange(num_experts, device=sorted_experts.device), right=True)

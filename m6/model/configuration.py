@@ -151,9 +151,15 @@ class M6Config(PreTrainedConfig):
             if key not in valid:
                 raise UserError(f"moe.{key}: unknown key{nearest(key, valid)}")
         try:
-            return MoEConfig(**self.moe)
+            config = MoEConfig(**self.moe)
         except (TypeError, ValueError) as error:
             raise UserError(f"moe: {error}") from None
+        if config.routing != "token_choice":
+            raise UserError(
+                f'moe.routing is "{config.routing}", in which a token\'s experts depend on later tokens: targets would '
+                'leak. Use "token_choice"'
+            )
+        return config
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of layer ``layer`` (counted from 0) is a mixture of experts."""

@@ -13,16 +13,21 @@ def num_parameters(config: M6Config) -> dict[str, int]:
     Returns:
         ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention``, ``ffn`` (dense ones),
         ``experts``, ``router``, ``norms``; ``total``, their sum; and ``active_per_token``: the total with, in
-        each sparse layer, only the ``num_prototypes * top_k`` experts that one token visits.
+        each sparse layer, only the ``num_prototypes * top_k`` experts that one token visits, and the shared ones.
     """
     width, layers = config.hidden_size, config.num_layers
     sparse = config.num_moe_layers
-    expert = 2 * width * config.ffn_hidden_size
-    ffn = expert + config.ffn_hidden_size + width  # experts have no biases
-    experts = chosen = 0
+    inner = config.ffn_hidden_size
+    ffn = 2 * width * inner + inner + width
+    expert = shared = experts = chosen = 0
     if config.moe is not None:
         moe = config.moe_config()
-        experts, chosen = moe.num_experts, moe.num_prototypes * moe.top_k
+        experts, chosen = moe.num_experts, moe.experts_per_token
+        rows_in = 2 * inner if moe.activation == "swiglu" else inner
+        expert = (rows_in + inner) * width + (rows_in + width if moe.bias else 0)
+        shared = moe.num_shared_experts * (rows_in + inner) * width
+        if moe.bias and shared:
+            shared += moe.num_shared_experts * rows_in + width
     with torch.device("meta"):  # two of the three patch encoders are other people's networks: built, not derived
         patch_encoder = build_patch_encoder(config)
     counts = {
@@ -30,7 +35,7 @@ def num_parameters(config: M6Config) -> dict[str, int]:
         "patch_encoder": sum(parameter.numel() for parameter in patch_encoder.parameters()),
         "attention": layers * (4 * width * width + 4 * width),
         "ffn": (layers - sparse) * ffn,
-        "experts": sparse * experts * expert,
+        "experts": sparse * (experts * expert + shared),
         "router": sparse * experts * width,
         "norms": (2 * layers + 1) * 2 * width,
     }

@@ -51,7 +51,7 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, seed: int) -> None:
     leaf = name.rsplit(".", 1)[-1]
-    if leaf in ("bias", "running_mean", "num_batches_tracked"):
+    if leaf in ("bias", "b_in", "b_out", "balance_bias", "running_mean", "num_batches_tracked"):
         tensor.zero_()
     elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
         # The last norm of a residual branch of the ResNet starts at 0, see ResNetPatchEncoder.
@@ -70,7 +70,7 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
 
 def _deviation(name: str, config: M6Config) -> float:
     deviation = config.initializer_range
-    if name.endswith(("attention.output.weight", "ffn.output.weight", "experts.w_out")):
+    if name.endswith(("attention.output.weight", "ffn.output.weight", "experts.w_out", "shared.w_out")):
         return deviation / math.sqrt(2 * config.num_layers)
     if name.endswith("patch_encoder.projection.weight") and config.patch_encoder == "linear":
         # A patch has many more inputs than a hidden state; its output shall not be larger for that.

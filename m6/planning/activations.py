@@ -157,14 +157,26 @@ class Activations:
         rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
         # The router works in fp32: the tokens, and beside 16-bit weights their copy.
         router = real * width * FP32 + (0 if precision.weights == FP32 else moe.num_experts * width * FP32)
-        # Logits and probabilities; their logsumexp; which experts were chosen.
-        routing = real * (2 * moe.num_experts + moe.num_prototypes) * FP32 + choices * _INT64
-        # Each row's place in the sorted list, its token, its gate.
-        dispatch = rows * (2 * _INT64 + FP32)
-        # Inputs, inner values before and after the activation, outputs; the gated outputs in fp32.
-        networks = rows * (2 * (width + inner) * precision.compute + width * FP32)
+        # Scores, which experts were chosen, and for the z loss logits and their logsumexp.
+        routing = real * moe.num_experts * FP32 + choices * _INT64
+        if moe.z_loss_weight:
+            routing += real * (moe.num_experts + moe.num_prototypes) * FP32
+        # Each row's choice, its token, its gate; the rows by token, and where each token's begin.
+        dispatch = rows * (3 * _INT64 + FP32) + real * _INT64
+        # The tokens, unless they are those of the router; inner values before and after the activation; outputs.
+        inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
+        kept = inner_inputs if moe.recompute_activation else inner_inputs + inner + width
+        networks = rows * kept * precision.compute + (rows * inner if moe.expert_dropout else 0)
+        if precision.compute != FP32:
+            networks += real * width * precision.compute
         local_experts = moe.num_experts // self.config.m6.training.ep_size
-        networks += precision.weight_copies(2 * local_experts * width * inner)
+        networks += precision.weight_copies(local_experts * width * (inner_inputs + inner))
+        if moe.num_shared_experts:
+            shared = moe.num_shared_experts
+            networks += (
+                real * shared * (2 * inner_inputs if moe.activation == "swiglu" else 2 * inner) * precision.compute
+            )
+            networks += precision.weight_copies(shared * width * (inner_inputs + inner))
         # The real tokens' places, and their results before these are spread over the rows of the batch.
         combined = real * (_INT64 + width * precision.residual)
         return router + routing + dispatch + networks + combined

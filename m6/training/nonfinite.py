@@ -34,9 +34,11 @@ class NonfinitePolicy:
         for index, batch in enumerate(micro_batches):
             with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
                 save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
+        routers = ", ".join(outcome.nonfinite_routers)
         reason = (
             f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {self.consecutive} steps in a row "
-            f"were not finite (m6.training.max_skipped_steps {self._limit}); batches in {folder}"
+            f"were not finite (m6.training.max_skipped_steps {self._limit}); "
+            f"{f'router logits are not finite in {routers}; ' if routers else ''}batches in {folder}"
         )
         if runtime.is_main:
             self._run.fail(reason)

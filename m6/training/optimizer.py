@@ -57,7 +57,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (plain if parameter.dim() < 2 else decayed).append(parameter)
+            stacked = hasattr(parameter, "num_global_experts")  # a vector or a matrix for each expert
+            (plain if parameter.dim() - stacked < 2 else decayed).append(parameter)
     return [
         {"params": decayed, "weight_decay": weight_decay, "name": "matrices"},
         {"params": plain, "weight_decay": 0.0, "name": "vectors"},

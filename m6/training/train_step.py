@@ -6,6 +6,7 @@ targets of the whole global batch: the same on 1 or N ranks and for any accumula
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from m6.training.metrics import ExpertHealth, StepResult, StepSums
 from m6.training.optimizer import set_learning_rate
 from m6.training.runtime import Runtime, seed_everything
 from m6.training.schedule import learning_rate_factor
+from moe import BiasBalancer, MoELayer, RoutingStats
 
 _SEED_STRIDE = 1_000_003
 
@@ -33,6 +35,7 @@ class StepOutcome:
         loss: weighted mean cross entropy over the targets of the global batch, in nats.
         aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
         skipped: the gradients were not finite, so the weights did not change.
+        nonfinite_routers: names of the layers whose routers met logits that are not finite; known for skipped steps.
     """
 
     result: StepResult
@@ -41,6 +44,7 @@ class StepOutcome:
     learning_rate: float
     grad_norm: float
     skipped: bool
+    nonfinite_routers: list[str]
     tokens: int
     samples: int
     bad_rows: int
@@ -54,6 +58,13 @@ class TrainStep:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.expert_group = expert_group(config)
         self.health = ExpertHealth()
+        self.sparse = {
+            f"layers.{index}.ffn": layer.ffn
+            for index, layer in enumerate(engine.module.model.layers)
+            if isinstance(layer.ffn, MoELayer)
+        }
+        self.balancer = BiasBalancer(list(self.sparse.values()))
+        self._router_entropy = torch.zeros(len(self.sparse), device=runtime.device)
 
     def __call__(self, step: int, micro_batches: list[MicroBatch], stop: bool) -> StepOutcome:
         """Trains on ``micro_batches``, this rank's part of step ``step``.
@@ -72,6 +83,7 @@ class TrainStep:
             if index + 1 < len(micro_batches):
                 self.engine.step()
         grad_norm, skipped = self._update()
+        nonfinite_routers = self._finish_routers(skipped)
         result = sums.reduce(stop)
         micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
@@ -81,6 +93,7 @@ class TrainStep:
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             skipped=skipped,
+            nonfinite_routers=nonfinite_routers,
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),
@@ -120,7 +133,25 @@ class TrainStep:
         self.engine.backward(loss, scale_wrt_gas=False)
         sums.add(output.target_losses, weighted, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
-            self.health.add(output.router_stats)
+            self._add_router_stats(output.router_stats)
+
+    def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
+        self.health.add(stats)
+        self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy for layer in stats])
+        if self.config.model.moe_config().balance_bias_rate:
+            self.balancer.add(stats)
+
+    def _finish_routers(self, skipped: bool) -> list[str]:
+        """Moves the routers' biases; after a skipped step names the routers that were not finite on any rank."""
+        entropy, self._router_entropy = self._router_entropy, torch.zeros_like(self._router_entropy)
+        if not skipped:
+            self.balancer.step()
+            return []
+        self.balancer.discard()
+        if not self.sparse:
+            return []
+        dist.all_reduce(entropy)
+        return [name for name, value in zip(self.sparse, entropy.tolist(), strict=True) if not math.isfinite(value)]
 
     def _update(self) -> tuple[float, bool]:
         """Clips and applies the gradients; returns their norm and whether they were dropped as not finite."""

@@ -93,6 +93,32 @@ def test_losses_do_not_depend_on_the_layout(folder: Path, reference: Path, ranks
     assert norms(root) == pytest.approx(norms(reference), rel=10 * TOLERANCE)
 
 
+ROUTING = {
+    "num_experts": 4,
+    "num_prototypes": 2,
+    "gating": "sigmoid",
+    "normalize_gates": True,
+    "capacity_factor": 1.0,
+    "drop_order": "probability",
+    "activation": "swiglu",
+    "bias": True,
+    "num_shared_experts": 1,
+    "balance_bias_rate": 0.01,
+    "z_loss_weight": 0.001,
+    "recompute_activation": True,
+}
+
+
+def test_options_of_the_experts_do_not_depend_on_the_layout(folder: Path):
+    """Balancing biases, shared experts and expert biases on one rank, and on 2, then 4 ranks that share experts."""
+    run_distributed(train, 1, layout(folder, 1, 0, 1, m6__moe=ROUTING), str(folder / "options"))
+    root = folder / "options_wandering"
+    for ranks, stage, ep_size, stop_at in [(2, 2, 2, 2), (4, 1, 2, None)]:
+        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, m6__moe=ROUTING), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / "options"), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / "options"), rel=10 * TOLERANCE)
+
+
 def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     root = folder / "wandering"
     for ranks, stage, ep_size, stop_at in [(2, 2, 2, 1), (4, 1, 4, 2), (2, 3, 1, 3), (1, 0, 1, None)]:

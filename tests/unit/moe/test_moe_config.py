@@ -16,7 +16,23 @@ from moe import MoEConfig
         (dict(num_experts=4, eval_capacity_factor=float("nan")), "eval_capacity_factor is nan"),
         (dict(num_experts=4, aux_loss_weight=-1.0), r"aux_loss_weight is -1\.0"),
         (dict(num_experts=4, capacity_rule="2"), "capacity_rule is '2'"),
-        (dict(num_experts=4, activation="swish"), "activation is 'swish'"),
+        (dict(num_experts=4, activation="swish"), "activation is 'swish'; expected .*swiglu"),
+        (dict(num_experts=4, gating="sigmoidal"), "gating is 'sigmoidal'"),
+        (dict(num_experts=4, drop_order="random"), "drop_order is 'random'"),
+        (dict(num_experts=4, expert_dropout=1.0), r"expert_dropout is 1\.0; expected a number in \[0, 1\)"),
+        (dict(num_experts=4, router_jitter=-0.1), r"router_jitter is -0\.1"),
+        (dict(num_experts=4, balance_bias_rate=-1.0), r"balance_bias_rate is -1\.0"),
+        (dict(num_experts=4, routing="expert_choice"), "capacity_factor is none, but with routing"),
+        (
+            dict(
+                num_experts=4,
+                routing="expert_choice",
+                capacity_factor=1.0,
+                eval_capacity_factor=1.0,
+                balance_bias_rate=0.1,
+            ),
+            r"balance_bias_rate is 0\.1, but with routing",
+        ),
     ],
 )
 def test_mistakes_are_named(kwargs, message) -> None:
@@ -51,3 +67,10 @@ def test_import_loads_torch_alone() -> None:
     program = "import sys, moe; print([m for m in ('deepspeed', 'transformers', 'm6', 'offload') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_capacity_without_any_place_is_refused() -> None:
+    config = MoEConfig(num_experts=8, capacity_factor=1e-9, min_capacity=0)
+    with pytest.raises(ValueError, match=r"capacity_factor 1e-09 leaves no place for any of 100 tokens in 8 experts"):
+        config.capacity(100, True)
+    assert config.capacity(0, True) == 0

@@ -24,52 +24,66 @@ def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 1
 def cases(draw):
     prototypes = draw(st.sampled_from([1, 2, 3]))
     size = draw(st.integers(1, 4))
+    routing = draw(st.sampled_from(["token_choice", "token_choice", "token_choice", "expert_choice"]))
+    factors = [0.3, 1.0, 1.1, 1.25] + ([None, None] if routing == "token_choice" else [])
     config = MoEConfig(
         num_experts=prototypes * size,
         num_prototypes=prototypes,
         top_k=draw(st.integers(1, size)),
-        capacity_factor=draw(st.sampled_from([None, 0.3, 1.0, 1.1, 1.25])),
-        eval_capacity_factor=draw(st.sampled_from([None, 0.5])),
+        routing=routing,
+        gating=draw(st.sampled_from(["softmax", "global_softmax", "sigmoid"])),
+        normalize_gates=draw(st.booleans()),
+        capacity_factor=draw(st.sampled_from(factors)),
+        eval_capacity_factor=draw(st.sampled_from([factors[-1], 0.5])),
         capacity_rule=draw(st.sampled_from(["k", "1"])),
         min_capacity=draw(st.integers(0, 2)),
-        activation=draw(st.sampled_from(["gelu", "relu"])),
+        drop_order=draw(st.sampled_from(["position", "probability"])),
+        activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
+        bias=draw(st.booleans()),
+        num_shared_experts=draw(st.integers(0, 2)),
         aux_loss_weight=draw(st.sampled_from([0.0, 0.1])),
         z_loss_weight=draw(st.sampled_from([0.0, 0.1])),
+        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])) if routing == "token_choice" else 0.0,
+        recompute_activation=draw(st.booleans()),
     )
     num_tokens = draw(st.integers(1, 9))
     mask = torch.tensor(draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
     return config, mask, draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.booleans())
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases(), seed=st.integers(0, 10**6))
 def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
     config, mask, hidden_size, ffn_hidden_size, training = case
     torch.manual_seed(seed)
     layer = make_layer(config, hidden_size, ffn_hidden_size).train(training)
+    if config.balance_bias_rate:
+        layer.router.balance_bias.normal_(std=0.3)
     x = torch.randn(len(mask), hidden_size, dtype=torch.float64, requires_grad=True)
     direction = torch.randn_like(x)
     parameters = dict(layer.named_parameters())
+    inputs = [x, *parameters.values()]
+
+    def gradients(loss):
+        return torch.autograd.grad(loss + sum(0 * each.sum() for each in inputs), inputs)  # 0: no token reached it
 
     output = layer(x, mask)
-    grads = torch.autograd.grad((output.hidden_states * direction).sum() + output.aux_loss, [x, *parameters.values()])
-    expected = reference_moe(x, mask, parameters, config, training)
-    zero = sum(0 * tensor.sum() for tensor in [x, *parameters.values()])
-    expected_grads = torch.autograd.grad(
-        (expected.hidden_states * direction).sum() + expected.aux_loss + zero, [x, *parameters.values()]
-    )
+    grads = gradients((output.hidden_states * direction).sum() + output.aux_loss)
+    expected = reference_moe(x, mask, {**parameters, **dict(layer.named_buffers())}, config, training)
+    expected_grads = gradients((expected.hidden_states * direction).sum() + expected.aux_loss)
 
     close = dict(rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(output.hidden_states, expected.hidden_states, **close)
     torch.testing.assert_close(output.aux_loss, expected.aux_loss, **close)
     torch.testing.assert_close(grads, expected_grads, **close)
     assert output.stats.expert_counts.tolist() == [len(tokens) for tokens in expected.tokens_of_expert]
+    assert output.stats.chosen_counts.tolist() == expected.chosen_counts
     assert output.stats.dropped.item() == expected.dropped
     assert output.stats.num_tokens.item() == mask.sum().item()
     assert output.stats.router_entropy.item() == pytest.approx(expected.router_entropy, abs=1e-6)  # float32
-    # Every choice is either computed or dropped.
-    choices = mask.sum().item() * config.experts_per_token
-    assert output.stats.expert_counts.sum() + output.stats.dropped == choices
+    if config.routing == "token_choice":  # every choice is either computed or dropped
+        choices = mask.sum().item() * config.experts_per_token
+        assert output.stats.expert_counts.sum() + output.stats.dropped == choices
 
 
 @pytest.mark.parametrize(("hidden_size", "ffn_hidden_size"), [(8, 12), (6, 12), (8, 5)])
@@ -235,3 +249,39 @@ def test_marks_of_the_parameters_outlive_moves_copies_and_loading() -> None:
             assert parameter.shape[0] == 2
             assert (parameter.first_expert, parameter.num_global_experts) == (2, 4)
             assert (parameter.allreduce, parameter.group_name) == (False, "ep_size_2")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "message"),
+    [
+        (torch.zeros(3, 7), None, r"shape \(3, 7\); expected 8 columns"),
+        (torch.zeros(3, 8, dtype=torch.int64), None, "hidden_states is torch.int64"),
+        (torch.zeros(3, 8, dtype=torch.bfloat16), None, "weights are torch.float32, but the tokens are torch.bfloat16"),
+        (torch.zeros(3, 8, device="meta"), None, "hidden_states is on meta, but the layer on cpu"),
+        (torch.zeros(3, 8), torch.ones(3), "token_mask is torch.float32; expected torch.bool"),
+        (torch.zeros(3, 8), torch.ones(4, dtype=torch.bool), r"token_mask has the shape \(4,\).*expected \(3,\)"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(inputs, mask, message) -> None:
+    layer = MoELayer(8, 12, MoEConfig(num_experts=4))
+    with pytest.raises(ValueError, match=message):
+        layer(inputs, mask)
+
+
+def test_depth_scaled_initialisation() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(64, 128, MoEConfig(num_experts=4, bias=True, num_shared_experts=2))
+    layer.reset_parameters(deviation=0.1, num_layers=8)
+    for name, parameter in layer.named_parameters():
+        expected = 0.0 if name.endswith(("b_in", "b_out")) else 0.1 / 4 if name.endswith("w_out") else 0.1
+        assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_larger_gates_go_first() -> None:
+    config = MoEConfig(num_experts=2, capacity_factor=0.5, min_capacity=0, drop_order="probability")
+    layer = make_layer(config, hidden_size=2)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(2))
+    x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # C = 0.5 * 4 / 2 = 1
+    computed = layer(x).hidden_states.abs().sum(-1) > 0
+    assert computed.tolist() == [False, True, False, True]

@@ -1,0 +1,217 @@
+"""The experts as one operator, so that its memory is decided here and compilers see no data-dependent shapes.
+
+    rows = tokens[source]                     h = rows w_in^T + b_in          a = act(h) * mask / (1 - dropout)
+    y = a w_out^T + b_out                     output_t = sum over the rows r of token t:  gate_r * y_r
+
+Kept for the backward pass: the tokens, h, a and y; with ``recompute`` the tokens and h alone, where
+d gate_r = <g_r w_out, a_r> + <g_r, b_out> replaces <g_r, y_r> (g is the gradient of the output at the row's token).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.activations import ACTIVATIONS
+from moe.kernels.products import choose_products
+from moe.precision import without_autocast
+
+_NUM_INPUTS = 15
+
+
+class Pairs(NamedTuple):
+    """Which rows are whose.
+
+    Attributes:
+        source: [R] int64, the token of each row.
+        gates: [R], at least float32.
+        by_token: [R] int64, the rows sorted by token.
+        offsets: [T] int64, where each token's rows begin in ``by_token``.
+    """
+
+    source: Tensor
+    gates: Tensor
+    by_token: Tensor
+    offsets: Tensor
+
+
+def sum_by_token(rows: Tensor, pairs: Pairs, weigh: bool) -> Tensor:
+    """[R, D] -> [T, D], deterministic, in the gates' precision until the end."""
+    weights = pairs.gates.index_select(0, pairs.by_token) if weigh else None
+    total = torch.nn.functional.embedding_bag(
+        pairs.by_token, rows.to(pairs.gates.dtype), pairs.offsets, mode="sum", per_sample_weights=weights
+    )
+    return total.to(rows.dtype)
+
+
+@torch.library.custom_op("moe::experts", mutates_args=())
+def experts_op(
+    tokens: Tensor,
+    source: Tensor | None,
+    gates: Tensor | None,
+    by_token: Tensor | None,
+    offsets: Tensor | None,
+    counts: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+    activation: str,
+    recompute: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes the experts.
+
+    Args:
+        tokens: [T, D] with ``source``, ``gates``, ``by_token`` and ``offsets`` as in ``Pairs``; or without them, the
+            rows themselves [R, D] sorted by expert, to be computed without gates.
+        counts: [E] int64.
+        w_in, w_out, b_in, b_out: [E, H, D], [E, D, F], [E, H], [E, D]; H is F, or 2 F for swiglu.
+        mask: bool [R, F], hidden units that stay; divided by 1 - ``dropout``.
+        keep: whether a backward pass may follow.
+
+    Returns:
+        [T, D] or [R, D], and what is kept: h [R, H], a [R, F], y [R, D], each empty where it is not.
+    """
+    with without_autocast(tokens):
+        pairs = _pairs(source, gates, by_token, offsets)
+        rows = tokens if pairs is None else tokens.index_select(0, pairs.source)
+        products = choose_products(rows, counts, w_in, w_out)
+        h = products.forward(rows, w_in)
+        if b_in is not None:
+            h += _spread(b_in, counts, len(rows))
+        a = _activate(h, mask, dropout, activation, w_out.shape[2])
+        y = products.forward(a, w_out)
+        if b_out is not None:
+            y += _spread(b_out, counts, len(rows))
+        if not keep:
+            h = y.new_empty(0)
+        if not keep or recompute:
+            a = y.new_empty(0)
+        if pairs is None:
+            return y, h, a, y.new_empty(0)
+        return sum_by_token(y, pairs, weigh=True), h, a, y if keep and not recompute else y.new_empty(0)
+
+
+@torch.library.custom_op("moe::experts_backward", mutates_args=())
+def experts_backward_op(
+    grad: Tensor,
+    h: Tensor,
+    a: Tensor,
+    y: Tensor,
+    tokens: Tensor,
+    source: Tensor | None,
+    gates: Tensor | None,
+    by_token: Tensor | None,
+    offsets: Tensor | None,
+    counts: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+    activation: str,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of tokens, gates, w_in, w_out, b_in, b_out; empty where there is no such input."""
+    with without_autocast(tokens):
+        pairs = _pairs(source, gates, by_token, offsets)
+        rows, g = tokens, grad.contiguous()
+        if pairs is not None:
+            rows, g = tokens.index_select(0, pairs.source), grad.index_select(0, pairs.source)
+        scale = None if pairs is None else pairs.gates[:, None]
+        products = choose_products(rows, counts, w_in, w_out)
+        gated = g if scale is None else (g * scale).to(g.dtype)
+
+        if recompute:
+            a = _activate(h, mask, dropout, activation, w_out.shape[2])
+        d_a = products.input_grad(g if recompute else gated, w_out)
+        d_gates, d_b_in, d_b_out = (grad.new_empty(0) for _ in range(3))
+        if pairs is not None:
+            d_gates = _dot(d_a, a, pairs) if recompute else _dot(g, y, pairs)
+            if recompute and b_out is not None:
+                d_gates += _dot(g, _spread(b_out, counts, len(rows)), pairs)
+        d_w_out = products.weight_grad(gated, a)
+        if b_out is not None:
+            d_b_out = products.bias_grad(gated)
+
+        if mask is not None:
+            d_a.mul_(mask).mul_(1 / (1 - dropout))
+        d_h = ACTIVATIONS[activation].backward(d_a, h, d_a if h.shape == d_a.shape else torch.empty_like(h))
+        if recompute and scale is not None:
+            # d_h lacks the gates: they go in where rows are narrow.
+            rows.mul_(scale)
+            d_rows = products.input_grad(d_h, w_in).mul_(scale)
+        else:
+            d_rows = products.input_grad(d_h, w_in)
+        d_w_in = products.weight_grad(d_h, rows)
+        if b_in is not None:
+            d_b_in = products.bias_grad(d_h.mul_(scale) if recompute and scale is not None else d_h)
+        d_tokens = d_rows if pairs is None else sum_by_token(d_rows, pairs, weigh=False)
+        return d_tokens, d_gates, d_w_in, d_w_out, d_b_in, d_b_out
+
+
+@experts_op.register_fake
+def _(tokens: Tensor, source: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, w_in, w_out, _b_in, _b_out, _mask, _dropout, _activation, recompute, keep = others
+    num_rows = len(tokens) if source is None else len(source)
+    keep_all = keep and not recompute
+    return (
+        tokens.new_empty(len(tokens), w_out.shape[1]),
+        tokens.new_empty(num_rows, w_in.shape[1]) if keep else tokens.new_empty(0),
+        tokens.new_empty(num_rows, w_out.shape[2]) if keep_all else tokens.new_empty(0),
+        tokens.new_empty(num_rows, w_out.shape[1]) if keep_all and source is not None else tokens.new_empty(0),
+    )
+
+
+@experts_backward_op.register_fake
+def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    _h, _a, _y, tokens, _source, gates, _by_token, _offsets, _counts, *weights = others[:13]
+    return tuple(grad.new_empty(0) if each is None else torch.empty_like(each) for each in (tokens, gates, *weights))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, dropout, activation, recompute, _keep = inputs
+    ctx.set_materialize_grads(False)  # for h, a and y it would make zeros
+    ctx.settings = (dropout, activation, recompute)
+    ctx.save_for_backward(*output[1:], *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * _NUM_INPUTS
+    h, a, y, *tensors = ctx.saved_tensors
+    tokens, _, gates, _, _, _, w_in, w_out, b_in, b_out, _ = tensors
+    results = experts_backward_op(grad, h, a, y, *tensors, *ctx.settings)
+    inputs = (tokens, gates, w_in, w_out, b_in, b_out)
+    d_tokens, d_gates, *d_weights = (r if i is not None else None for r, i in zip(results, inputs, strict=True))
+    return d_tokens, None, d_gates, None, None, None, *d_weights, None, None, None, None, None
+
+
+experts_op.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _pairs(
+    source: Tensor | None, gates: Tensor | None, by_token: Tensor | None, offsets: Tensor | None
+) -> Pairs | None:
+    if source is None or gates is None or by_token is None or offsets is None:
+        return None
+    return Pairs(source, gates, by_token, offsets)
+
+
+def _spread(biases: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """[E, Q] -> to each row that of its expert, [R, Q]; does not wait for the counts."""
+    return biases.repeat_interleave(counts, dim=0, output_size=num_rows)
+
+
+def _activate(h: Tensor, mask: Tensor | None, dropout: float, activation: str, width: int) -> Tensor:
+    a = ACTIVATIONS[activation].forward(h, h.new_empty(len(h), width))
+    return a if mask is None else a.mul_(mask).mul_(1 / (1 - dropout))
+
+
+def _dot(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
+    """The product of corresponding rows [R], in the gates' precision."""
+    return torch.linalg.vecdot(left.to(pairs.gates.dtype), right.to(pairs.gates.dtype))
