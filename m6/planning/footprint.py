@@ -20,9 +20,11 @@ from m6.planning.profile import Profile
 BUCKET_NUMEL = 500_000_000  # DeepSpeed's default of reduce_bucket_size, and of the buffers at stage 0
 _MASTER_AND_MOMENTS = 3
 _STREAM_WINDOW_LAYERS = 2
-# DeepSpeed 0.19.8, a census of live storages after two steps: bytes of host memory for each parameter that a rank
-# owns. One micro-batch a step; more; the weights offloaded as well.
-_HOST_BYTES = {"one": 18, "many": 20, "params": 20}
+# DeepSpeed 0.19.8 beside 16-bit weights, a census of live storages after two steps: bytes of host memory for each
+# parameter that a rank owns. Stages 1 and 2 with one micro-batch a step and with more; stage 3 without the weights
+# on the host and with them.
+_HOST_BYTES = {"one": 21, "many": 23}
+_HOST_BYTES_STAGE_3 = {False: 18, True: 20}
 # With a master that is split into the 16 bits that are sent and the 16 that are not.
 _STREAMED_HOST_BYTES = {"AdamW": 12, "Adafactor": 4}
 
@@ -76,7 +78,7 @@ class MemoryModel:
     def __init__(
         self, config: RunConfig, profile: Profile, batch: BatchShape | None = None, pseudo: bool = False
     ) -> None:
-        self.config, self.profile = config, profile
+        self.config, self.profile, self.pseudo = config, profile, pseudo
         self.row = batch or full_row(config)
         self.model: FoldedModel = fold(config.model, pseudo)
         self.precision = Precision.of(config)
@@ -162,7 +164,7 @@ class MemoryModel:
         weights = (gathered + (0 if on_host else owned + counts.frozen_shard(world))) * width + counts.buffer_bytes
         bucket = _bucket(self.config, width)
         if layout.offload_optimizer:
-            host = owned * (_HOST_BYTES["params" if on_host else "one"] + 2 * (width - 2))
+            host = owned * (_HOST_BYTES_STAGE_3[on_host] + 2 * (width - 2))
             return Footprint(weights=weights, buckets=bucket, host=host)
         return Footprint(
             weights=weights,

@@ -89,8 +89,8 @@ def test_host_memory_takes_what_the_device_gives_up():
     owned = sum(model.counts(layout).partitions(16, 4))
     on_device, offloaded = model(layout), model(replace(layout, offload_optimizer=True))
     assert offloaded.optimizer_state == 0
-    # DeepSpeed 0.19.8 holds 18 bytes for each parameter it owns, 20 with several micro-batches (1024 / 64 here).
-    assert offloaded.host == 20 * owned
+    # DeepSpeed 0.19.8 holds 21 bytes for each parameter it owns, 23 with several micro-batches (1024 / 64 here).
+    assert offloaded.host == 23 * owned
     assert offloaded.peak < on_device.peak
 
 
