@@ -160,18 +160,20 @@ def _open_picture(path: Path) -> Image:
 
 
 @functools.cache
-def _mount_data_commands() -> None:
+def _mount_commands() -> None:
     from m6.data.cli import app as data_app
     from m6.data.tokenizer_cli import tokenizer
+    from m6.planning.cli import app as plan_app
 
     data_app.command()(tokenizer)
 
     app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
+    app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster: does it fit, how fast is it.")
 
 
 def main() -> None:
     """Entry point of ``m6`` and ``python -m m6.cli``."""
-    _mount_data_commands()
+    _mount_commands()
     try:
         app()
     except UserError as error:

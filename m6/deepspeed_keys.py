@@ -130,7 +130,7 @@ REFUSED = {
 }
 
 # Besides those whose names begin with stage3_, keys of zero_optimization that lower stages ignore.
-_STAGE_3_ONLY = {
+STAGE_3_ONLY = {
     "offload_param", "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights",
     "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear",
     "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
@@ -297,7 +297,7 @@ def _zero_stage(section: dict[str, Any]) -> int:
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
     for key in section:
-        if stage < 3 and (key in _STAGE_3_ONLY or key.startswith("stage3_")):
+        if stage < 3 and (key in STAGE_3_ONLY or key.startswith("stage3_")):
             raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage {stage}; it needs stage 3")
         if stage == 0 and key != "stage" and key not in REFUSED:
             raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage 0; it needs stage 1 or more")

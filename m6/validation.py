@@ -73,6 +73,8 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
+        if part.isdigit():  # a place in a list, whose field named the model already
+            continue
         field = model.model_fields.get(part)
         kinds = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
         models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

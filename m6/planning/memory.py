@@ -19,8 +19,8 @@ from m6.training.optimizer import parameter_groups
 
 _ADAMW_MOMENTS = 2
 # DeepSpeed's defaults of keys below zero_optimization.
-_PERSISTENCE_THRESHOLD = 100_000
-_MAX_LIVE_PARAMETERS = 1_000_000_000
+PERSISTENCE_THRESHOLD = 100_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _model_states(config: RunConfig, world_size: int, width: int) -> tuple[int, 
     frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
     fixed = sum(frozen) * width + sum(buffer.nbytes for buffer in model.buffers())
     if stage == 0:
-        moments = [_moments(shape, config.deepspeed.optimizer_type) for group in groups for shape in group.shapes]
+        moments = [moment_bytes(shape, config.deepspeed.optimizer_type) for group in groups for shape in group.shapes]
         return numel * FP32 + fixed, numel * FP32, sum(moments)
     if stage == 3:
         return _stage_3_states(config, world_size, width, model, groups)
@@ -140,8 +140,8 @@ def _stage_3_states(
         return sum(math.ceil(numel / world_size) for numel in numels)
 
     section = config.deepspeed.keys["zero_optimization"]
-    threshold = section.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD)
-    max_live = section.get("stage3_max_live_parameters", _MAX_LIVE_PARAMETERS)
+    threshold = section.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
+    max_live = section.get("stage3_max_live_parameters", MAX_LIVE_PARAMETERS)
     everything = [parameter.numel() for parameter in model.parameters()]
     persistent = sum(numel for numel in everything if numel <= threshold)
     gathered = persistent + min(sum(everything) - persistent, max_live) if world_size > 1 else 0
@@ -161,9 +161,9 @@ def _partitioned_groups(model: nn.Module, ep_size: int, world_size: int) -> list
     return [group for group in groups if group.shapes]
 
 
-def _moments(shape: torch.Size, optimizer_type: str) -> int:
+def moment_bytes(shape: tuple[int, ...], optimizer_type: str) -> int:
     """Bytes of one unpartitioned parameter's optimizer state, its step counter included."""
-    numel = shape.numel()
+    numel = math.prod(shape)
     if optimizer_type == "AdamW":
         elements = _ADAMW_MOMENTS * numel
     elif len(shape) > 1:

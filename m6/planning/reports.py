@@ -1,0 +1,177 @@
+"""What the planner prints."""
+
+from __future__ import annotations
+
+from m6.planning.footprint import Footprint
+from m6.planning.profile import Profile
+from m6.planning.search import Plan, Planner, Rejection, SearchResult, giga, smallest_cluster, would_fit
+from m6.planning.step_time import StepTime
+
+_HEAD = "| layout | step s | device GB | host GB a node | tokens/s |"
+
+
+def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> str:
+    """The best plan, the next ones, and why each change of the best is not better."""
+    best = result.best
+    lines = [
+        _title(planner),
+        "",
+        f"**{best.layout}, accumulation {best.layout.accumulation(_rows(planner))}**",
+        "",
+        time_table(best.time),
+        "",
+        memory_table(planner, best.footprint),
+        "",
+        _HEAD,
+        "| --- | ---: | ---: | ---: | ---: |",
+        *(_row(planner, plan) for plan in [best, *(plan for plan in result.plans if plan is not best)][:num_plans]),
+        "",
+        "Why not otherwise, one choice changed at a time:",
+        *(f"- {rejection.why}" for rejection in planner.neighbours(best)),
+        "",
+        tally(result),
+        *warnings(planner),
+    ]
+    return "\n".join(lines)
+
+
+def no_plan_report(planner: Planner, result: SearchResult) -> str:
+    """Why nothing fits, and what would: the nearest layout and its parts."""
+    nearest = result.nearest
+    lines = [_title(planner), "", "**no layout fits**", ""]
+    if nearest is not None:
+        lines += [
+            f"The nearest, {nearest.layout}, {nearest.why}:",
+            "",
+            memory_table(planner, planner.memory(nearest.layout)),
+            "",
+        ]
+    lines += _remedies(planner)
+    lines.append(tally(result))
+    return "\n".join(lines)
+
+
+def _remedies(planner: Planner) -> list[str]:
+    """What would hold the run: more devices, streamed experts, the Pseudo stage."""
+    smallest = smallest_cluster(planner)
+    kind = planner.cluster.nodes[0]
+    enough = "with this global batch no number of them holds it"
+    if smallest is not None:
+        enough = f"{smallest.num_devices} such devices hold it ({smallest.nodes[0].count} nodes)"
+    lines = [f"- More of {kind.device.name}: {enough}."]
+    streamed = would_fit(planner, "streamed experts", {"stream_experts": True})
+    if streamed is not None:
+        lines.append(
+            f"- Experts streamed from host memory, which no engine here does: {streamed.layout} would need "
+            f"{giga(streamed.footprint.peak)} on the device and "
+            f"{giga(streamed.footprint.host * planner.cluster.smallest.devices_per_node)} in the host memory of a node."
+        )
+    if not planner.memory.pseudo:
+        pseudo = planner.changed(pseudo=True).search()
+        if pseudo.plans:
+            plan = pseudo.best
+            lines.append(f"- The Pseudo stage fits without offloading: {plan.layout}, {giga(plan.footprint.peak)}.")
+    return ["What would hold it:", *lines, ""]
+
+
+def explanation(planner: Planner, judged: Plan | Rejection) -> str:
+    """One layout in full, or why it is none."""
+    if isinstance(judged, Rejection):
+        text = f"{judged.layout}: {judged.why}"
+        if judged.kind == "rule":
+            return text
+        return f"{text}\n\n{memory_table(planner, planner.memory(judged.layout))}"
+    lines = [
+        _title(planner),
+        "",
+        f"**{judged.layout}, accumulation {judged.layout.accumulation(_rows(planner))}**",
+        "",
+        time_table(judged.time),
+        "",
+        memory_table(planner, judged.footprint),
+        *warnings(planner),
+    ]
+    return "\n".join(lines)
+
+
+def time_table(time: StepTime) -> str:
+    rows = [f"| {name} | {value:.4g} | {value / time.total:.1%} |" for name, value in time.parts().items() if value]
+    total = f"| **step** | **{time.total:.4g}** | |"
+    return "\n".join(["| part of a step | seconds | share |", "| --- | ---: | ---: |", *rows, total])
+
+
+def memory_table(planner: Planner, footprint: Footprint) -> str:
+    nodes = planner.cluster.smallest
+    device = nodes.device.memory_bytes * planner.memory_fraction
+    rows = [f"| {name.replace('_', ' ')} | {giga(value)} |" for name, value in footprint.parts().items() if value]
+    rows.append(f"| **device, at most** | **{giga(footprint.peak)}** of {giga(device)} usable |")
+    return "\n".join(["| bytes of the fullest rank | |", "| --- | ---: |", *rows])
+
+
+def tally(result: SearchResult) -> str:
+    parts = [f"{name} {number:,}" for name, number in sorted(result.tally.items(), key=lambda item: -item[1])]
+    return f"{result.visited:,} layouts: {'; '.join(parts)}."
+
+
+def warnings(planner: Planner) -> list[str]:
+    """What the reader must know of the figures."""
+    device, dtype = planner.time.nodes.device, planner.time.dtype
+    found = []
+    if dtype not in device.matmul_flops:
+        found.append(f"{device.name} has no matrix units for {dtype}: products run at its rate of fp32.")
+    if not planner.profile.calibrated:
+        found.append(
+            f"Uncalibrated ({planner.profile.source}): trust the memory, rank by the times, do not quote them."
+        )
+    if planner.cluster.is_mixed:
+        found.append("Devices differ: all ranks get the same share here, so the slowest sets the pace.")
+    return ["", *(f"Note: {text}" for text in found)] if found else []
+
+
+def curve_table(rows: list[tuple[int, Plan | None, str]]) -> str:
+    """Throughput over numbers of devices; the last column says why there is no plan."""
+    lines = ["| devices | layout | step s | steps/h | of linear |", "| ---: | --- | ---: | ---: | ---: |"]
+    first: tuple[int, float] | None = None
+    for num_devices, plan, why in rows:
+        if plan is None:
+            lines.append(f"| {num_devices} | {why} | | | |")
+            continue
+        first = first or (num_devices, plan.time.total)
+        linear = first[1] * first[0] / num_devices / plan.time.total
+        lines.append(
+            f"| {num_devices} | {plan.layout} | {plan.time.total:.4g} | {3600 / plan.time.total:,.1f} | {linear:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def frontier_table(planner: Planner, plans: list[Plan]) -> str:
+    return "\n".join([_HEAD, "| --- | ---: | ---: | ---: | ---: |", *(_row(planner, plan) for plan in plans)])
+
+
+def summary(profile: Profile, plan: Plan) -> str:
+    """The prediction in two lines, for the start of a run."""
+    stamp = "" if profile.calibrated else " (uncalibrated)"
+    return (
+        f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, "
+        f"device memory at most {giga(plan.footprint.peak)}, host {giga(plan.footprint.host)} a rank"
+    )
+
+
+def _row(planner: Planner, plan: Plan) -> str:
+    tokens = _rows(planner) * planner.config.m6.data.sequence_length / plan.time.total
+    host = plan.footprint.host * planner.cluster.smallest.devices_per_node
+    device = plan.footprint.peak / 1e9
+    return f"| {plan.layout} | {plan.time.total:.4g} | {device:.2f} | {host / 1e9:.1f} | {tokens:,.0f} |"
+
+
+def _rows(planner: Planner) -> int:
+    return planner.config.deepspeed.train_batch_size
+
+
+def _title(planner: Planner) -> str:
+    parameters = planner.memory.model.num_parameters
+    stage = ", Pseudo stage" if planner.memory.pseudo else ""
+    return (
+        f"{parameters / 1e9:,.2f} B parameters{stage}, {planner.config.deepspeed.optimizer_type}, global batch "
+        f"{_rows(planner)}, on {planner.cluster.num_devices} devices of {planner.cluster.name}"
+    )

@@ -1,0 +1,112 @@
+"""What one rank computes and sends for one micro-batch, per distinct block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m6.config import RunConfig
+from m6.planning.activations import FP32, Activations, BatchShape, Precision
+from m6.planning.folding import FoldedModel
+
+_DENSE_OPERATORS = 20
+_SPARSE_OPERATORS = 70
+_OPERATORS_AROUND = 60
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """``count`` products [m, k] x [k, n]; ``grouped`` in one call."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    count: int = 1
+    grouped: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The forward pass of one block on one micro-batch.
+
+    Attributes:
+        matmuls: products; their backward passes cost twice as much.
+        saved_bytes: what is kept for the backward pass, by which the elementwise operators are priced.
+        exchange_bytes: rows that a rank sends to experts, and gets back, in bytes of each way.
+        operators: how many calls.
+        recomputed: whether activation checkpointing computes it again.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    saved_bytes: int
+    exchange_bytes: tuple[int, ...]
+    operators: int
+    recomputed: bool
+
+    @property
+    def flops(self) -> float:
+        return sum(matmul.flops for matmul in self.matmuls)
+
+
+def compute_dtype(config: RunConfig) -> str:
+    """The type in which matrices are multiplied."""
+    if config.deepspeed.precision != "fp32":
+        return config.deepspeed.precision
+    return "bf16" if Precision.of(config).compute == 2 else "fp32"
+
+
+def work_of(
+    config: RunConfig, folded: FoldedModel, batch: BatchShape, ep_size: int, tp_size: int = 1
+) -> list[tuple[BlockWork, int]]:
+    """The blocks with how often each is computed.
+
+    Under expert parallelism every rank is taken to receive as many rows as it sends. Tensor parallelism splits the
+    inner width of every pair of matrices.
+    """
+    model, dtype, precision = folded.config, compute_dtype(config), Precision.of(config)
+    activations = Activations(config, batch)
+    width, inner, tokens = model.hidden_size, model.ffn_hidden_size // tp_size, batch.rows * batch.sequence_length
+    heads = max(1, model.num_attention_heads // tp_size)
+    length, head = batch.sequence_length, model.hidden_size // model.num_attention_heads
+    attention = (
+        Matmul(tokens, 3 * width // tp_size, width, dtype),
+        Matmul(length, length, head, dtype, batch.rows * heads),
+        Matmul(length, head, length, dtype, batch.rows * heads),
+        Matmul(tokens, width, width // tp_size, dtype),
+    )
+    result: list[tuple[BlockWork, int]] = []
+    for block, count, _ in folded.blocks:
+        if block.kind == "dense":
+            ffn = (Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype))
+            work = BlockWork(attention + ffn, activations.block(sparse=False), (), _DENSE_OPERATORS, True)
+        elif block.kind == "sparse":
+            moe = model.moe_config()
+            choices = batch.real * moe.experts_per_token
+            capacity = moe.capacity(batch.real, training=True)
+            rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
+            local = moe.num_experts // ep_size
+            each = max(1, round(rows / local))
+            experts = (
+                Matmul(batch.real, moe.num_experts, width, "fp32"),
+                Matmul(each, inner, width, dtype, local, grouped=True),
+                Matmul(each, width, inner, dtype, local, grouped=True),
+            )
+            exchange = (rows * width * precision.residual, rows * width * precision.compute) if ep_size > 1 else ()
+            saved = activations.block(sparse=True)
+            work = BlockWork(attention + experts, saved, exchange, _SPARSE_OPERATORS, True)
+        elif block.kind == "embeddings":
+            patches = batch.pictures * model.num_patches
+            pixels = 3 * model.patch_size**2
+            products = (Matmul(patches, width, pixels, dtype),) if patches else ()
+            saved = activations.embeddings() + 3 * activations.vectors * precision.residual
+            work = BlockWork(products, saved, (), _OPERATORS_AROUND, False)
+        else:
+            head_product = (Matmul(batch.targets, model.vocab_size // tp_size, width, dtype),) if batch.targets else ()
+            saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
+            work = BlockWork(head_product, saved, (), _OPERATORS_AROUND, False)
+        result.append((work, count))
+    return result

@@ -1,0 +1,102 @@
+"""Descriptions of machines: the shipped ones, and every kind of mistake in one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.errors import UserError
+from m6.planning.cluster import CLUSTERS, Cluster, load_cluster
+
+SHIPPED = {
+    "v100_32g_x480": 480,
+    "v100_32g_x512": 512,
+    "a100_80g_x128": 128,
+    "h100_x128": 128,
+    "h200_x128": 128,
+    "gb200_x72": 72,
+    "a100_v100_mixed": 128,
+    "cpu_laptop": 2,
+}
+
+
+def test_every_shipped_cluster_is_listed_and_says_where_its_figures_come_from():
+    assert {path.stem for path in CLUSTERS.glob("*.json")} == set(SHIPPED)
+    for name, num_devices in SHIPPED.items():
+        cluster = load_cluster(Path(name))
+        assert cluster.num_devices == num_devices
+        for kind in cluster.nodes:
+            links = [link for link in (kind.links.device, kind.links.network, kind.links.host) if link is not None]
+            assert all(part.source for part in (kind.device, kind.host, *links))
+
+
+def test_a_type_without_matrix_units_runs_at_the_rate_of_fp32():
+    device = load_cluster(Path("v100_32g_x512")).nodes[0].device
+    assert device.flops("bf16") == device.flops("fp32") < device.flops("fp16")
+
+
+def test_the_worst_node_of_a_mixture_decides():
+    mixed = load_cluster(Path("a100_v100_mixed"))
+    assert mixed.is_mixed
+    assert mixed.smallest.device.name == mixed.slowest("bf16").device.name == "V100"
+
+
+def test_a_part_of_a_cluster():
+    cluster = load_cluster(Path("a100_v100_mixed"))
+    assert [kind.num_devices for kind in cluster.first(72).nodes] == [64, 8]
+    assert [(kind.count, kind.devices_per_node) for kind in cluster.first(4).nodes] == [(1, 4)]
+    assert cluster.resized(1024).num_devices == 1024
+    with pytest.raises(UserError, match="has nodes of 8; take whole nodes"):
+        cluster.first(12)
+    with pytest.raises(UserError, match=r"129 devices: .* has 128"):
+        cluster.first(129)
+
+
+def document() -> dict[str, Any]:
+    return json.loads((CLUSTERS / "v100_32g_x512.json").read_text())
+
+
+def broken(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    found = node = document()
+    for key in path[:-1]:
+        node = node[key]
+    if value is None:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("nodes", 0, "device", "memory_byte"), 1, 'nodes.0.device.memory_byte: unknown key; did you mean "memory_b'),
+        (("nodes", 0, "device", "memory_bytes"), "32GB", "nodes.0.device.memory_bytes: .* found '32GB'"),
+        (("nodes", 0, "device", "memory_bytes"), -1, "greater than 0, found -1"),
+        (("nodes", 0, "device", "matmul_flops"), {"fp32": 1.0, "bf15": 1.0}, "unknown data type 'bf15'; did you"),
+        (("nodes", 0, "device", "matmul_flops"), {"bf16": 1.0}, '"fp32" is missing'),
+        (("nodes", 0, "links", "network"), None, "nodes.0.links.network: missing, but there are 64 nodes"),
+        (("nodes", 0, "links", "device"), None, "nodes.0.links.device: missing, but a node has 8 devices"),
+        (("nodes",), [], "nodes: .* at least 1"),
+        (("name",), None, "name: missing"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, path: tuple[Any, ...], value: Any, message: str):
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(broken(path, value)))
+    with pytest.raises(UserError, match=message) as raised:
+        load_cluster(file)
+    assert str(raised.value).startswith(str(file))
+    assert "\n" not in str(raised.value)
+
+
+def test_unknown_names_and_unreadable_files(tmp_path: Path):
+    with pytest.raises(UserError, match='did you mean "v100_32g_x512"'):
+        load_cluster(Path("v100_32g_512"))
+    with pytest.raises(UserError, match="no such file"):
+        load_cluster(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(UserError, match="not readable as JSON"):
+        load_cluster(tmp_path / "bad.json")
+    assert isinstance(load_cluster(CLUSTERS / "cpu_laptop.json"), Cluster)

@@ -1,0 +1,77 @@
+"""What the rules say of this project holds: its own validation refuses the same."""
+
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import m6.planning.rules as rules_module
+from m6.config import M6Settings, load_config
+from m6.deepspeed_keys import REFUSED
+from m6.errors import UserError
+from m6.planning.layout import Layout, configure, configured, divisors
+from m6.planning.rules import RULES, capability_matrix, refusal
+
+ROOT = Path(__file__).parents[3]
+CONFIG = load_config(ROOT / "configs" / "m6_100b.json")
+ADAFACTOR = load_config(ROOT / "configs" / "m6_1t.json")
+BASE = Layout(128, 128, zero_stage=2, micro_batch_size=8)
+
+
+def test_every_rule_names_a_test_that_exists():
+    for rule in RULES:
+        file, _, test = rule.probe.partition("::")
+        [path] = (ROOT / "tests").rglob(file)
+        assert f"def {test}(" in path.read_text(encoding="utf-8"), rule.name
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ep_size", [1, 3, 64, 128])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 8, 16])
+@pytest.mark.parametrize("offload", [(False, False), (True, False), (True, True), (False, True)])
+def test_our_validation_refuses(stage: int, ep_size: int, micro_batch_size: int, offload: tuple[bool, bool]):
+    """A layout passes the rules if and only if the JSON with it passes the validation of ``m6 pretrain``."""
+    layout = Layout(128, ep_size, 1, 1, stage, micro_batch_size, False, *offload)
+    for config in (CONFIG, ADAFACTOR):
+        if refusal(config, layout) is None:
+            assert configured(config, layout).deepspeed.zero_stage == stage
+        else:
+            with pytest.raises(UserError):
+                configured(config, layout)
+
+
+def test_the_model_has_no_other_parallelism():
+    assert {"tensor_parallel", "pipeline"} <= set(REFUSED)
+    for changed in (replace(BASE, tp_size=2), replace(BASE, pp_size=2)):
+        assert refusal(CONFIG, changed) is not None
+        with pytest.raises(UserError, match="cannot ask for"):
+            configure(CONFIG, changed)
+
+
+def test_nothing_streams_experts():
+    assert "offload" not in M6Settings.model_fields, "experts can be streamed now: change the rule"
+
+
+def test_arithmetic():
+    found = refusal(CONFIG, Layout(6, tp_size=1, pp_size=1, zero_stage=1, micro_batch_size=1))
+    assert found is not None
+    assert found.name == "batch"  # 1024 is no multiple of 6
+    assert list(divisors(12)) == [1, 2, 3, 4, 6, 12]
+    uneven = next(rule for rule in RULES if rule.name == "ranks")
+    assert uneven.refuses(CONFIG, replace(BASE, tp_size=3))
+    assert uneven.refuses(CONFIG, replace(BASE, pp_size=5))
+    assert not uneven.refuses(CONFIG, replace(BASE, tp_size=4, pp_size=8))
+
+
+def test_matrix_shows_each_stage():
+    text = capability_matrix(CONFIG)
+    assert len(text.splitlines()) == 10
+    assert re.search(r"experts split \| no: 16 bits at stage 0 \| yes \| yes \| no: experts at stage 3", text)
+
+
+def test_reasons_are_one_clause():
+    assert all("\n" not in rule.reason and not rule.reason.endswith(".") for rule in RULES)
+    assert inspect.getdoc(rules_module)
