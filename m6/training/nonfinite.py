@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from m6.data.pretraining import MicroBatch
@@ -31,13 +32,14 @@ class NonfinitePolicy:
         if self.consecutive <= self._limit:
             return
         folder = self._run.root / "nonfinite"
-        for index, batch in enumerate(micro_batches):
-            with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
-                save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
         reason = (
             f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {self.consecutive} steps in a row "
             f"were not finite (m6.training.max_skipped_steps {self._limit}); batches in {folder}"
         )
         if runtime.is_main:
             self._run.fail(reason)
+        for index, batch in enumerate(micro_batches):
+            with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
+                save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
+        dist.barrier()  # the first rank to leave may take the others with it: all have written by then
         raise UserError(reason)

@@ -1,0 +1,143 @@
+"""What happens to the runs. Each function takes ``make_run`` and returns what a test judges."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from tests.slurm.cluster import wait_until
+from tests.slurm.run import INTERVAL, ClusterRun
+
+MakeRun = Callable[..., ClusterRun]
+MIDDLE = 25  # a step between two checkpoints
+
+
+def left_alone(make_run: MakeRun) -> ClusterRun:
+    run = make_run("left_alone")
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
+def stop_and_resume(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("stop_and_resume")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    step = run.step()
+    run.ask_to_stop()
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run, step
+
+
+def stop_during_preflight(make_run: MakeRun) -> ClusterRun:
+    run = make_run("stop_during_preflight", "export PREFLIGHT_HOOK='[[ -e $RUN_DIR/slurm/slept ]] || sleep 30'")
+    run.submit()
+    run.wait_for_attempt(1)
+    wait_until((run.attempts()[0] / "preflight" / "clock").exists, "preflight")
+    (run.root / "slurm" / "slept").touch()
+    run.ask_to_stop()
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run
+
+
+def rank_crash(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("rank_crash")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    run.kill(1)
+    run.wait_for_attempt(2)
+    checkpoint = run.checkpoints()[-1]
+    run.wait_for_end()
+    return run, checkpoint
+
+
+def crash_loop(make_run: MakeRun) -> ClusterRun:
+    run = make_run("crash_loop")
+    run.submit()
+    for attempt in (1, 2):
+        run.wait_for_attempt(attempt)
+        run.kill(1)
+        wait_until(lambda: not run.ranks(), "the end of the step")
+    run.wait_for_end()
+    return run
+
+
+def hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("hang", "STEP_TIMEOUT_S=8")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    run.kill(1, signal.SIGSTOP)
+    run.wait_for_attempt(2)
+    checkpoint = run.checkpoints()[-1]
+    run.wait_for_end()
+    return run, checkpoint
+
+
+def not_finite(make_run: MakeRun) -> ClusterRun:
+    run = make_run("not_finite", optimizer__params__lr=1e30)
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
+def lost_node(make_run: MakeRun) -> tuple[ClusterRun, str, int]:
+    run = make_run("lost_node")
+    run.submit(partition="fragile")
+    run.wait_for_step(MIDDLE)
+    lost = run.cluster.run("scontrol", "show", "hostnames", run.cluster.job_fields(run.job)["NodeList"]).split()[-1]
+    run.cluster.lose_node(lost)
+    wait_until(lambda: not run.ranks(), "the end of the ranks")
+    checkpoint = run.checkpoints()[-1]
+    run.wait_for_file("DONE")
+    return run, lost, checkpoint
+
+
+def sick_node(make_run: MakeRun) -> tuple[ClusterRun, str]:
+    hook = "export PREFLIGHT_HOOK='[[ $SLURMD_NODENAME != n1 ]] || { echo n1 smells of smoke; false; }'"
+    run = make_run("sick_node", hook)
+    run.submit(nodes=3)
+    run.wait_for_end()
+    successor = run.log().split(" goes on without n1")[0].rsplit("job ", 1)[1]
+    run.wait_for_end(successor)
+    return run, successor
+
+
+def corrupt_checkpoint(make_run: MakeRun) -> dict:
+    run = make_run("corrupt_checkpoint")
+    run.submit()
+    run.wait_for_step(12)
+    (run.root / "SAVE").touch()
+    wait_until(lambda: not (run.root / "SAVE").exists(), "SAVE to be granted", timeout_s=60)
+    granted = next((step for step in run.checkpoints() if step % INTERVAL), 0)
+    run.wait_for_step(MIDDLE)
+    (run.root / "STOP").touch()
+    state = run.wait_for_end()
+    found = {
+        "run": run,
+        "granted": granted,
+        "state_after_stop": state,
+        "restarts": run.cluster.job_fields(run.job)["Restarts"],
+        "checkpoints": run.checkpoints(),
+    }
+    shard = sorted((run.root / "checkpoints").glob(f"step_{run.checkpoints()[-1]:08d}/rank_00001_*.safetensors"))[-1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (run.root / "STOP").unlink()
+    run.submit()
+    run.wait_for_end()
+    return found
+
+
+def full_disk(make_run: MakeRun) -> tuple[ClusterRun, str]:
+    """A limit on the size of a file stands for the disk: a write beyond it fails in the same place."""
+    run = make_run("full_disk", "[[ -e $RUN_DIR/slurm/emptied ]] || ulimit -f 100")
+    run.submit()
+    run.wait_for_end()
+    reason = (run.root / "FATAL").read_text()
+    (run.root / "FATAL").unlink()
+    (run.root / "slurm" / "emptied").touch()
+    run.submit()
+    run.wait_for_end()
+    return run, reason
