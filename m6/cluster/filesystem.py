@@ -35,8 +35,8 @@ def check_shared(folder: Path, shared_folders: list[str]) -> None:
     kind = file_system_type(resolved)
     if kind.removeprefix("fuse.") not in _NETWORK:
         raise UserError(
-            f"{folder}: lies on {kind or 'an unknown file system'}, which other nodes do not see; choose a "
-            "--run-dir on a network file system, or name the folders that all nodes share in the cluster's shared_folders"
+            f"{folder}: lies on {kind or 'an unknown file system'}, which other nodes do not see; choose a --run-dir "
+            "on a network file system, or name the folders that all nodes share in the cluster's shared_folders"
         )
 
 

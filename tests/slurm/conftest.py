@@ -66,9 +66,10 @@ def make_run(cluster: LocalCluster, folder: Path) -> Callable[..., ClusterRun]:
 @pytest.fixture(scope="session")
 def plays(request: pytest.FixtureRequest, make_run: Callable[..., ClusterRun]) -> Iterator[dict[str, Future[Any]]]:
     """The scenarios of the selected tests, all under way."""
-    names = [mark.args[0] for item in request.session.items if (mark := item.get_closest_marker("scenario"))]
+    marks = [mark for item in request.session.items for mark in item.iter_markers("scenario")]
+    names = [name for mark in marks for name in mark.args]
     pool = ThreadPoolExecutor(AT_A_TIME)
-    yield {name: pool.submit(getattr(scenarios, name), make_run) for name in dict.fromkeys(["left_alone", *names])}
+    yield {name: pool.submit(getattr(scenarios, name), make_run) for name in dict.fromkeys(names)}
     pool.shutdown(cancel_futures=True)
 
 
@@ -79,7 +80,7 @@ def played(request: pytest.FixtureRequest, plays: dict[str, Future[Any]]) -> Any
 
 
 @pytest.fixture
-def whole(plays: dict[str, Future[Any]]) -> ClusterRun:
-    """The run that was left alone."""
-    run: ClusterRun = plays["left_alone"].result()
+def whole(request: pytest.FixtureRequest, plays: dict[str, Future[Any]]) -> ClusterRun:
+    """The run that was left alone, with which the test compares: the second name in its mark."""
+    run: ClusterRun = plays[request.node.get_closest_marker("scenario").args[1]].result()
     return run

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,27 @@ class ClusterRun:
         self.job = jobs[0]
         return jobs
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self, last_bytes: int = 2**40) -> list[dict[str, Any]]:
+        """The lines of RUN/metrics.jsonl that are complete, of the whole file or of its end."""
         path = self.root / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - last_bytes))
+            if size > last_bytes:
+                file.readline()
+            return [json.loads(line) for line in file if line.endswith(b"\n")]
 
     def curve(self) -> list[tuple[Any, ...]]:
         return [tuple(entry[name] for name in _NUMBERS) for entry in self.entries() if "loss" in entry]
 
+    def newest_checkpoint(self) -> int:
+        return max(self.checkpoints(), default=0)
+
     def step(self) -> int:
-        entries = self.entries()
+        """The last step whose metrics are written."""
+        entries = self.entries(last_bytes=4096)
         return entries[-1]["step"] if entries else 0
 
     def checkpoints(self) -> list[int]:
@@ -91,23 +103,23 @@ class ClusterRun:
         return "\n".join(f"== {file}\n{file.read_text(encoding='utf-8', errors='replace')}" for file in files)
 
     def wait_for_step(self, step: int) -> None:
-        self._wait(lambda: self.step() >= step, f"step {step}")
+        self.wait_until(lambda: self.step() >= step, f"step {step}")
 
     def wait_for_ranks(self, count: int = 2) -> dict[int, int]:
-        self._wait(lambda: len(self.ranks()) == count, f"{count} ranks")
+        self.wait_until(lambda: len(self.ranks()) == count, f"{count} ranks")
         return self.ranks()
 
     def wait_for_attempt(self, number: int) -> None:
-        self._wait(lambda: len(self.attempts()) >= number, f"attempt {number}")
+        self.wait_until(lambda: len(self.attempts()) >= number, f"attempt {number}")
 
     def wait_for_end(self, job: str = "") -> str:
         """The state in which a job of the run ended."""
         job = job or self.job
-        self._wait(lambda: self.cluster.state(job) in _OVER, f"the end of job {job}")
+        self.wait_until(lambda: self.cluster.state(job) in _OVER, f"the end of job {job}")
         return self.cluster.state(job)
 
     def wait_for_file(self, name: str) -> None:
-        self._wait((self.root / name).exists, name)
+        self.wait_until((self.root / name).exists, name)
 
     def ranks(self) -> dict[int, int]:
         """Rank to process id, of the running attempt."""
@@ -121,11 +133,15 @@ class ClusterRun:
         os.kill(self.wait_for_ranks()[rank], number)
 
     def kill_all(self) -> None:
-        for process in self.ranks().values():
+        """Kills every rank, and returns when they are gone."""
+        processes = set(self.ranks().values())
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        self.wait_until(lambda: not processes & set(self.ranks().values()), "the end of the ranks")
 
-    def _wait(self, condition: Any, what: str) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Returns once ``condition()`` is true; an error shows what the run's jobs and ranks said."""
         try:
             wait_until(condition, f"{what} of {self.root.name}", timeout_s=240)
         except TimeoutError as error:

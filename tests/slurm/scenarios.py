@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from tests.slurm import kills
 from tests.slurm.cluster import wait_until
 from tests.slurm.run import INTERVAL, ClusterRun
 
 MakeRun = Callable[..., ClusterRun]
+KILLS = 20
 MIDDLE = 25  # a step between two checkpoints
 
 
@@ -94,14 +96,18 @@ def lost_node(make_run: MakeRun) -> tuple[ClusterRun, str, int]:
     return run, lost, checkpoint
 
 
-def sick_node(make_run: MakeRun) -> tuple[ClusterRun, str]:
-    hook = "export PREFLIGHT_HOOK='[[ $SLURMD_NODENAME != n1 ]] || { echo n1 smells of smoke; false; }'"
-    run = make_run("sick_node", hook)
-    run.submit(nodes=3)
+def sick_node(make_run: MakeRun) -> tuple[ClusterRun, str, str]:
+    """Whichever node writes its name first stays sick."""
+    hook = (
+        "(set -C; echo $SLURMD_NODENAME >$RUN_DIR/slurm/sick) 2>/dev/null; "
+        "[[ $(<$RUN_DIR/slurm/sick) != $SLURMD_NODENAME ]] || { echo smells of smoke; false; }"
+    )
+    run = make_run("sick_node", f"export PREFLIGHT_HOOK='{hook}'")
+    run.submit()
     run.wait_for_end()
-    successor = run.log().split(" goes on without n1")[0].rsplit("job ", 1)[1]
+    successor = run.log().split(" goes on without ")[0].rsplit("job ", 1)[1]
     run.wait_for_end(successor)
-    return run, successor
+    return run, (run.root / "slurm" / "sick").read_text().strip(), successor
 
 
 def corrupt_checkpoint(make_run: MakeRun) -> dict:
@@ -141,3 +147,53 @@ def full_disk(make_run: MakeRun) -> tuple[ClusterRun, str]:
     run.submit()
     run.wait_for_end()
     return run, reason
+
+
+def chain(make_run: MakeRun) -> tuple[ClusterRun, list[str]]:
+    return _stop_the_first(make_run("chain"), chain=3)
+
+
+def array(make_run: MakeRun) -> tuple[ClusterRun, list[str]]:
+    return _stop_the_first(make_run("array"), array=3)
+
+
+def _stop_the_first(run: ClusterRun, **how: int) -> tuple[ClusterRun, list[str]]:
+    jobs = run.submit(**how)
+    if "array" in how:
+        jobs = [f"{run.job}_{task}" for task in range(1, how["array"] + 1)]
+    run.wait_for_step(MIDDLE)
+    run.ask_to_stop(jobs[0])
+    for job in jobs:
+        run.wait_for_end(job)
+    return run, jobs
+
+
+def other_number_of_nodes(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("other_number_of_nodes", m6__training__ep_size=2)
+    run.submit(nodes=4)
+    run.wait_for_step(MIDDLE)
+    (run.root / "STOP").touch()
+    run.wait_for_end()
+    step = run.step()
+    (run.root / "STOP").unlink()
+    run.submit(nodes=2)
+    run.wait_for_end()
+    return run, step
+
+
+def _long(make_run: MakeRun, name: str) -> ClusterRun:
+    changes = {"m6__training__total_steps": kills.steps_for(KILLS), "m6__checkpoint__interval_steps": kills.INTERVAL}
+    return make_run(name, **changes)
+
+
+def long_left_alone(make_run: MakeRun) -> ClusterRun:
+    run = _long(make_run, "long_left_alone")
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
+def random_kills(make_run: MakeRun) -> tuple[ClusterRun, list[kills.Kill]]:
+    run = _long(make_run, "random_kills")
+    run.submit()
+    return run, kills.kill_at_random(run, KILLS, seed=0)

@@ -29,7 +29,7 @@ def test_a_run_that_is_left_alone(played: ClusterRun):
     assert f"finished {run.root} at step {STEPS}" in (attempt / "rank_00000.log").read_text()
 
 
-@pytest.mark.scenario("stop_and_resume")
+@pytest.mark.scenario("stop_and_resume", "left_alone")
 def test_a_stop_before_the_time_limit(played: tuple[ClusterRun, int], whole: ClusterRun):
     run, signalled_at = played
     assert_same_as(whole, run)
@@ -41,7 +41,7 @@ def test_a_stop_before_the_time_limit(played: tuple[ClusterRun, int], whole: Clu
     assert f"resumed {run.root} at step {stopped_at}" in (second / "rank_00000.log").read_text()
 
 
-@pytest.mark.scenario("stop_during_preflight")
+@pytest.mark.scenario("stop_during_preflight", "left_alone")
 def test_a_stop_during_preflight_is_remembered(played: ClusterRun, whole: ClusterRun):
     assert_same_as(whole, played)
     first, _ = played.attempts()
@@ -49,7 +49,7 @@ def test_a_stop_during_preflight_is_remembered(played: ClusterRun, whole: Cluste
     assert played.cluster.job_fields(played.job)["Restarts"] == "1"
 
 
-@pytest.mark.scenario("rank_crash")
+@pytest.mark.scenario("rank_crash", "left_alone")
 def test_a_rank_that_dies(played: tuple[ClusterRun, int], whole: ClusterRun):
     run, checkpoint = played
     assert_same_as(whole, run)
@@ -65,7 +65,7 @@ def test_crashes_without_progress_come_to_an_end(played: ClusterRun):
     assert len(played.attempts()) == 2
 
 
-@pytest.mark.scenario("hang")
+@pytest.mark.scenario("hang", "left_alone")
 def test_a_rank_that_hangs(played: tuple[ClusterRun, int], whole: ClusterRun):
     run, _ = played
     assert_same_as(whole, run)
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_is_fatal(played: ClusterRun):
     assert {path.name.split("_")[3] for path in (played.root / "nonfinite").iterdir()} == {"00000", "00001"}
 
 
-@pytest.mark.scenario("lost_node")
+@pytest.mark.scenario("lost_node", "left_alone")
 def test_a_node_that_is_lost(played: tuple[ClusterRun, str, int], whole: ClusterRun):
     run, lost, checkpoint = played
     assert_same_as(whole, run)
@@ -94,18 +94,18 @@ def test_a_node_that_is_lost(played: tuple[ClusterRun, str, int], whole: Cluster
     assert lost not in {path.stem for path in (last / "preflight").glob("f*.txt")}
 
 
-@pytest.mark.scenario("sick_node")
-def test_a_sick_node_is_left_out(played: tuple[ClusterRun, str], whole: ClusterRun):
-    run, successor = played
+@pytest.mark.scenario("sick_node", "left_alone")
+def test_a_sick_node_is_left_out(played: tuple[ClusterRun, str, str], whole: ClusterRun):
+    run, sick, successor = played
     assert_same_as(whole, run)
-    assert run.cluster.job_fields(successor)["ExcNodeList"] == "n1"
+    assert run.cluster.job_fields(successor)["ExcNodeList"] == sick
     first, second = run.attempts()
-    assert (first / "preflight" / "n1.txt").read_text() == "PREFLIGHT_HOOK: n1 smells of smoke\n"
+    assert (first / "preflight" / f"{sick}.txt").read_text() == "PREFLIGHT_HOOK: smells of smoke\n"
     assert not list(first.glob("rank_*.log"))
-    assert "n1.txt" not in {path.name for path in (second / "preflight").iterdir()}
+    assert f"{sick}.txt" not in {path.name for path in (second / "preflight").iterdir()}
 
 
-@pytest.mark.scenario("corrupt_checkpoint")
+@pytest.mark.scenario("corrupt_checkpoint", "left_alone")
 def test_switch_files_and_a_corrupt_newest_checkpoint(played: dict, whole: ClusterRun):
     run = played["run"]
     assert played["granted"] % INTERVAL, "a checkpoint of its own"
@@ -119,7 +119,7 @@ def test_switch_files_and_a_corrupt_newest_checkpoint(played: dict, whole: Clust
     assert (run.root / "checkpoints" / f"corrupt_step_{damaged:08d}").exists()
 
 
-@pytest.mark.scenario("full_disk")
+@pytest.mark.scenario("full_disk", "left_alone")
 def test_a_disk_that_is_full_while_saving(played: tuple[ClusterRun, str], whole: ClusterRun):
     run, reason = played
     assert "two attempts in a row ended without a new checkpoint" in reason
