@@ -159,9 +159,8 @@ def submit(
     plan = submission.plan_submission(
         config, tuple(overrides or ()), cluster, run or Path("runs") / config.stem, chain, array
     )
-    print(shlex.join(plan.command))
-    if not dry_run:
-        print(*submission.submit(plan))
+    jobs = [] if dry_run else submission.submit(plan)
+    print(shlex.join(plan.command), *jobs, sep="\n")
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import time
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def submit(submission: Submission) -> list[str]:
     Raises:
         UserError: Slurm is not there, or refuses; jobs that it took before stay in the queue and are recorded.
     """
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch: no such command; m6 submit runs where Slurm is, --dry-run anywhere")
     take_snapshot(submission.snapshot, submission.config.document)
     write_text(submission.run / "slurm" / "sbatch_options", "".join(f"{option}\n" for option in submission.options))
     jobs: list[str] = []
@@ -115,10 +118,7 @@ def _check_run(config: RunConfig, run: Path, cluster: ClusterDescription) -> Non
 
 
 def _sbatch(command: list[str]) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError("sbatch: no such command; m6 submit runs where Slurm is, --dry-run anywhere") from None
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"sbatch refused: {' '.join(result.stderr.split())}")
     return result.stdout.strip().split(";")[0]

@@ -57,7 +57,7 @@ record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID" >>"$RUN_DI
 describe_failure() { # the last words of the rank that failed, as far as they can be told from those of the others
     local rank_log words
     for rank_log in "$M6_ATTEMPT_DIR"/rank_*.log; do
-        words=$(grep -Ev '^ *$|slurmstepd' "$rank_log" 2>/dev/null | tail -n 1 | cut -c 1-300)
+        words=$(grep -Ev '^ *$|slurmstepd' "$rank_log" 2>/dev/null | tail -n 1 | cut -c 1-300 || true)
         [[ -z $words ]] || printf '    %s: %s\n' "${rank_log##*/}" "$words"
     done | sort -k 2 | uniq -c -f 1 | head -n 8
 }
