@@ -52,10 +52,9 @@ def soak(kills: int = 50, seed: int = 1) -> None:
         ["longest", f"{max(recoveries):.1f}"],
     ]
     notes = (
-        f"Two ranks on two virtual nodes, {steps_for(kills)} steps, a checkpoint every {INTERVAL} of them; medians, with\n"
-        "the 10th and 90th percentile in brackets. The run restarts within its allocation, so that no delay of Slurm's\n"
-        f"own is in the times; {len(recoveries)} of the {kills} next attempts came to a step before they were killed\n"
-        "themselves."
+        f"Two ranks on two virtual nodes, {steps_for(kills)} steps, a checkpoint every {INTERVAL}; medians, with the\n"
+        "10th and 90th percentile in brackets. The run restarts within its allocation, so that no delay of Slurm's own\n"
+        f"is in the times; {len(recoveries)} of the {kills} next attempts came to a step before they were killed too."
     )
     recorder.write(["", ""], rows, notes, numbers)
 
