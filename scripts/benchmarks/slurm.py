@@ -53,8 +53,8 @@ def soak(kills: int = 50, seed: int = 1) -> None:
     ]
     notes = (
         f"Two ranks on two virtual nodes, {steps_for(kills)} steps, a checkpoint every {INTERVAL}; medians, with the\n"
-        "10th and 90th percentile in brackets. The run restarts within its allocation, so that no delay of Slurm's own\n"
-        f"is in the times; {len(recoveries)} of the {kills} next attempts came to a step before they were killed too."
+        "10th and 90th percentile in brackets. The run restarts within its allocation: no delay of Slurm's own is in\n"
+        f"the times; {len(recoveries)} of the {kills} next attempts came to a step before they were killed too."
     )
     recorder.write(["", ""], rows, notes, numbers)
 

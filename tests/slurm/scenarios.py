@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.slurm import kills
 from tests.slurm.cluster import wait_until
 from tests.slurm.run import INTERVAL, ClusterRun
 
 MakeRun = Callable[..., ClusterRun]
+ROOT = Path(__file__).parents[2]
 KILLS = 20
 MIDDLE = 25  # a step between two checkpoints
 
@@ -40,6 +43,33 @@ def stop_during_preflight(make_run: MakeRun) -> ClusterRun:
     (run.root / "slurm" / "slept").touch()
     run.ask_to_stop()
     run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run
+
+
+def stop_while_starting(make_run: MakeRun) -> ClusterRun:
+    run = make_run("stop_while_starting")
+    run.submit()
+    run.wait_for_ranks()
+    run.ask_to_stop()
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run
+
+
+def smoke_script(make_run: MakeRun) -> ClusterRun:
+    """``sbatch scripts/slurm/smoke.sbatch`` as it is; the options only make its configuration tiny."""
+    run = make_run("smoke_script")
+    own = json.loads(run.config.read_text(encoding="utf-8"))["m6"]
+    model = {**own["model"], "num_layers": 1}
+    settings = {**{f"model.{key}": value for key, value in model.items()}, "training.total_steps": 4}
+    settings |= {"schedule.warmup_steps": 1, "evaluation.num_batches": 1, "moe.num_experts": 4}
+    settings |= {f"data.{key}": own["data"][key] for key in ("path", "tokenizer", "sequence_length", "num_workers")}
+    options = [word for key, value in settings.items() for word in ("--set", f"m6.{key}={json.dumps(value)}")]
+    script = ROOT / "scripts" / "slurm" / "smoke.sbatch"
+    environment = f"RUN_DIR={run.root},M6_ROOT={ROOT},M6_CLUSTER_ENV={run.folder / 'cluster.env'}"
+    where = [f"--chdir={ROOT}", f"--output={run.root}.log", f"--export=ALL,{environment}"]
+    run.job = run.cluster.run("sbatch", "--parsable", *where, str(script), *options).strip()
     run.wait_for_end()
     return run
 

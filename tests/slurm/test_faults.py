@@ -3,8 +3,6 @@
 To the bit where the layout stayed the same; see scripts/slurm/README.md.
 """
 
-import signal
-
 import pytest
 
 from tests.slurm.run import INTERVAL, STEPS, ClusterRun
@@ -47,6 +45,24 @@ def test_a_stop_during_preflight_is_remembered(played: ClusterRun, whole: Cluste
     first, _ = played.attempts()
     assert not list(first.glob("rank_*.log")), "no rank was started"
     assert played.cluster.job_fields(played.job)["Restarts"] == "1"
+
+
+@pytest.mark.scenario("stop_while_starting", "left_alone")
+def test_a_stop_while_the_ranks_are_starting(played: ClusterRun, whole: ClusterRun):
+    """A process that imports has no handler yet, and a signal would end it: it waits until there is one."""
+    assert_same_as(whole, played)
+    first, second = played.attempts()
+    stopped_at = int((first / "rank_00000.log").read_text().rsplit("at step ", 1)[1])
+    assert stopped_at == 1
+    assert f"resumed {played.root} at step 1" in (second / "rank_00000.log").read_text()
+
+
+@pytest.mark.scenario("smoke_script")
+def test_the_smoke_script_as_it_is(played: ClusterRun):
+    assert played.cluster.state(played.job) == "COMPLETED", played.root.with_suffix(".log").read_text()
+    assert (played.root / "DONE").read_text() == "4\n"
+    assert played.step() == 4
+    assert played.cluster.job_fields(played.job)["NumNodes"] == "2"
 
 
 @pytest.mark.scenario("rank_crash", "left_alone")
@@ -125,13 +141,3 @@ def test_a_disk_that_is_full_while_saving(played: tuple[ClusterRun, str], whole:
     assert "two attempts in a row ended without a new checkpoint" in reason
     assert "a checkpoint could not be written" in run.log()
     assert_same_as(whole, run)
-
-
-def test_the_signals_of_the_headers_and_the_scripts_agree():
-    from tests.slurm.headers import SCRIPTS, header
-
-    assert len(SCRIPTS) >= 4
-    for script in SCRIPTS:
-        name = header(script)["signal"].split("@")[0].removeprefix("B:")
-        assert hasattr(signal, f"SIG{name}")
-        assert f"STOP_SIGNAL={name}\n" in (script.parent / "job.sh").read_text().replace(" #", "\n#")
