@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -48,6 +49,11 @@ def pretrain(
 
     The same command runs under torchrun, deepspeed and srun.
     """
+    from m6.training.evidence import answer_sigquit
+    from m6.training.signals import StopFlag
+
+    stop_flag = StopFlag()
+    answer_sigquit()
     from m6.config import check_world_size, load_config
     from m6.model.patch_encoders import check_patch_encoder
     from m6.training.run_directory import RunDirectory
@@ -68,7 +74,8 @@ def pretrain(
 
     tokenizer = open_data(settings).tokenizer
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
-    pretrain_run(settings, folder.root, start())
+    pretrain_run(settings, folder.root, start(), stop_flag)
+    stop_flag.ignore()
 
 
 @app.command()
@@ -135,6 +142,37 @@ def export(
 
     export_hf(run, hf, dtype=dtype)
     print(hf)
+
+
+@app.command()
+def submit(
+    config: ConfigFile,
+    cluster: Annotated[Path, typer.Option(help="JSON with the job's nodes and limits, see configs/clusters")],
+    run: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--run-dir", help="folder of the run, which all nodes share; default runs/NAME of the JSON"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command, do nothing")] = False,
+    chain: Annotated[int, typer.Option(min=1, help="jobs that follow each other, instead of one that requeues")] = 1,
+    array: Annotated[int, typer.Option(min=0, help="the same as one job array of this many tasks")] = 0,
+    overrides: Overrides = None,
+) -> None:
+    """Submits a run to Slurm, or goes on with one; refuses what cannot work."""
+    from m6.cluster import submission
+
+    plan = submission.plan_submission(
+        config, tuple(overrides or ()), cluster, run or Path("runs") / config.stem, chain, array
+    )
+    jobs = [] if dry_run else submission.submit(plan)
+    print(shlex.join(plan.command), *jobs, sep="\n")
+
+
+@app.command()
+def status(run: RunFolder) -> None:
+    """Shows how a run is doing: jobs, attempts, step, loss, speed, checkpoint, disk."""
+    from m6.cluster.status import describe_status
+
+    print(describe_status(run))
 
 
 @app.command()

@@ -51,3 +51,16 @@ make_environment() { # make_environment EXTRA
     # Tokenizers and data sets are local; nothing is looked up on the hub.
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
 }
+
+# Slurm and munge for a local cluster, from the distribution: for tests of the job scripts. Without root or apt-get,
+# nothing happens, and those tests are skipped.
+install_slurm() {
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        return
+    fi
+    if ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null; then
+        say "Slurm and munge"
+        apt-get -qq update
+        DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends slurm-wlm munge >/dev/null
+    fi
+}

@@ -7,6 +7,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 make_environment dev
 
+install_slurm
+
 say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"

@@ -45,7 +45,7 @@ class Checkpointer:
     ``save`` copies this rank's share to host memory and returns; a thread writes it. Rank 0's thread waits
     for the records of all ranks on the shared file system, then writes the manifest, the pointer ``latest``,
     and removes what is older than the last ``keep_last``. A failure in a thread surfaces at the next
-    ``save`` or ``wait``.
+    ``save``, ``wait`` or ``check``.
     """
 
     def __init__(
@@ -89,6 +89,10 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong with a checkpoint, as soon as that is known: later ones would not fare better."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise UserError(f"{self.root}: a checkpoint could not be written: {failure}") from failure

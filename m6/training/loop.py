@@ -19,6 +19,7 @@ from m6.planning.memory import describe, predict_memory
 from m6.training.checkpoint import Checkpointer, resume
 from m6.training.engine import build_engine
 from m6.training.evaluation import evaluate
+from m6.training.metrics import Wishes
 from m6.training.nonfinite import NonfinitePolicy
 from m6.training.report import IntervalReport
 from m6.training.run_directory import RunDirectory
@@ -35,7 +36,9 @@ class Trainer:
     step N is the same step whatever happened before it.
     """
 
-    def __init__(self, config: RunConfig, run: RunDirectory, runtime: Runtime) -> None:
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, runtime: Runtime, stop_flag: StopFlag | None = None
+    ) -> None:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.accumulation = check_world_size(config, runtime.world_size)
         self.data = open_data(config)
@@ -45,7 +48,7 @@ class Trainer:
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
         self.trackers = Trackers(run, self.settings.logging, config.document) if runtime.is_main else None
-        self.stop_flag = StopFlag()
+        self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
 
     def train(self) -> bool:
@@ -63,26 +66,29 @@ class Trainer:
                 begin = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_s = time.perf_counter() - begin
-                outcome = self.train_step(self.step, micro_batches, self._stop_wanted())
+                outcome = self.train_step(self.step, micro_batches, self._wishes)
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
                 self._list_bad_rows(micro_batches)
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
-                stopped = outcome.result.stop
+                wishes = outcome.result.wishes
+                stopped = wishes.stop
                 self._write_progress()
                 progress.update()
                 progress.set_postfix(loss=f"{outcome.loss:.3f}", refresh=False)
-                self._at_intervals(report, ending=stopped or self.step == total)
+                self._at_intervals(report, save=wishes.save or stopped or self.step == total)
+                if wishes.save:
+                    self._grant_save()
         self.checkpointer.wait()
         dist.barrier()
         return self._finish()
 
-    def _at_intervals(self, report: IntervalReport, ending: bool) -> None:
+    def _at_intervals(self, report: IntervalReport, save: bool) -> None:
         """Logs, validates, saves: in this order, so that a checkpoint never lies ahead of its metrics."""
         settings = self.settings
-        if self.step % settings.logging.interval_steps == 0 or ending:
+        if self.step % settings.logging.interval_steps == 0 or save:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
             self._track({**entry, **self.train_step.health.reduce()})
         if self.step % settings.evaluation.interval_steps == 0 or self.step == settings.training.total_steps:
@@ -90,8 +96,9 @@ class Trainer:
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
             self._track({"step": self.step, "time": time.time(), "validation": losses})
             report.exclude(time.perf_counter() - begin)
-        if self.step % settings.checkpoint.interval_steps == 0 or ending:
+        if self.step % settings.checkpoint.interval_steps == 0 or save:
             report.add_checkpoint_stall(self._save())
+        self.checkpointer.check()
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step from the current one on.
@@ -151,8 +158,18 @@ class Trainer:
         self._say(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
 
-    def _stop_wanted(self) -> bool:
-        return self.stop_flag.raised or (self.runtime.is_main and self.run.stop_requested())
+    def _wishes(self) -> Wishes:
+        main = self.runtime.is_main
+        return Wishes(
+            stop=self.stop_flag.raised or (main and self.run.stop_requested()),
+            save=main and self.run.save_requested(),
+        )
+
+    def _grant_save(self) -> None:
+        """RUN/SAVE goes when the checkpoint is complete, so that whoever made it can see that."""
+        self.checkpointer.wait()
+        if self.runtime.is_main:
+            self.run.save_granted()
 
     def _write_progress(self) -> None:
         if self.runtime.is_main:
@@ -182,13 +199,13 @@ def open_data(config: RunConfig) -> PretrainingData:
     return data
 
 
-def pretrain(config: RunConfig, root: Path, runtime: Runtime) -> bool:
+def pretrain(config: RunConfig, root: Path, runtime: Runtime, stop_flag: StopFlag | None = None) -> bool:
     """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done."""
     run = RunDirectory(root)
     if runtime.is_main:
         run.open(config, runtime.world_size)
     dist.barrier()
-    trainer = Trainer(config, run, runtime)
+    trainer = Trainer(config, run, runtime, stop_flag)
     try:
         return trainer.train()
     finally:

@@ -16,6 +16,14 @@ _COLUMNS = 2 * len(OBJECTIVES)
 
 
 @dataclass(frozen=True)
+class Wishes:
+    """What a rank was asked for during a step; the ranks act on the wish of any of them, together."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The sums of one step over all ranks and micro-batches."""
 
@@ -23,7 +31,7 @@ class StepResult:
     targets: dict[str, float]
     aux_loss_sum: float
     weighted_loss_sum: float
-    stop: bool
+    wishes: Wishes
 
     def objective_losses(self) -> dict[str, float]:
         """Mean loss in nats per target of every objective that occurred."""
@@ -34,8 +42,8 @@ class StepSums:
     """Sums of one optimizer step over its micro-batches; ``reduce`` adds the ranks in one collective."""
 
     def __init__(self, device: torch.device) -> None:
-        # [sum of losses per objective | targets per objective | aux loss | weighted loss | stop flag]
-        self._sums = torch.zeros(_COLUMNS + 3, dtype=torch.float64, device=device)
+        # [sum of losses per objective | targets per objective | aux loss | weighted loss | stop | save]
+        self._sums = torch.zeros(_COLUMNS + 4, dtype=torch.float64, device=device)
 
     def add(self, losses: Tensor, weighted_loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
         """Adds a micro-batch.
@@ -52,9 +60,10 @@ class StepSums:
         self._sums[_COLUMNS] += aux_loss.detach()
         self._sums[_COLUMNS + 1] += weighted_loss.detach()
 
-    def reduce(self, stop: bool) -> StepResult:
+    def reduce(self, wishes: Wishes) -> StepResult:
         """Sums over all ranks; the only host synchronisation of a step."""
-        self._sums[_COLUMNS + 2] = float(stop)
+        self._sums[_COLUMNS + 2] = float(wishes.stop)
+        self._sums[_COLUMNS + 3] = float(wishes.save)
         dist.all_reduce(self._sums)
         values = self._sums.tolist()
         objectives = len(OBJECTIVES)
@@ -63,7 +72,7 @@ class StepSums:
             targets=dict(zip(OBJECTIVES, values[objectives:_COLUMNS], strict=True)),
             aux_loss_sum=values[_COLUMNS],
             weighted_loss_sum=values[_COLUMNS + 1],
-            stop=values[_COLUMNS + 2] > 0,
+            wishes=Wishes(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from m6.data.pretraining import MicroBatch
@@ -31,9 +32,6 @@ class NonfinitePolicy:
         if self.consecutive <= self._limit:
             return
         folder = self._run.root / "nonfinite"
-        for index, batch in enumerate(micro_batches):
-            with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
-                save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
         routers = ", ".join(outcome.nonfinite_routers)
         reason = (
             f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {self.consecutive} steps in a row "
@@ -42,4 +40,8 @@ class NonfinitePolicy:
         )
         if runtime.is_main:
             self._run.fail(reason)
+        for index, batch in enumerate(micro_batches):
+            with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
+                save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
+        dist.barrier()  # the first rank to leave may take the others with it: all have written by then
         raise UserError(reason)

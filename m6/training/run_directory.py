@@ -7,6 +7,8 @@ RUN/checkpoints/     see checkpoint_format.py
 RUN/progress         the last finished step and its time
 RUN/DONE RUN/FATAL   how the run ended; FATAL says why, and is not worth another attempt
 RUN/STOP             made by a person: save, then end
+RUN/SAVE             made by a person: save, then go on; goes when the checkpoint is complete
+RUN/slurm/           what the job scripts keep, see scripts/slurm/README.md
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import math
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from m6.cluster.snapshot import SNAPSHOT, git
 from m6.config import RunConfig
 from m6.errors import UserError
 from m6.files import atomic_path, sync, write_json, write_text
@@ -58,7 +60,7 @@ class RunDirectory:
             difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
             if difference:
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
-        elif self.root.is_dir() and any(self.root.iterdir()):
+        elif self.root.is_dir() and any(path.name != "slurm" for path in self.root.iterdir()):
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         if not existing.is_dir():
@@ -91,6 +93,7 @@ class RunDirectory:
         attempt = parent / f"attempt_{max(numbers, default=-1) + 1:03d}"
         attempt.mkdir()
         source = Path(__file__).resolve().parents[2]
+        commit, patch = _commit_and_patch(source)
         record = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": sys.argv,
@@ -98,7 +101,7 @@ class RunDirectory:
             "host": platform.node(),
             "platform": platform.platform(),
             "python": platform.python_version(),
-            "git_commit": _git(source, "rev-parse", "HEAD").strip() or None,
+            "git_commit": commit,
             "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "environment": {
                 name: value
@@ -108,7 +111,6 @@ class RunDirectory:
         }
         write_json(attempt / "attempt.json", record)
         write_json(attempt / "config.json", config.document)
-        patch = _git(source, "diff", "HEAD")
         if patch:
             write_text(attempt / "patch.diff", patch)
 
@@ -170,6 +172,12 @@ class RunDirectory:
     def stop_requested(self) -> bool:
         return (self.root / "STOP").exists()
 
+    def save_requested(self) -> bool:
+        return (self.root / "SAVE").exists()
+
+    def save_granted(self) -> None:
+        (self.root / "SAVE").unlink(missing_ok=True)
+
 
 def _read_document(path: Path) -> dict[str, Any]:
     try:
@@ -209,9 +217,10 @@ def _difference(old: Any, new: Any, path: str = "") -> str:
     return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    try:
-        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""
+def _commit_and_patch(source: Path) -> tuple[str | None, str]:
+    """Of the repository, or as recorded where ``m6 submit`` made the sources' copy."""
+    if (source / SNAPSHOT).exists():
+        patch = source / "patch.diff"
+        commit = json.loads((source / SNAPSHOT).read_text(encoding="utf-8"))["git_commit"]
+        return commit, patch.read_text(encoding="utf-8") if patch.exists() else ""
+    return git(source, "rev-parse", "HEAD").strip() or None, git(source, "diff", "HEAD")

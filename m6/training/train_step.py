@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from m6.config import RunConfig
 from m6.data.pretraining import MicroBatch
 from m6.training.engine import expert_group
 from m6.training.gradients import clip_gradients
-from m6.training.metrics import ExpertHealth, StepResult, StepSums
+from m6.training.metrics import ExpertHealth, StepResult, StepSums, Wishes
 from m6.training.optimizer import set_learning_rate
 from m6.training.runtime import Runtime, seed_everything
 from m6.training.schedule import learning_rate_factor
@@ -66,11 +67,12 @@ class TrainStep:
         self.balancer = BiasBalancer(list(self.sparse.values()))
         self._router_entropy = torch.zeros(len(self.sparse), device=runtime.device)
 
-    def __call__(self, step: int, micro_batches: list[MicroBatch], stop: bool) -> StepOutcome:
+    def __call__(self, step: int, micro_batches: list[MicroBatch], wishes: Callable[[], Wishes]) -> StepOutcome:
         """Trains on ``micro_batches``, this rank's part of step ``step``.
 
         Args:
-            stop: whether this rank was asked to stop; any rank's wish reaches all in the outcome.
+            wishes: what this rank was asked for, called at the end of the step so that a wish that came during it
+                counts; any rank's wish reaches all in the outcome.
         """
         begin = time.perf_counter()
         target_weight, tokens, samples, bad_rows = self._count(micro_batches)
@@ -84,7 +86,7 @@ class TrainStep:
                 self.engine.step()
         grad_norm, skipped = self._update()
         nonfinite_routers = self._finish_routers(skipped)
-        result = sums.reduce(stop)
+        result = sums.reduce(wishes())
         micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
             result=result,

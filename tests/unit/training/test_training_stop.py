@@ -59,16 +59,15 @@ def test_a_stop_saves_after_the_step_and_the_run_goes_on(make_trainer: Callable[
     train_step = trainer.train_step
 
     def stopping_step(step: int, *arguments: object) -> object:
-        if step == 2:  # in the middle of the third step: the ranks hear of it at the end of a step
+        if step == 2:  # in the middle of the third step: the ranks hear of it at its end
             os.kill(os.getpid(), signal.SIGTERM) if how == "signal" else stop_file.touch()
         return train_step(step, *arguments)
 
     stopping_step.health = train_step.health
     trainer.train_step = stopping_step
     assert trainer.train() is False
-    # A wish that comes during a step is heard before the next.
-    assert trainer.step == 4
-    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)][-1] == "step_00000004"
+    assert trainer.step == 3
+    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)][-1] == "step_00000003"
     assert not (trainer.run.root / "DONE").exists()
     stop_file.unlink(missing_ok=True)
 

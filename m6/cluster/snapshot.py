@@ -1,0 +1,46 @@
+"""A copy of the code that a run is submitted with: a chain of jobs must not change when the checkout does."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from m6.errors import UserError
+from m6.files import write_json, write_text
+
+SNAPSHOT = "snapshot.json"
+_COPIED = ("m6", "moe", "offload", "scripts/slurm")
+
+
+def checkout() -> Path:
+    """The folder of the sources, with the job scripts in it."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "scripts" / "slurm" / "job.sh").is_file():
+        raise UserError(f"{root}: has no scripts/slurm/job.sh; m6 submit needs a checkout of the repository")
+    return root
+
+
+def take_snapshot(target: Path, document: dict[str, Any]) -> None:
+    """Copies the packages and the job scripts to ``target``, with the run's JSON as ``config.json``."""
+    root = checkout()
+    for name in _COPIED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    write_json(target / "config.json", document)
+    patch = git(root, "diff", "HEAD")
+    if patch:
+        write_text(target / "patch.diff", patch)
+    commit = git(root, "rev-parse", "HEAD").strip() or None
+    write_json(target / SNAPSHOT, {"git_commit": commit, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git prints; empty where there is no git or no repository."""
+    try:
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout if result.returncode == 0 else ""

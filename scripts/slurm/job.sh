@@ -1,0 +1,87 @@
+# The body of every training job: `source` it, then `train CONFIG [OPTIONS OF m6 pretrain]`.
+#
+# What an attempt came to is read from files, never from exit codes: srun reports the largest code of all ranks, which
+# is that of the ones it ended, and after a lost node it may report 0.
+#   RUN/DONE, RUN/FATAL, RUN/STOP     finished; not worth another attempt; stopped by a person: the job ends
+#   else, asked to stop by Slurm      saved: the job requeues itself, or leaves the rest to its successor
+#   else                              something failed: again in the same allocation, on nodes that pass preflight
+# Two attempts in a row that end without a new checkpoint become RUN/FATAL.
+#
+# shellcheck shell=bash
+
+: "${M6_ROOT:=$SLURM_SUBMIT_DIR}" # $0 is a copy in a spool folder: it does not say where the repository is
+export M6_ROOT
+
+SCRIPT_ARGUMENTS=("$@")
+STOP_SIGNAL=USR2 # as in the header's --signal=B:USR2@...; some versions of NCCL catch USR1
+STOP_ASKED=
+STEP_PID=
+REPEATER=
+trap on_stop_signal "$STOP_SIGNAL" # before anything slow: a stop that comes early is remembered
+trap on_term TERM
+
+log() { printf '%(%FT%T%z)T job %s: %s\n' -1 "$SLURM_JOB_ID" "$*"; }
+
+# shellcheck source=scripts/slurm/lib/settings.sh
+source "$M6_ROOT/scripts/slurm/lib/settings.sh"
+# shellcheck source=scripts/slurm/lib/attempts.sh
+source "$M6_ROOT/scripts/slurm/lib/attempts.sh"
+# shellcheck source=scripts/slurm/lib/preflight.sh
+source "$M6_ROOT/scripts/slurm/lib/preflight.sh"
+# shellcheck source=scripts/slurm/lib/step.sh
+source "$M6_ROOT/scripts/slurm/lib/step.sh"
+# shellcheck source=scripts/slurm/lib/watchdog.sh
+source "$M6_ROOT/scripts/slurm/lib/watchdog.sh"
+# shellcheck source=scripts/slurm/lib/successors.sh
+source "$M6_ROOT/scripts/slurm/lib/successors.sh"
+
+on_stop_signal() {
+    [[ -n $STOP_ASKED ]] || log "asked to stop"
+    STOP_ASKED=1
+    pass_on_stop
+}
+
+on_term() { # scancel, or Slurm takes the job back
+    log "SIGTERM: ending"
+    [[ -z $STEP_PID ]] || kill -TERM "$STEP_PID" 2>/dev/null || true
+    exit 143
+}
+
+train() {
+    CONFIG=$1
+    shift
+    settings
+    check_only_job
+    while :; do
+        exit_if_over
+        if stalled; then
+            give_up "two attempts in a row ended without a new checkpoint after step $(newest_checkpoint);" \
+                "see the logs of the last ones in $RUN_DIR/slurm/attempts"
+        fi
+        open_attempt
+        if ! preflight; then
+            replace_nodes
+        fi
+        record_attempt
+        run_step python -u -m m6.cli pretrain "$CONFIG" --run-dir "$RUN_DIR" "$@"
+        exit_if_over
+        if [[ -n $STOP_ASKED ]]; then
+            hand_over
+        fi
+        log "the step failed; newest checkpoint: step $(newest_checkpoint)"
+        describe_failure
+    done
+}
+
+exit_if_over() {
+    if [[ -e $RUN_DIR/DONE ]]; then
+        log "finished at step $(<"$RUN_DIR/DONE")"
+        exit 0
+    elif [[ -e $RUN_DIR/FATAL ]]; then
+        log "not worth another attempt: $(<"$RUN_DIR/FATAL")"
+        exit 1
+    elif [[ -e $RUN_DIR/STOP ]]; then
+        log "$RUN_DIR/STOP: stopped at step $(newest_checkpoint); remove the file and submit again to go on"
+        exit 0
+    fi
+}

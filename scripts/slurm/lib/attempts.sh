@@ -1,0 +1,63 @@
+# RUN/slurm/attempts.txt has a line for each attempt that got past preflight: the newest checkpoint at its
+# beginning, its number, its job. RUN/slurm/attempts/NUMBER is the attempt's folder: provenance, logs, evidence.
+#
+# shellcheck shell=bash
+
+newest_checkpoint() { # the step of the newest complete checkpoint, 0 without one
+    local manifest step=0
+    for manifest in "$RUN_DIR"/checkpoints/step_*/manifest.json; do
+        [[ -e $manifest ]] || continue
+        step=${manifest%/manifest.json}
+        step=${step##*/step_}
+    done
+    echo $((10#$step))
+}
+
+stalled() { # whether the last two attempts left the newest checkpoint where it was
+    local begun newest
+    newest=$(newest_checkpoint)
+    mapfile -t begun < <(tail -n 2 "$RUN_DIR/slurm/attempts.txt" 2>/dev/null | cut -d ' ' -f 1)
+    ((${#begun[@]} == 2)) && [[ ${begun[0]} == "$newest" && ${begun[1]} == "$newest" ]]
+}
+
+give_up() { # give_up REASON...
+    log "giving up: $*"
+    printf '%s\n' "$*" >"$RUN_DIR/.FATAL.$SLURM_JOB_ID"
+    mv "$RUN_DIR/.FATAL.$SLURM_JOB_ID" "$RUN_DIR/FATAL"
+    echo "- gave up" >>"$RUN_DIR/slurm/attempts.txt" # whoever removes FATAL starts to count anew
+    exit 1
+}
+
+check_only_job() { # two jobs in one folder would overwrite each other
+    local owner
+    owner=$(cat "$RUN_DIR/slurm/job" 2>/dev/null || true)
+    if [[ -n $owner && $owner != "$SLURM_JOB_ID" && -n $(squeue --noheader --jobs="$owner" --states=R,CG,S 2>/dev/null) ]]; then
+        log "job $owner is training in $RUN_DIR"
+        exit 1
+    fi
+    echo "$SLURM_JOB_ID" >"$RUN_DIR/slurm/job"
+}
+
+open_attempt() { # the next attempt's folder, and what it runs on and with
+    local number
+    number=$(find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 | wc -l)
+    ATTEMPT=$(printf '%04d' $((number + 1)))
+    M6_ATTEMPT_DIR=$RUN_DIR/slurm/attempts/$ATTEMPT
+    export M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=$M6_ATTEMPT_DIR/nccl.%h.%p.log
+    mkdir "$M6_ATTEMPT_DIR"
+    log "attempt $ATTEMPT on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks, from step $(newest_checkpoint), config $CONFIG"
+    scontrol show job "$SLURM_JOB_ID" >"$M6_ATTEMPT_DIR/job.txt" || true
+    cp "$0" "$M6_ATTEMPT_DIR/script.sh"
+    cp "$CONFIG" "$M6_ATTEMPT_DIR/config.json"
+    python -m pip freeze >"$M6_ATTEMPT_DIR/packages.txt" 2>/dev/null || true
+}
+
+record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID" >>"$RUN_DIR/slurm/attempts.txt"; }
+
+describe_failure() { # the last words of the rank that failed, as far as they can be told from those of the others
+    local rank_log words
+    for rank_log in "$M6_ATTEMPT_DIR"/rank_*.log; do
+        words=$(grep -Ev '^ *$|slurmstepd' "$rank_log" 2>/dev/null | tail -n 1 | cut -c 1-300 || true)
+        [[ -z $words ]] || printf '    %s: %s\n' "${rank_log##*/}" "$words"
+    done | sort -k 2 | uniq -c -f 1 | head -n 8
+}

@@ -1,0 +1,55 @@
+# Before every attempt: is there room for checkpoints, and is every node fit? A report per node goes to the
+# attempt's folder; its first line is "ok", or each line says what is wrong.
+#
+# shellcheck shell=bash
+
+preflight() { # fails if nodes are sick; SICK_NODES names them
+    SICK_NODES=()
+    check_disk
+    local reports=$M6_ATTEMPT_DIR/preflight node
+    mkdir "$reports"
+    date +%s >"$reports/clock"
+    on_every_node python -m m6.cluster.preflight "$reports"
+    [[ -z $STOP_ASKED ]] || return 0
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        if [[ ! -e $reports/$node.txt ]]; then
+            echo "no report within ${PREFLIGHT_TIMEOUT_S} s" >"$reports/$node.txt"
+        fi
+    done
+    if ((${SLURM_GPUS_ON_NODE:-0} > 0)) && [[ $(cat "$reports"/*.txt | sort -u) == ok ]]; then
+        on_every_rank python -m m6.cluster.sniff "$reports"
+    fi
+    [[ -z $STOP_ASKED ]] || return 0
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        [[ $(head -n 1 "$reports/$node.txt") == ok ]] || SICK_NODES+=("$node")
+    done
+    for node in "${SICK_NODES[@]}"; do
+        log "preflight: $node: $(paste -sd ';' "$reports/$node.txt")"
+    done
+    if ((${#SICK_NODES[@]} == SLURM_NNODES && SLURM_NNODES > 1)); then
+        give_up "preflight found every node sick, which is no matter of the nodes; see $reports"
+    fi
+    ((${#SICK_NODES[@]} == 0))
+}
+
+check_disk() {
+    local free_gb free_inodes
+    free_gb=$(df --output=avail -BG "$RUN_DIR" | tail -n 1 | tr -dc '0-9')
+    free_inodes=$(df --output=iavail "$RUN_DIR" | tail -n 1 | tr -dc '0-9') # empty where there is no such number
+    ((free_gb >= MIN_DISK_GB)) || give_up "$RUN_DIR: $free_gb GiB of disk are left, $MIN_DISK_GB are asked for"
+    ((${free_inodes:-0} == 0 || free_inodes >= MIN_INODES)) ||
+        give_up "$RUN_DIR: $free_inodes inodes are left, $MIN_INODES are asked for"
+}
+
+on_every_node() { bounded srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 "${SRUN_OPTIONS[@]}" "$@"; }
+
+on_every_rank() { bounded srun --ntasks="$SLURM_NTASKS" "${SRUN_OPTIONS[@]}" "$@"; }
+
+bounded() { # ends with the command, at its time limit, or when Slurm asks to stop
+    timeout --kill-after=10 "$PREFLIGHT_TIMEOUT_S" "$@" &
+    local process=$!
+    while kill -0 "$process" 2>/dev/null; do
+        wait "$process" || true
+        [[ -z $STOP_ASKED ]] || kill "$process" 2>/dev/null || true
+    done
+}

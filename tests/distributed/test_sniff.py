@@ -1,0 +1,49 @@
+"""The sniff test of GPUs and links, on four ranks that stand for two nodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from m6.cluster.sniff import neighbours, outliers, report
+from tests.distributed.spawn import run_distributed
+
+
+def measure_on_two_nodes(folder: Path) -> None:
+    from m6.cluster.sniff import measure
+    from m6.training.runtime import start
+
+    runtime = start()
+    speeds = measure(runtime, f"n{1 + runtime.rank // 2}")
+    (folder / f"rank_{runtime.rank}").write_text(json.dumps(speeds))
+
+
+def test_all_ranks_agree_on_the_speeds_of_all_nodes(tmp_path: Path):
+    run_distributed(measure_on_two_nodes, 4, tmp_path)
+    texts = {(tmp_path / f"rank_{rank}").read_text() for rank in range(4)}
+    assert len(texts) == 1
+    speeds = json.loads(texts.pop())
+    assert set(speeds) == {"matmul in TFLOP/s", "exchange in GB/s"}
+    for by_node in speeds.values():
+        assert set(by_node) == {"n1", "n2"}
+        assert min(by_node.values()) > 0
+
+
+def test_who_falls_behind():
+    speeds = {"n1": 100.0, "n2": 91.0, "n3": 89.0, "n4": 101.0, "n5": 100.0}
+    assert outliers(speeds, 0.1) == {"n3": 89.0}
+
+
+def test_every_node_meets_both_neighbours():
+    assert neighbours(["a", "b", "c", "d"]) == [("a", "b"), ("c", "d"), ("b", "c")]
+    assert neighbours(["a", "b", "c"]) == [("a", "b"), ("b", "c")]
+    assert neighbours(["a"]) == [("a",)]
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 0.5])
+def test_the_report_of_a_slow_node(tmp_path: Path, tolerance: float):
+    for node in ("n1", "n2", "n3"):
+        (tmp_path / f"{node}.txt").write_text("ok\n")
+    report(tmp_path, {"matmul in TFLOP/s": {"n1": 400.0, "n2": 300.0, "n3": 402.0}}, tolerance)
+    slow = "matmul in TFLOP/s: 300, the median of the nodes is 400\n" if tolerance < 0.25 else "ok\n"
+    assert [(tmp_path / f"{node}.txt").read_text() for node in ("n1", "n2", "n3")] == ["ok\n", slow, "ok\n"]

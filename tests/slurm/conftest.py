@@ -1,0 +1,86 @@
+"""One local cluster for all scenarios, several of which run at a time: most of their time is waiting.
+
+A test that takes the fixture ``played`` names a function of scenarios.py with ``@pytest.mark.scenario("...")``: it
+does things to a run, and returns what the test then judges.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.fixtures.tiny_run import tiny_document
+from tests.slurm import scenarios
+from tests.slurm.cluster import LocalCluster, why_not
+from tests.slurm.run import ClusterRun
+
+AT_A_TIME = 4
+# Every job on this cluster: this interpreter, the loopback device, and what its own run asks for.
+SITE = f"""
+PATH={Path(sys.executable).parent}:$PATH
+export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp
+mkdir -p "$TMPDIR"
+WATCH_INTERVAL_S=1 EVIDENCE_S=2 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
+source "$RUN_DIR.env"
+"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "scenario(name): what happens to a run on the local cluster")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    cluster = LocalCluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> Iterator[Path]:
+    """Where the runs lie; jobs that are submitted meanwhile go to the local cluster."""
+    folder = tmp_path_factory.mktemp("slurm")
+    tiny_document(folder)  # builds the data
+    (folder / "cluster.env").write_text(SITE, encoding="utf-8")
+    environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "M6_CLUSTER_ENV": str(folder / "cluster.env")}
+    with mock.patch.dict(os.environ, environment):
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def make_run(cluster: LocalCluster, folder: Path) -> Callable[..., ClusterRun]:
+    return lambda name, environment="", **changes: ClusterRun(cluster, folder, name, environment, **changes)
+
+
+@pytest.fixture(scope="session")
+def plays(request: pytest.FixtureRequest, make_run: Callable[..., ClusterRun]) -> Iterator[dict[str, Future[Any]]]:
+    """The scenarios of the selected tests, all under way."""
+    marks = [mark for item in request.session.items for mark in item.iter_markers("scenario")]
+    names = [name for mark in marks for name in mark.args]
+    pool = ThreadPoolExecutor(AT_A_TIME)
+    yield {name: pool.submit(getattr(scenarios, name), make_run) for name in dict.fromkeys(names)}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def played(request: pytest.FixtureRequest, plays: dict[str, Future[Any]]) -> Any:
+    """What this test's scenario returned."""
+    return plays[request.node.get_closest_marker("scenario").args[0]].result()
+
+
+@pytest.fixture
+def whole(request: pytest.FixtureRequest, plays: dict[str, Future[Any]]) -> ClusterRun:
+    """The run that was left alone, with which the test compares: the second name in its mark."""
+    run: ClusterRun = plays[request.node.get_closest_marker("scenario").args[1]].result()
+    return run

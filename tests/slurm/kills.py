@@ -1,0 +1,118 @@
+"""kill -9 of a whole step at random moments of one run, and what it cost each time."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.slurm.run import ClusterRun
+
+INTERVAL = 20
+MOMENTS = ("starting", "training", "writing")
+
+
+@dataclass
+class Kill:
+    """One kill.
+
+    Attributes:
+        moment: "starting", before the attempt's first step; "writing", while a checkpoint was incomplete; "training".
+        time: of the kill, in seconds since 1970.
+        step: the last step whose metrics were written.
+        checkpoint: the newest complete checkpoint when all ranks were gone; 0 if there was none.
+        resumed_at: the step from which the next attempt went on.
+        first_step_after_s: from the kill to the end of the next attempt's first step; None where that was killed
+            before.
+    """
+
+    moment: str
+    time: float
+    step: int
+    checkpoint: int
+    resumed_at: int = 0
+    first_step_after_s: float | None = None
+
+    @property
+    def lost_steps(self) -> int:
+        return self.step - self.resumed_at
+
+
+def steps_for(kills: int) -> int:
+    """A run that is still under way after so many kills: an attempt gets through three intervals at most."""
+    return 3 * INTERVAL * (kills + 1)
+
+
+def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
+    """Kills all ranks of the run's step ``kills`` times, and returns when its job is over."""
+    rng = random.Random(seed)
+    done: list[Kill] = []
+    for index in range(kills):
+        # Two attempts without a new checkpoint end a run, as they should: never twice in a row before the first step.
+        starting = rng.random() < 1 / 3 and not (done and done[-1].moment == "starting")
+        begin = time.time()
+        run.wait_for_ranks()
+        if starting:
+            time.sleep(rng.uniform(0, 6))
+        else:
+            before = run.newest_checkpoint()
+            run.wait_until(lambda start=begin: _entry_since(run, start), f"the first step of attempt {index + 1}")
+            run.wait_until(lambda least=before: run.newest_checkpoint() > least, "a new checkpoint")
+            if rng.random() < 0.5:
+                run.wait_until(lambda: _incomplete(run), "a checkpoint in the making")
+                time.sleep(rng.uniform(0, 0.05))
+            else:
+                target = run.step() + rng.randint(0, INTERVAL)
+                run.wait_until(lambda least=target: run.step() >= least, f"step {target}")
+        moment = "starting" if not _entry_since(run, begin) else "writing" if _incomplete(run) else "training"
+        now = time.time()
+        run.kill_all()
+        if done and (first := _entry_since(run, done[-1].time)):
+            done[-1].first_step_after_s = first["time"] - done[-1].time
+        done.append(Kill(moment, now, run.step(), run.newest_checkpoint()))
+    run.wait_for_end()
+    done[-1].first_step_after_s = _entry_since(run, done[-1].time)["time"] - done[-1].time
+    _fill_in_resumes(run, done)
+    return done
+
+
+def summary(kills: list[Kill]) -> dict[str, Any]:
+    """The figures of a soak."""
+    recoveries = sorted(kill.first_step_after_s for kill in kills if kill.first_step_after_s is not None)
+    return {
+        "kills": len(kills),
+        "moments": {name: sum(kill.moment == name for kill in kills) for name in MOMENTS},
+        "checkpoint_interval_steps": INTERVAL,
+        "lost_steps_max": max(kill.lost_steps for kill in kills),
+        "first_step_after_s": {
+            "median": recoveries[len(recoveries) // 2],
+            "min": recoveries[0],
+            "max": recoveries[-1],
+            "measured": len(recoveries),
+        },
+        "each": [{**asdict(kill), "lost_steps": kill.lost_steps} for kill in kills],
+    }
+
+
+def _fill_in_resumes(run: ClusterRun, kills: list[Kill]) -> None:
+    said = f"resumed {run.root} at step "
+    following = 0
+    for kill, attempt in reversed(list(zip(kills, run.attempts()[1:], strict=True))):
+        log = (attempt / "rank_00000.log").read_text(encoding="utf-8", errors="replace")
+        # An attempt that was killed before it could resume left everything to the one after it.
+        if said in log:
+            following = int(log.split(said)[1].split()[0])
+        elif kill.checkpoint == 0:
+            following = 0
+        kill.resumed_at = following
+
+
+def _entry_since(run: ClusterRun, since: float) -> dict[str, Any]:
+    """The first line of metrics that was written after ``since``; empty if there is none."""
+    return next((entry for entry in run.entries(last_bytes=2**17) if entry["time"] > since), {})
+
+
+def _incomplete(run: ClusterRun) -> bool:
+    folders = (run.root / "checkpoints").glob("step_*")
+    return any(not (folder / "manifest.json").exists() for folder in folders)

@@ -1,0 +1,229 @@
+"""What happens to the runs. Each function takes ``make_run`` and returns what a test judges."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.slurm import kills
+from tests.slurm.cluster import wait_until
+from tests.slurm.run import INTERVAL, ClusterRun
+
+MakeRun = Callable[..., ClusterRun]
+ROOT = Path(__file__).parents[2]
+KILLS = 20
+MIDDLE = 25  # a step between two checkpoints
+
+
+def left_alone(make_run: MakeRun) -> ClusterRun:
+    run = make_run("left_alone")
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
+def stop_and_resume(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("stop_and_resume")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    step = run.step()
+    run.ask_to_stop()
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run, step
+
+
+def stop_during_preflight(make_run: MakeRun) -> ClusterRun:
+    run = make_run("stop_during_preflight", "export PREFLIGHT_HOOK='[[ -e $RUN_DIR/slurm/slept ]] || sleep 30'")
+    run.submit()
+    run.wait_for_attempt(1)
+    wait_until((run.attempts()[0] / "preflight" / "clock").exists, "preflight")
+    (run.root / "slurm" / "slept").touch()
+    run.ask_to_stop()
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run
+
+
+def stop_while_starting(make_run: MakeRun) -> ClusterRun:
+    run = make_run("stop_while_starting")
+    run.submit()
+    run.wait_for_ranks()
+    run.ask_to_stop()
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run
+
+
+def smoke_script(make_run: MakeRun) -> ClusterRun:
+    """``sbatch scripts/slurm/smoke.sbatch`` as it is; the options only make its configuration tiny."""
+    run = make_run("smoke_script")
+    own = json.loads(run.config.read_text(encoding="utf-8"))["m6"]
+    model = {**own["model"], "num_layers": 1}
+    settings = {**{f"model.{key}": value for key, value in model.items()}, "training.total_steps": 4}
+    settings |= {"schedule.warmup_steps": 1, "evaluation.num_batches": 1, "moe.num_experts": 4}
+    settings |= {f"data.{key}": own["data"][key] for key in ("path", "tokenizer", "sequence_length", "num_workers")}
+    options = [word for key, value in settings.items() for word in ("--set", f"m6.{key}={json.dumps(value)}")]
+    script = ROOT / "scripts" / "slurm" / "smoke.sbatch"
+    environment = f"RUN_DIR={run.root},M6_ROOT={ROOT},M6_CLUSTER_ENV={run.folder / 'cluster.env'}"
+    where = [f"--chdir={ROOT}", f"--output={run.root}.log", f"--export=ALL,{environment}"]
+    run.job = run.cluster.run("sbatch", "--parsable", *where, str(script), *options).strip()
+    run.wait_for_end()
+    return run
+
+
+def rank_crash(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("rank_crash")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    run.kill(1)
+    run.wait_for_attempt(2)
+    checkpoint = run.checkpoints()[-1]
+    run.wait_for_end()
+    return run, checkpoint
+
+
+def crash_loop(make_run: MakeRun) -> ClusterRun:
+    run = make_run("crash_loop")
+    run.submit()
+    for attempt in (1, 2):
+        run.wait_for_attempt(attempt)
+        run.kill(1)
+        wait_until(lambda: not run.ranks(), "the end of the step")
+    run.wait_for_end()
+    return run
+
+
+def hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("hang", "STEP_TIMEOUT_S=8")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    run.kill(1, signal.SIGSTOP)
+    run.wait_for_attempt(2)
+    checkpoint = run.checkpoints()[-1]
+    run.wait_for_end()
+    return run, checkpoint
+
+
+def not_finite(make_run: MakeRun) -> ClusterRun:
+    run = make_run("not_finite", optimizer__params__lr=1e30)
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
+def lost_node(make_run: MakeRun) -> tuple[ClusterRun, str, int]:
+    run = make_run("lost_node")
+    run.submit(partition="fragile")
+    run.wait_for_step(MIDDLE)
+    lost = run.cluster.run("scontrol", "show", "hostnames", run.cluster.job_fields(run.job)["NodeList"]).split()[-1]
+    run.cluster.lose_node(lost)
+    wait_until(lambda: not run.ranks(), "the end of the ranks")
+    checkpoint = run.checkpoints()[-1]
+    run.wait_for_file("DONE")
+    return run, lost, checkpoint
+
+
+def sick_node(make_run: MakeRun) -> tuple[ClusterRun, str, str]:
+    """Whichever node writes its name first stays sick."""
+    hook = (
+        "(set -C; echo $SLURMD_NODENAME >$RUN_DIR/slurm/sick) 2>/dev/null; "
+        "[[ $(<$RUN_DIR/slurm/sick) != $SLURMD_NODENAME ]] || { echo smells of smoke; false; }"
+    )
+    run = make_run("sick_node", f"export PREFLIGHT_HOOK='{hook}'")
+    run.submit()
+    run.wait_for_end()
+    successor = run.log().split(" goes on without ")[0].rsplit("job ", 1)[1]
+    run.wait_for_end(successor)
+    return run, (run.root / "slurm" / "sick").read_text().strip(), successor
+
+
+def corrupt_checkpoint(make_run: MakeRun) -> dict:
+    run = make_run("corrupt_checkpoint")
+    run.submit()
+    run.wait_for_step(12)
+    (run.root / "SAVE").touch()
+    wait_until(lambda: not (run.root / "SAVE").exists(), "SAVE to be granted", timeout_s=60)
+    granted = next((step for step in run.checkpoints() if step % INTERVAL), 0)
+    run.wait_for_step(MIDDLE)
+    (run.root / "STOP").touch()
+    state = run.wait_for_end()
+    found = {
+        "run": run,
+        "granted": granted,
+        "state_after_stop": state,
+        "restarts": run.cluster.job_fields(run.job)["Restarts"],
+        "checkpoints": run.checkpoints(),
+    }
+    shard = sorted((run.root / "checkpoints").glob(f"step_{run.checkpoints()[-1]:08d}/rank_00001_*.safetensors"))[-1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (run.root / "STOP").unlink()
+    run.submit()
+    run.wait_for_end()
+    return found
+
+
+def full_disk(make_run: MakeRun) -> tuple[ClusterRun, str]:
+    """A limit on the size of a file stands for the disk: a write beyond it fails in the same place."""
+    run = make_run("full_disk", "[[ -e $RUN_DIR/slurm/emptied ]] || ulimit -f 100")
+    run.submit()
+    run.wait_for_end()
+    reason = (run.root / "FATAL").read_text()
+    (run.root / "FATAL").unlink()
+    (run.root / "slurm" / "emptied").touch()
+    run.submit()
+    run.wait_for_end()
+    return run, reason
+
+
+def chain(make_run: MakeRun) -> tuple[ClusterRun, list[str]]:
+    return _stop_the_first(make_run("chain"), chain=3)
+
+
+def array(make_run: MakeRun) -> tuple[ClusterRun, list[str]]:
+    return _stop_the_first(make_run("array"), array=3)
+
+
+def _stop_the_first(run: ClusterRun, **how: int) -> tuple[ClusterRun, list[str]]:
+    jobs = run.submit(**how)
+    if "array" in how:
+        jobs = [f"{run.job}_{task}" for task in range(1, how["array"] + 1)]
+    run.wait_for_step(MIDDLE)
+    run.ask_to_stop(jobs[0])
+    for job in jobs:
+        run.wait_for_end(job)
+    return run, jobs
+
+
+def other_number_of_nodes(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    run = make_run("other_number_of_nodes", m6__training__ep_size=2)
+    run.submit(nodes=4)
+    run.wait_for_step(MIDDLE)
+    (run.root / "STOP").touch()
+    run.wait_for_end()
+    step = run.step()
+    (run.root / "STOP").unlink()
+    run.submit(nodes=2)
+    run.wait_for_end()
+    return run, step
+
+
+def _long(make_run: MakeRun, name: str) -> ClusterRun:
+    changes = {"m6__training__total_steps": kills.steps_for(KILLS), "m6__checkpoint__interval_steps": kills.INTERVAL}
+    return make_run(name, **changes)
+
+
+def long_left_alone(make_run: MakeRun) -> ClusterRun:
+    run = _long(make_run, "long_left_alone")
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
+def random_kills(make_run: MakeRun) -> tuple[ClusterRun, list[kills.Kill]]:
+    run = _long(make_run, "random_kills")
+    run.submit()
+    return run, kills.kill_at_random(run, KILLS, seed=0)

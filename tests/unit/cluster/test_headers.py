@@ -1,0 +1,61 @@
+"""The job scripts' headers say what the clusters' JSON say, and fit the configurations they train."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from m6.cluster.description import load_cluster
+from m6.config import check_world_size, load_config
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = {
+    "smoke": ("cpu_2x1", ["train_micro_batch_size_per_gpu=8"]),
+    "pretrain_100b": ("gpu_16x8", []),
+    "pretrain_1t": ("gpu_60x8", []),
+    "pretrain_10t": ("gpu_64x8", []),
+}
+
+
+def script(name: str) -> str:
+    return (ROOT / "scripts" / "slurm" / f"{name}.sbatch").read_text()
+
+
+def header(name: str) -> set[str]:
+    return {line.split()[1] for line in script(name).splitlines() if line.startswith("#SBATCH")}
+
+
+def body(name: str) -> list[str]:
+    lines = [line for line in script(name).splitlines() if not line.startswith("#")]
+    return [line if not line.startswith("train ") else "train" for line in lines]
+
+
+def test_all_scripts_are_listed():
+    found = {path.stem for path in (ROOT / "scripts" / "slurm").glob("*.sbatch")} - {"pretrain"}
+    assert found == set(SCRIPTS)
+    assert {path.stem for path in (ROOT / "configs" / "clusters").glob("*.json")} == {
+        name for name, _ in SCRIPTS.values()
+    }
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_header_and_configuration(name: str):
+    cluster_name, overrides = SCRIPTS[name]
+    cluster = load_cluster(ROOT / "configs" / "clusters" / f"{cluster_name}.json")
+    options = {re.sub(r"=(\d+):00:00$", lambda hours: f"={int(hours[1]) * 60}", option) for option in header(name)}
+    options = {option.replace("=00:30:00", "=30") for option in options}
+    wanted = {option for option in cluster.options() if option != "--mem=0" or cluster.exclusive}
+    assert wanted <= options
+    assert {"--requeue", "--open-mode=append"} <= options
+    [config] = re.findall(r"configs/\w+\.json", script(name))
+    assert check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size) >= 1
+
+
+def test_the_signal_is_the_one_that_the_body_waits_for():
+    [signal] = re.findall(r"^STOP_SIGNAL=(\w+)", (ROOT / "scripts" / "slurm" / "job.sh").read_text(), re.MULTILINE)
+    for name in SCRIPTS:
+        assert any(option.startswith(f"--signal=B:{signal}@") for option in header(name))
+
+
+def test_the_bodies_are_the_same():
+    assert len({tuple(body(name)) for name in (*SCRIPTS, "pretrain")}) == 1

@@ -1,0 +1,72 @@
+"""What preflight calls a sick node."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from m6.cluster import preflight
+
+GPUS = "0, 41, 3, 0\n1, 44, 3, 0\n"
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> Path:
+    (tmp_path / "clock").write_text(f"{int(time.time())}\n")
+    return tmp_path
+
+
+def run(reports: Path, **environment: str) -> str:
+    subprocess.run(
+        [sys.executable, "-m", "m6.cluster.preflight", str(reports)],
+        env={**os.environ, "SLURMD_NODENAME": "n7", **environment},
+        check=True,
+        timeout=60,
+    )
+    return (reports / "n7.txt").read_text()
+
+
+def test_a_fit_node(reports: Path):
+    assert run(reports) == "ok\n"
+
+
+def test_everything_that_is_wrong_is_said(reports: Path):
+    (reports / "clock").write_text(f"{int(time.time()) + 100}\n")
+    limits = {"MIN_HOST_MEMORY_GB": "1e6", "MIN_SHM_GB": "1e6", "PREFLIGHT_HOOK": "echo burning; false"}
+    lines = run(reports, **limits).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("the clock is -")
+    assert "GiB of host memory are free, 1e+06 are asked for" in lines[1]
+    assert "GiB of /dev/shm are free" in lines[2]
+    assert lines[3] == "PREFLIGHT_HOOK: burning"
+
+
+def test_a_folder_that_is_not_shared(tmp_path: Path):
+    assert "the run's folder is not shared with this node" in run(tmp_path)
+
+
+def test_a_check_that_breaks_is_told(reports: Path):
+    assert run(reports, MIN_SHM_GB="much").startswith("preflight itself failed: ValueError")
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert preflight.check_gpus(GPUS, "") == []
+    assert preflight.check_gpus("", "") == ["0 GPUs, 2 are asked for"]
+    assert preflight.check_gpus("0, 41, 3, [N/A]\n1, 44, 3, [N/A]\n", "") == []
+    assert preflight.check_gpus("0, 91, 3, 0\n1, 44, 20000, 2\n", "") == [
+        "GPU 0: 91 C before anything runs",
+        "GPU 1: not idle, 20000 MiB are in use",
+        "GPU 1: 2 uncorrected ECC errors since the driver was loaded",
+    ]
+
+
+def test_xids_that_matter(monkeypatch: pytest.MonkeyPatch):
+    """A crash of an application (31, 43) is none of the node's."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    log = "[1.0] NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python\n"
+    assert preflight.check_gpus(GPUS, log.format(31) + log.format(43)) == []
+    assert preflight.check_gpus(GPUS, log.format(79) + log.format(48)) == ["the kernel's log has Xid 48, 79"]

@@ -1,0 +1,176 @@
+"""m6 submit: the command, what it leaves behind, and what it refuses before anything is written."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.command import contents, m6, user_error
+from tests.fixtures.tiny_run import write_tiny_config
+
+CLUSTER = {
+    "nodes": 2,
+    "ranks_per_node": 2,
+    "gpus_per_node": 2,
+    "cpus_per_rank": 8,
+    "memory_gb_per_node": 64,
+    "time_limit_min": 120,
+    "signal_lead_s": 300,
+    "partition": "gpu",
+    "account": "m6",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_config(tmp_path_factory.mktemp("submission"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    return write_cluster(tmp_path)
+
+
+def write_cluster(folder: Path, **changes: object) -> Path:
+    document = {**CLUSTER, "shared_folders": [str(folder)], **changes}
+    path = folder / "cluster.json"
+    path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
+    return path
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine whose sbatch notes its arguments and gives out ids."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$@" "--" >>{tmp_path}/calls\necho $((100 + $(grep -c ^--$ {tmp_path}/calls)))\n'
+    )
+    (programs / "sbatch").chmod(0o755)
+    return {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_a_dry_run_prints_the_command_and_writes_nothing(config: Path, cluster: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    before = contents(tmp_path)
+    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", run, "--dry-run")
+    assert outcome.code == 0, outcome
+    assert contents(tmp_path) == before
+    command = shlex.split(outcome.stdout)
+    assert command[0] == "sbatch"
+    assert set(command) >= {
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--cpus-per-task=8",
+        "--mem=64G",
+        "--time=120",
+        "--signal=B:USR2@300",
+        "--exclusive",
+        "--partition=gpu",
+        "--account=m6",
+        "--requeue",
+        "--open-mode=append",
+        "--dependency=singleton",
+        "--job-name=m6_run",
+        f"--comment={run}",
+    }
+    assert command[-2].endswith("/scripts/slurm/pretrain.sbatch")
+
+
+def test_what_is_submitted_is_recorded(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
+    run = tmp_path / "run"
+    arguments = ("submit", config, "--cluster", cluster, "--run-dir", run, "--set", "m6.training.total_steps=7")
+    outcome = m6(*arguments, **slurm)
+    assert outcome.code == 0, outcome
+    printed, job = outcome.stdout.splitlines()
+    assert job == "101"
+    given = (tmp_path / "calls").read_text().split("\n--\n")[0].splitlines()
+    assert shlex.split(printed) == ["sbatch", *given]
+    [record] = [json.loads(line) for line in (run / "slurm" / "submissions.jsonl").read_text().splitlines()]
+    assert record["command"] == printed
+    assert record["jobs"] == ["101"]
+    *_, script, snapshot_config = given
+    assert json.loads(Path(snapshot_config).read_text())["m6"]["training"]["total_steps"] == 7
+    snapshot = Path(snapshot_config).parent
+    assert (snapshot / "m6" / "training" / "loop.py").is_file()
+    assert (snapshot / "moe" / "__init__.py").is_file()
+    assert Path(script).is_file()
+    assert "git_commit" in json.loads((snapshot / "snapshot.json").read_text())
+    options = (run / "slurm" / "sbatch_options").read_text().splitlines()
+    assert set(options) <= set(given)
+    assert not [option for option in options if option.startswith(("--dependency", "--array", "--parsable"))]
+
+
+def test_a_chain_is_the_same_command_again(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
+    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--chain", 3, **slurm)
+    assert outcome.stdout.splitlines()[1:] == ["101", "102", "103"]
+    calls = (tmp_path / "calls").read_text().split("\n--\n")[:3]
+    assert calls[0] == calls[1] == calls[2]
+    assert "--no-requeue" in calls[0].splitlines()
+
+
+def test_an_array_runs_one_task_at_a_time(config: Path, cluster: Path, tmp_path: Path):
+    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--array", 5, "--dry-run")
+    assert {"--array=1-5%1", "--no-requeue"} <= set(shlex.split(outcome.stdout))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": 3}, "train_batch_size 8 is not a multiple of train_micro_batch_size_per_gpu 2 x 6 ranks"),
+        (
+            {"time_limit_min": 6},
+            "time_limit_min 6 leaves no time to train: Slurm asks to stop signal_lead_s 300 before",
+        ),
+        ({"gpus_per_node": 4}, "gpus_per_node 4 with ranks_per_node 2; a rank has one GPU"),
+        ({"shared_folders": ["/elsewhere"]}, "not in a folder that all nodes share (shared_folders: /elsewhere)"),
+        ({"signal_led_s": 9}, 'signal_led_s: unknown key; did you mean "signal_lead_s"?'),
+        ({"nodes": None}, "nodes: missing"),
+        ({"nodes": "2"}, "nodes: input should be a valid integer"),
+    ],
+)
+def test_what_cannot_work(config: Path, tmp_path: Path, changes: dict, message: str):
+    cluster = write_cluster(tmp_path, **changes)
+    assert message in user_error("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_local_disk_is_refused(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cluster = write_cluster(tmp_path, shared_folders=[])
+    arguments = ("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--dry-run")
+    monkeypatch.setattr("m6.cluster.filesystem.file_system_type", lambda path: "ext4")
+    assert "lies on ext4, which other nodes do not see" in user_error(*arguments)
+    monkeypatch.setattr("m6.cluster.filesystem.file_system_type", lambda path: "lustre")
+    assert m6(*arguments).code == 0
+
+
+@pytest.mark.parametrize("name", ["DONE", "STOP", "FATAL"])
+def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: str):
+    run = tmp_path / "run"
+    (run / "slurm").mkdir(parents=True)
+    (run / "config.json").write_text(config.read_text())
+    (run / name).touch()
+    assert str(run / name) in user_error("submit", config, "--cluster", cluster, "--run-dir", run)
+
+
+def test_chain_and_array_together(config: Path, cluster: Path, tmp_path: Path):
+    message = user_error(
+        "submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--chain", 2, "--array", 2
+    )
+    assert message == "--chain 2 and --array 2: both make jobs that follow each other; choose one"
+
+
+def test_no_slurm_here(config: Path, cluster: Path, tmp_path: Path):
+    message = user_error("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", PATH="/nowhere")
+    assert message.startswith("sbatch: no such command")
+    assert not (tmp_path / "run").exists()
+
+
+def test_slurm_refuses(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    message = user_error("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", **slurm)
+    assert message == "sbatch refused: sbatch: error: invalid partition"
