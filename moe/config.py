@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from moe.payload import Payload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,12 @@ class MoEConfig:
         activation: between the two matrices of an expert.
         aux_loss_weight: weight of the load-balancing loss.
         z_loss_weight: weight of the loss that keeps the router's logits small.
+        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" takes the
+            prototypes' exchange where no way moves fewer bytes.
+        payload: the form in which tokens travel: as they are, "bfloat16", or "float8" to the experts and "bfloat16"
+            back.
+        ranks_per_node: neighbouring ranks with fast links among them, for an exchange between nodes first and inside of
+            them next; null makes no difference between ranks.
 
     Raises:
         ValueError: when numbers do not fit each other.
@@ -39,6 +47,9 @@ class MoEConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.0
+    exchange: Literal["auto", "all_to_all", "prototype"] = "auto"
+    payload: Payload = "same"
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_prototypes", "top_k"):
@@ -62,6 +73,14 @@ class MoEConfig:
             raise ValueError(f'capacity_rule is {self.capacity_rule!r}; expected "k" or "1"')
         if self.activation not in ("gelu", "relu"):
             raise ValueError(f'activation is {self.activation!r}; expected "gelu" or "relu"')
+        if self.exchange not in ("auto", "all_to_all", "prototype"):
+            raise ValueError(f'exchange is {self.exchange!r}; expected "auto", "all_to_all" or "prototype"')
+        if self.exchange == "prototype" and self.num_prototypes == 1:
+            raise ValueError('exchange is "prototype", but num_prototypes is 1; expected "auto" or "all_to_all"')
+        if self.payload not in get_args(Payload):
+            raise ValueError(f'payload is {self.payload!r}; expected "same", "bfloat16" or "float8"')
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1, or none")
 
     @property
     def experts_per_prototype(self) -> int:

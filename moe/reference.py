@@ -11,13 +11,13 @@ from moe.config import MoEConfig
 
 
 class ReferenceOutput(NamedTuple):
-    """hidden_states [T, D], aux_loss [], and per expert the numbers of the tokens it computed."""
+    """hidden_states [T, D], aux_loss [], per expert the numbers of the tokens it computed, the rest per prototype."""
 
     hidden_states: Tensor
     aux_loss: Tensor
     tokens_of_expert: list[list[int]]
-    dropped: int
-    router_entropy: float
+    dropped: list[int]
+    router_entropy: list[float]
 
 
 def reference_moe(
@@ -42,14 +42,14 @@ def reference_moe(
     logits = {}
     probabilities = {}
     choices = {}
-    entropy = 0.0
+    entropy = [0.0] * prototypes
     for t in real:
         for z in range(prototypes):
             logits[t, z] = parameters["router.weight"][z * size : (z + 1) * size] @ hidden_states[t]
             probabilities[t, z] = logits[t, z].exp() / logits[t, z].exp().sum()
             ranked = sorted(range(size), key=lambda i, p=probabilities[t, z]: -p[i].item())  # type: ignore[misc]
             choices[t, z] = ranked[: config.top_k]
-            entropy -= sum(p * math.log(p) for p in probabilities[t, z].tolist())
+            entropy[z] -= sum(p * math.log(p) for p in probabilities[t, z].tolist())
 
     # Places: all first choices, then all second choices, in the order of tokens.
     factor = config.capacity_factor if training else config.eval_capacity_factor
@@ -60,7 +60,7 @@ def reference_moe(
     tokens_of_expert: list[list[int]] = [[] for _ in range(config.num_experts)]
     chosen_counts = [0] * config.num_experts
     outputs = [torch.zeros_like(row) for row in hidden_states]
-    dropped = 0
+    dropped = [0] * prototypes
     for rank in range(config.top_k):
         for z in range(prototypes):
             for t in real:
@@ -68,7 +68,7 @@ def reference_moe(
                 expert = z * size + choice
                 chosen_counts[expert] += 1
                 if len(tokens_of_expert[expert]) >= capacity:
-                    dropped += 1
+                    dropped[z] += 1
                     continue
                 tokens_of_expert[expert].append(t)
                 hidden = parameters["experts.w_in"][expert] @ hidden_states[t]
@@ -87,5 +87,5 @@ def reference_moe(
             z_loss = z_loss + logits[t, z].exp().sum().log() ** 2 / (len(real) * prototypes)
     aux_loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss
 
-    entropy /= max(len(real) * prototypes, 1)
+    entropy = [total / max(len(real), 1) for total in entropy]
     return ReferenceOutput(torch.stack(outputs), aux_loss, tokens_of_expert, dropped, entropy)

@@ -13,9 +13,9 @@ class RoutingStats(NamedTuple):
 
     Attributes:
         expert_counts: [E] tokens computed by each of the layer's experts.
-        dropped: [] (token, expert) pairs that found their expert full.
+        dropped: [Z] (token, expert) pairs that found their expert full, in each prototype.
         num_tokens: [] tokens that are no padding.
-        router_entropy: [] nats, mean over tokens and prototypes.
+        router_entropy: [Z] nats, mean over tokens.
     """
 
     expert_counts: Tensor
@@ -103,9 +103,9 @@ def route(logits: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, T
         entropy = log_z - (probabilities * logits).sum(-1)
         stats = RoutingStats(
             expert_counts=counts.float(),
-            dropped=(chosen_counts - counts).sum().float(),
+            dropped=(chosen_counts - counts).view(num_prototypes, -1).sum(1).float(),
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
-            router_entropy=(entropy.sum() / max(entropy.numel(), 1)).float(),
+            router_entropy=(entropy.sum(0) / max(num_tokens, 1)).float(),
         )
     return routing, aux_loss, stats
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from m6.config import RunConfig
 from m6.data.pretraining import MicroBatch
 from m6.training.engine import expert_group
+from m6.training.expert_health import ExpertHealth
 from m6.training.gradients import clip_gradients
-from m6.training.metrics import ExpertHealth, StepResult, StepSums
+from m6.training.metrics import StepResult, StepSums
 from m6.training.optimizer import set_learning_rate
 from m6.training.runtime import Runtime, seed_everything
 from m6.training.schedule import learning_rate_factor
@@ -53,7 +54,7 @@ class TrainStep:
     def __init__(self, engine: Any, config: RunConfig, runtime: Runtime, accumulation: int) -> None:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.expert_group = expert_group(config)
-        self.health = ExpertHealth()
+        self.health = ExpertHealth(engine.module)
 
     def __call__(self, step: int, micro_batches: list[MicroBatch], stop: bool) -> StepOutcome:
         """Trains on ``micro_batches``, this rank's part of step ``step``.
