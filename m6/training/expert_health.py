@@ -56,7 +56,8 @@ class ExpertHealth:
         flat = torch.cat([*values, torch.tensor(news, dtype=torch.float64, device=device)])
         dist.all_reduce(flat)
         *columns, moved = flat.cpu().split([*sizes, len(news)])
-        layers = [RoutingStats(*columns[i : i + 4]) for i in range(0, len(columns), 4)]
+        fields = len(RoutingStats._fields)
+        layers = [RoutingStats(*columns[i : i + fields]) for i in range(0, len(columns), fields)]
         self._layers, self._sent_before = [], sent
 
         report: dict[str, Any] = _by_key([_figures(layer, prototypes=1) for layer in layers])
