@@ -22,8 +22,10 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def from_hugging_face(block: nn.Module, **settings: Any) -> MoELayer:
-    """A layer with the weights of ``SwitchTransformersSparseMLP``, ``MixtralSparseMoeBlock`` or ``Qwen3MoeSparseMoeBlock``,
-    or of a block with the same parts, as of transformers 5.23; on its device and in its type.
+    """A layer with the weights of a block, on its device and in its type.
+
+    The block is a ``SwitchTransformersSparseMLP``, ``MixtralSparseMoeBlock`` or ``Qwen3MoeSparseMoeBlock``, or has the
+    same parts, as of transformers 5.23.
 
     Args:
         settings: further fields of ``MoEConfig``, such as ``aux_loss_weight``. The layer is dropless unless they set a
@@ -94,7 +96,9 @@ def from_deepspeed(block: nn.Module, **settings: Any) -> MoELayer:
         "eval_capacity_factor": gate.eval_capacity_factor,
         "min_capacity": gate.min_capacity,
     }
-    config = _deepspeed_config(gate, len(networks), activation, first, **((capacity if gate.drop_tokens else {}) | settings))
+    config = _deepspeed_config(
+        gate, len(networks), activation, first, **((capacity if gate.drop_tokens else {}) | settings)
+    )
     linears = [_two_linear(network)[0] for network in networks]
     stacks = [torch.stack([pair[i].weight for pair in linears]) for i in (0, 1)]
     biases = [torch.stack([pair[i].bias for pair in linears]) for i in (0, 1)] if config.bias else []
@@ -114,7 +118,9 @@ def to_deepspeed(layer: MoELayer, block: nn.Module) -> None:
     for number, network in enumerate(networks):
         linears, _ = _two_linear(network)
         experts = layer.experts
-        for linear, weight, bias in zip(linears, (experts.w_in, experts.w_out), (experts.b_in, experts.b_out), strict=True):
+        for linear, weight, bias in zip(
+            linears, (experts.w_in, experts.w_out), (experts.b_in, experts.b_out), strict=True
+        ):
             pairs.append((linear.weight, weight[number]))
             if bias is not None:
                 pairs.append((linear.bias, bias[number]))
@@ -152,8 +158,10 @@ def _copy(pairs: list[tuple[Any, Any]]) -> None:
 
 def _check_same(layer: MoELayer, expected: MoEConfig, block: str) -> None:
     if len(layer.experts.w_in) != layer.config.num_experts:
-        raise ValueError(f"the layer holds {len(layer.experts.w_in)} of its {layer.config.num_experts} experts; "
-            "expected all, without expert parallelism")
+        raise ValueError(
+            f"the layer holds {len(layer.experts.w_in)} of its {layer.config.num_experts} experts; "
+            "expected all, without expert parallelism"
+        )
     for name in ("num_experts", "num_prototypes", "top_k", "activation", "bias", "gating", "normalize_gates"):
         own, other = getattr(layer.config, name), getattr(expected, name)
         if own != other:

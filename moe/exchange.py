@@ -4,7 +4,6 @@ Expert numbers are prototype-major, and rank r of n holds the r-th n-th of them.
 other two carry tokens to a part of the group, which a dispatcher inside of them goes on to divide.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -86,24 +85,22 @@ class PrototypeDispatcher:
         size, num_tokens = self.wire.size, len(tokens)
         counts = routing.counts.view(size, -1)
         if self.equal_tokens:
-            pairs = len(routing.tokens)
-            if pairs != num_tokens * self.pairs_per_token:
+            num_pairs = len(routing.tokens)
+            if num_pairs != num_tokens * self.pairs_per_token:
                 raise ValueError(
-                    f"equal_tokens was promised, but {num_tokens} tokens have {pairs} pairs; "
+                    f"equal_tokens was promised, but {num_tokens} tokens have {num_pairs} pairs; "
                     f"expected {self.pairs_per_token} each, so set no capacity"
                 )
-            news = _News(
-                self.wire.exchange(counts),
-                *([each] * size for each in (pairs // size, pairs // size, num_tokens, num_tokens)),
-            )
+            each = [num_pairs // size] * size
+            pairs, longest = _Pairs(self.wire.exchange(counts), each, each), num_tokens
         else:
-            news = _tell(self.wire, counts, torch.full((size,), num_tokens, device=counts.device))
+            pairs, rows = _tell(self.wire, counts, torch.full((size,), num_tokens, device=counts.device))
+            longest = max(rows.received)
 
-        longest = max(news.received_rows)
         padded = nn.functional.pad(tokens, (0, 0, 0, longest - num_tokens)) if longest > num_tokens else tokens
         travelling = self.wire.all_gather(padded)
         first_rows = torch.arange(size, device=counts.device) * longest
-        local = _send_pairs(self.wire, routing, routing.tokens, news, first_rows)
+        local = _send_pairs(self.wire, routing, routing.tokens, pairs, first_rows)
         beside = meanwhile() if meanwhile else None
         output = self.inner(travelling.wait(), local, experts)
         output = self.wire.reduce_scatter(output).wait()[:num_tokens]
@@ -137,58 +134,69 @@ class NodeDispatcher:
         keys = nodes * num_tokens + routing.tokens
         occurs = counts.new_zeros(size * num_tokens).index_fill(0, keys, 1)
         rows_per_node = occurs.view(size, num_tokens).sum(1)
-        news = _tell(self.wire, counts, rows_per_node)
+        pairs, rows = _tell(self.wire, counts, rows_per_node)
         row_of_pair = (occurs.cumsum(0) - 1)[keys]
-        token_of_row = routing.tokens.new_empty(sum(news.sent_rows)).index_copy(0, row_of_pair, routing.tokens)
+        token_of_row = routing.tokens.new_empty(sum(rows.sent)).index_copy(0, row_of_pair, routing.tokens)
 
-        rows = tokens.index_select(0, token_of_row)
-        travelling = self.wire.all_to_all(rows, news.sent_rows, news.received_rows, to_experts=True)
+        travelling = self.wire.all_to_all(
+            tokens.index_select(0, token_of_row), rows.sent, rows.received, to_experts=True
+        )
         first_sent = rows_per_node.cumsum(0) - rows_per_node
-        first_received = list(itertools.accumulate(news.received_rows[:-1], initial=0))
-        positions = row_of_pair - first_sent[nodes]
-        local = _send_pairs(self.wire, routing, positions, news, torch.tensor(first_received, device=counts.device))
+        local = _send_pairs(self.wire, routing, row_of_pair - first_sent[nodes], pairs, rows.first_received)
         beside = meanwhile() if meanwhile else None
         sums = self.inner(travelling.wait(), local, experts)
-        sums = self.wire.all_to_all(sums, news.received_rows, news.sent_rows, to_experts=False).wait()
+        sums = self.wire.all_to_all(sums, rows.received, rows.sent, to_experts=False).wait()
         sums = sums.to(routing.gates.dtype)
         output = sums.new_zeros(num_tokens, sums.shape[1]).index_add(0, token_of_row, sums).to(tokens.dtype)
         return output if beside is None else output + beside
 
 
-class _News(NamedTuple):
-    """What the ranks told each other before an exchange; lists have one entry a rank.
+class _Pairs(NamedTuple):
+    """Pairs that go from rank to rank; lists have one entry a rank.
 
     Attributes:
-        received_counts: [n, E / n] pairs from each rank for each of the experts here.
+        received_counts: [n, E / n] those from each rank for each of the experts here.
     """
 
     received_counts: Tensor
-    sent_pairs: list[int]
-    received_pairs: list[int]
-    sent_rows: list[int]
-    received_rows: list[int]
+    sent: list[int]
+    received: list[int]
 
 
-def _tell(wire: Wire, counts: Tensor, num_rows: Tensor) -> _News:
+class _Rows(NamedTuple):
+    """Rows of tokens that go from rank to rank.
+
+    Attributes:
+        first_received: [n] the rows that come before those of each rank.
+    """
+
+    first_received: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+def _tell(wire: Wire, counts: Tensor, num_rows: Tensor) -> tuple[_Pairs, _Rows]:
     """Tells each rank the pairs of each of its experts [n, E / n] and the rows [n] that will come to it."""
-    message = torch.cat((counts, num_rows[:, None]), 1)
-    reply = wire.exchange(message)
-    sizes = torch.stack((counts.sum(1), reply[:, :-1].sum(1), num_rows, reply[:, -1])).tolist()
-    return _News(reply[:, :-1], *sizes)
+    reply = wire.exchange(torch.cat((counts, num_rows[:, None]), 1))
+    received_counts, received_rows = reply[:, :-1], reply[:, -1]
+    totals = torch.stack((counts.sum(1), received_counts.sum(1), num_rows, received_rows))
+    sent_pairs, received_pairs, sent_rows, rows = totals.tolist()
+    first_received = received_rows.cumsum(0) - received_rows
+    return _Pairs(received_counts, sent_pairs, received_pairs), _Rows(first_received, sent_rows, rows)
 
 
-def _send_pairs(wire: Wire, routing: Routing, positions: Tensor, news: _News, first_rows: Tensor) -> Routing:
+def _send_pairs(wire: Wire, routing: Routing, positions: Tensor, pairs: _Pairs, first_rows: Tensor) -> Routing:
     """Brings the pairs to the ranks of their experts, sorted there by expert and then by source.
 
     Args:
         positions: [R] the pair's row among those that its destination gets from here.
         first_rows: [n] where the rows of each source begin here.
     """
-    sizes = (news.sent_pairs, news.received_pairs)
-    gates = wire.exchange_exactly(routing.gates[:, None], *sizes).squeeze(1)
-    rows = wire.exchange(positions.int(), *sizes) + first_rows[_sources(news.received_counts.sum(1), len(gates))]
-    order = _order_by_expert(news.received_counts, len(gates))
-    return Routing(tokens=rows[order], gates=gates[order], counts=news.received_counts.sum(0))
+    gates = wire.exchange_exactly(routing.gates[:, None], pairs.sent, pairs.received).squeeze(1)
+    rows = wire.exchange(positions.int(), pairs.sent, pairs.received)
+    rows = rows + first_rows[_sources(pairs.received_counts.sum(1), len(gates))]
+    order = _order_by_expert(pairs.received_counts, len(gates))
+    return Routing(tokens=rows[order], gates=gates[order], counts=pairs.received_counts.sum(0))
 
 
 def _sources(counts: Tensor, total: int) -> Tensor:

@@ -19,11 +19,11 @@ def upcycle(
     """A layer whose experts all are the dense y = w_out act(w_in x + b_in) + b_out, and whose output is its: sparse
     upcycling (arXiv 2212.05055), for any number of prototypes.
 
-    The output of equal experts is the dense one times the sum g of a token's gates. With Z prototypes of M experts and
-    ungated top-k, g is near Z * top_k / M and differs by token; so the router starts near 0, where every gate is
-    the same, and ``w_out`` and ``b_out`` are divided by g. The router is not 0 itself, since all tokens would choose the
-    first experts: its logits have a deviation of 3e-7 for inputs of unit variance, as after a layer norm, which
-    spreads the tokens over the experts and changes outputs by a millionth. Tokens that a capacity drops have no output.
+    The output of equal experts is the dense one times the sum g of a token's gates, which is not 1: Z * top_k / M for
+    Z prototypes of M experts whose logits are equal. So the router starts near 0, where all gates are the same, and
+    ``w_out`` and ``b_out`` are divided by g. It does not start at 0, where all tokens would choose the first experts:
+    its logits have a deviation of 3e-7 for inputs of unit variance, as after a layer norm, which spreads the tokens
+    over the experts and changes outputs by a millionth. Tokens that a capacity drops have no output.
 
     Args:
         w_in: [F, D]; for swiglu [2 F, D], first the rows of the gate.

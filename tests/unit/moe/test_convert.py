@@ -109,7 +109,8 @@ def deepspeed_block(k: int, bias: bool, activation: nn.Module, **changes: object
 
 
 @pytest.mark.parametrize(
-    ("k", "bias", "activation"), [(1, True, nn.GELU()), (1, False, nn.ReLU()), (2, True, nn.ReLU()), (3, False, nn.GELU())]
+    ("k", "bias", "activation"),
+    [(1, True, nn.GELU()), (1, False, nn.ReLU()), (2, True, nn.ReLU()), (3, False, nn.GELU())],
 )
 def test_deepspeed_both_ways(k: int, bias: bool, activation: nn.Module) -> None:
     block = deepspeed_block(k, bias, activation)
