@@ -20,7 +20,8 @@ from tests.unit.evaluation.fabricated_run import training_entry, write_metrics
 
 
 def stats(counts: list[float], dropped: list[float], num_tokens: float, entropy: list[float]) -> RoutingStats:
-    return RoutingStats(*map(torch.tensor, (counts, dropped, num_tokens, entropy)))
+    named = {"expert_counts": counts, "dropped": dropped, "num_tokens": num_tokens, "router_entropy": entropy}
+    return RoutingStats(**{name: torch.tensor(named.get(name, 0.0)) for name in RoutingStats._fields})
 
 
 def test_figures(runtime: Runtime):
@@ -67,7 +68,7 @@ def test_adding_waits_for_nothing():
         layer = MoELayer(8, 16, MoEConfig(num_experts=4, num_prototypes=2))
         health = ExpertHealth(layer)
         for _ in range(2):
-            health.add((RoutingStats(*map(torch.ones, (4, 2, (), 2))),))
+            health.add((stats([1.0] * 4, [0.0] * 2, 2.0, [0.5] * 2),))
 
 
 def test_loads_are_stored_compactly():
