@@ -51,7 +51,9 @@ def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
             rows, columns, figsize=(2 + 3.6 * columns, 1.2 + 2.8 * rows), layout="constrained", squeeze=False
         )
         figure.suptitle(
-            f"{run_dir.absolute().name}   load of each expert over the mean of its layer", x=0.01, ha="left"
+            f"{run_dir.absolute().name}   load of each expert over the mean of its layer; black: none",
+            x=0.01,
+            ha="left",
         )
         for layer, axes in enumerate(grid.flat):
             if layer < layers:
@@ -86,15 +88,17 @@ def _read_loads(run: RunDirectory) -> tuple[list[int], NDArray[np.float32], int]
 
 
 def _draw_layer(axes: Axes, steps: list[int], loads: NDArray[np.float32], prototypes: int) -> AxesImage:
-    """``loads`` [N, E]; white is the mean load, red above it, blue below."""
+    """``loads`` [N, E]; white is the mean load, red above it, blue below, black none."""
+    from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
     limit = math.log2(_FACTOR)
-    colours = np.log2(np.clip(loads, 1 / _FACTOR / 2, _FACTOR * 2))
+    powers = np.ma.log2(loads)  # masks zeros
+    colours = colormaps["RdBu_r"].with_extremes(bad="black")
     num_experts = loads.shape[1]
     # A column ends at its step and begins where the line before it ended.
     edges = np.array([0 if len(steps) == 1 else max(0, 2 * steps[0] - steps[1]), *steps], dtype=np.float64)
-    image = axes.pcolormesh(edges, np.arange(num_experts + 1), colours.T, cmap="RdBu_r", vmin=-limit, vmax=limit)
+    image = axes.pcolormesh(edges, np.arange(num_experts + 1), powers.T, cmap=colours, vmin=-limit, vmax=limit)
     for prototype in range(1, prototypes):
         axes.axhline(prototype * num_experts / prototypes, color="black", linewidth=0.6)
     axes.set_xlabel("step")
