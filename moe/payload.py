@@ -29,7 +29,7 @@ class Same:
 
 
 class BFloat16:
-    """Rounded to bfloat16, by at most 2^-9 of each number; float16 rows stay what they are."""
+    """Rounded to bfloat16, by at most 2^-8 of each number; float16 rows stay what they are."""
 
     def encode(self, rows: Tensor) -> Tensor:
         return (rows if rows.element_size() == 2 else rows.bfloat16()).contiguous()
@@ -46,11 +46,11 @@ class Float8:
         rows = rows.float()
         scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST_FLOAT8
         numbers = (rows / scale).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
-        return torch.cat((numbers.view(torch.uint8), scale.view(torch.uint8)), 1)
+        return torch.cat((numbers.view(torch.uint8), scale.flatten().view(torch.uint8).view(-1, _SCALE_BYTES)), 1)
 
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         numbers = buffer[:, :-_SCALE_BYTES].contiguous().view(torch.float8_e4m3fn)
-        scale = buffer[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
+        scale = buffer[:, -_SCALE_BYTES:].flatten().view(torch.float32)[:, None]
         return (numbers.float() * scale).to(dtype)
 
 

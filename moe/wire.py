@@ -48,7 +48,7 @@ class Wire:
     ) -> None:
         self.group = group
         self.size = torch.distributed.get_world_size(group)
-        self.sent_bytes = sent_bytes or SentBytes()
+        self.sent_bytes = SentBytes() if sent_bytes is None else sent_bytes
         self._to_experts, self._from_experts = CODECS[payload]
         own, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
         nodes = [0 if ranks_per_node is None else rank // ranks_per_node for rank in ranks]
@@ -117,9 +117,8 @@ class Wire:
             return InFlight(work, buffer, lambda buffer: buffer)
         # The same bytes, but summed here in full precision.
         moved = self._all_to_all(rows, None, None, codec)
-        return InFlight(
-            moved.work, moved.buffer, lambda buffer: moved.arrive(buffer).unflatten(0, (self.size, -1)).sum(0)
-        )
+        parts = (self.size, len(rows) // self.size, *rows.shape[1:])
+        return InFlight(moved.work, moved.buffer, lambda buffer: moved.arrive(buffer).view(parts).sum(0))
 
     def _count(self, rows_per_rank: list[int], encoded: Tensor) -> None:
         row_bytes = math.prod(encoded.shape[1:]) * encoded.element_size()

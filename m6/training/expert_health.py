@@ -44,7 +44,8 @@ class ExpertHealth:
             {"experts": ...} with lists of one entry per sparse layer: load_cv, standard deviation over mean of the
             experts' loads (M6-T, arXiv 2105.15082, section 3); dropped_fraction, routed choices beyond capacity;
             unused_experts; router_entropy in nats. sent_bytes, what exchanges moved within and between nodes since
-            the last report, validation included, if anything. With loads, also the figures by prototype, and each layer's loads as ``decode_loads`` reads them.
+            the last report, validation included, if anything. With loads, also the figures by prototype, and each
+            layer's loads as ``decode_loads`` reads them.
         """
         if not self._layers:
             return {}
