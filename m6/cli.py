@@ -178,12 +178,17 @@ def status(run: RunFolder) -> None:
 @app.command()
 def plot(
     run: RunFolder,
-    out: Annotated[Optional[Path], typer.Option(help="PNG to write; default RUN/curves.png")] = None,  # noqa: UP045
+    experts: Annotated[bool, typer.Option("--experts", help="the load of every expert over training")] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="PNG to write; default RUN/curves.png, or RUN/experts.png"),
+    ] = None,
 ) -> None:
-    """Draws a run's curves."""
+    """Draws a run's curves, or the load of its experts."""
     from m6.plotting import plot_run
+    from m6.plotting_experts import plot_experts
 
-    print(plot_run(run, out))
+    print(plot_experts(run, out) if experts else plot_run(run, out))
 
 
 def _open_picture(path: Path) -> Image:

@@ -21,6 +21,7 @@ from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.validation import Section, check_keys, describe, parse_json, validate
 from moe.config import MoEConfig
+from moe.expert_parallel import exchange_steps
 
 if TYPE_CHECKING:
     from m6.tokenizers.text import M6Tokenizer
@@ -179,10 +180,11 @@ def check_world_size(config: RunConfig, world_size: int) -> int:
         raise UserError(
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
-    if config.m6.moe is not None and config.m6.moe["num_experts"] % ep_size:
-        raise UserError(
-            f"m6.moe.num_experts {config.m6.moe['num_experts']} is not divisible by m6.training.ep_size {ep_size}"
-        )
+    if config.m6.moe is not None:
+        try:
+            exchange_steps(config.model.moe_config(), ep_size)
+        except ValueError as error:
+            raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
     return accumulation
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
 _COLOURS = dict(zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True))
 _GREY = "#5a5a5a"
-_BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
-_STYLE: dict[Any, Any] = {
+_BASELINESTYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "figure.constrained_layout.h_pad": 0.1,
     "axes.grid": True,
@@ -72,7 +72,7 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
     experts = [entry for entry in training if "experts" in entry]
     baselines = read_baselines(run_dir)
     out = out or run_dir / "curves.png"
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         rows = 3 if experts else 2
         figure = pyplot.figure(figsize=(14, 1.0 + 3.2 * rows), layout="constrained")
         last = training[-1]
@@ -129,7 +129,7 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
         label = f"validation, last {points[-1][1]:.2f}"
         axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4, label=label)
     for name, loss in baselines.items():
-        style = _BASELINE_STYLES[name]
+        style = _BASELINESTYLES[name]
         axes.axhline(loss, color=_GREY, linestyle=style, linewidth=1.1, label=f"{name} {loss:.2f}")
     axes.set_title(objective.replace("_", " "), fontweight="bold", color=colour)
     axes.set_ylabel("nats per target")

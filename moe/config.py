@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
+from moe.payload import Payload
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -39,6 +41,12 @@ class MoEConfig:
         z_loss_weight: weight of the loss that keeps the router's logits small.
         balance_bias_rate: step of the biases that balance the load without a loss (arXiv 2408.15664); 0: none.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
+        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" takes the
+            prototypes' exchange where no way moves fewer bytes.
+        payload: the form in which tokens travel: as they are, "bfloat16", or "float8" to the experts and "bfloat16"
+            back.
+        ranks_per_node: neighbouring ranks with fast links among them, for an exchange between nodes first and inside of
+            them next; null makes no difference between ranks.
 
     Raises:
         ValueError: when numbers do not fit each other.
@@ -65,6 +73,9 @@ class MoEConfig:
     z_loss_weight: float = 0.0
     balance_bias_rate: float = 0.0
     recompute_activation: bool = False
+    exchange: Literal["auto", "all_to_all", "prototype"] = "auto"
+    payload: Payload = "same"
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -81,6 +92,8 @@ class MoEConfig:
         for name in ("min_capacity", "num_shared_experts", "aux_loss_weight", "z_loss_weight", "balance_bias_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number that is not negative")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1, or none")
         for name in ("router_jitter", "expert_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1)")
@@ -107,6 +120,8 @@ class MoEConfig:
                     f"balance_bias_rate is {self.balance_bias_rate}, but with routing "
                     '"expert_choice" all loads are equal already'
                 )
+        if self.exchange == "prototype" and self.num_prototypes == 1:
+            raise ValueError('exchange is "prototype", but num_prototypes is 1; expected "auto" or "all_to_all"')
 
     @property
     def experts_per_prototype(self) -> int:

@@ -83,10 +83,9 @@ class MoELayer(nn.Module):
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
         routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)
-        output = self.dispatcher(tokens, routing, self.experts)
-        if self.shared is not None:
-            output = output + self.shared(tokens).to(output.dtype)
-        return output, aux_loss, stats
+        shared = self.shared
+        beside = None if shared is None else lambda: shared(tokens).to(tokens.dtype)
+        return self.dispatcher(tokens, routing, self.experts, beside), aux_loss, stats
 
     def _check(self, hidden_states: Tensor, token_mask: Tensor | None) -> None:
         weight = self.router.weight

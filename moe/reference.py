@@ -11,14 +11,14 @@ from moe.config import MoEConfig
 
 
 class ReferenceOutput(NamedTuple):
-    """hidden_states [T, D], aux_loss [], and per expert the numbers of the tokens it computed."""
+    """hidden_states [T, D], aux_loss [], per expert the numbers of the tokens it computed, the rest per prototype."""
 
     hidden_states: Tensor
     aux_loss: Tensor
     tokens_of_expert: list[list[int]]
     chosen_counts: list[int]
-    dropped: int
-    router_entropy: float
+    dropped: list[int]
+    router_entropy: list[float]
 
 
 def reference_moe(
@@ -44,7 +44,7 @@ def reference_moe(
     }
     scores = {}
     distribution = {}
-    entropy = 0.0
+    entropy = [0.0] * prototypes
     for t in real:
         everything = torch.cat([logits[t, z].exp() for z in range(prototypes)]).sum()
         for z in range(prototypes):
@@ -55,7 +55,7 @@ def reference_moe(
                 "sigmoid": 1 / (1 + 1 / exponentials),
             }[config.gating]
             distribution[t, z] = scores[t, z] / scores[t, z].sum()
-            entropy -= sum(p * math.log(p) for p in distribution[t, z].tolist() if p > 0)
+            entropy[z] -= sum(p * math.log(p) for p in distribution[t, z].tolist() if p > 0)
     factor = config.capacity_factor if training else config.eval_capacity_factor
     capacity: float = math.inf
     if factor is not None:
@@ -90,9 +90,12 @@ def reference_moe(
     tokens_of_expert: list[list[int]] = [[] for _ in range(config.num_experts)]
     chosen_counts = [0] * config.num_experts
     outputs = [torch.zeros_like(row) for row in hidden_states]
+    dropped = [0] * prototypes
     for (t, expert), gate in gates.items():
         chosen_counts[expert] += 1
-        if len(tokens_of_expert[expert]) < capacity:
+        if len(tokens_of_expert[expert]) >= capacity:
+            dropped[expert // size] += 1
+        else:
             tokens_of_expert[expert].append(t)
             own = {
                 name.removeprefix("experts."): value[expert]
@@ -117,8 +120,7 @@ def reference_moe(
             z_loss = z_loss + logits[t, z].exp().sum().log() ** 2 / (len(real) * prototypes)
     aux_loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss
 
-    entropy /= max(len(real) * prototypes, 1)
-    dropped = len(gates) - sum(len(tokens) for tokens in tokens_of_expert)
+    entropy = [total / max(len(real), 1) for total in entropy]
     return ReferenceOutput(torch.stack(outputs), aux_loss, tokens_of_expert, chosen_counts, dropped, entropy)
 
 

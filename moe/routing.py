@@ -16,9 +16,9 @@ class RoutingStats(NamedTuple):
 
     Attributes:
         expert_counts: [E] tokens computed by each of the layer's experts.
-        dropped: [] (token, expert) pairs that found their expert full.
+        dropped: [Z] (token, expert) pairs that found their expert full, in each prototype.
         num_tokens: [] tokens that are no padding.
-        router_entropy: [] nats, mean over tokens and prototypes; not finite when a logit is not.
+        router_entropy: [Z] nats, mean over tokens; not finite when a logit is not.
         chosen_counts: [E] tokens that chose each expert, the dropped ones included.
     """
 
@@ -117,10 +117,10 @@ def route(
 
     with torch.no_grad():
         # A logit of infinity has no entropy either: NaN marks it in the statistics.
-        entropy = torch.special.entr(distribution).sum() / max(num_tokens * num_prototypes, 1) + 0 * logits.sum()
+        entropy = torch.special.entr(distribution).sum((0, 2)) / max(num_tokens, 1) + 0 * logits.sum((0, 2))
         stats = RoutingStats(
             expert_counts=routing.counts.float(),
-            dropped=(chosen_counts - routing.counts).sum().float(),
+            dropped=(chosen_counts - routing.counts).view(num_prototypes, -1).sum(1).float(),
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
             router_entropy=entropy.float(),
             chosen_counts=chosen_counts.float(),

@@ -19,6 +19,7 @@ from m6.planning.memory import describe, predict_memory
 from m6.training.checkpoint import Checkpointer, resume
 from m6.training.engine import build_engine
 from m6.training.evaluation import evaluate
+from m6.training.expert_health import loads_wanted
 from m6.training.metrics import Wishes
 from m6.training.nonfinite import NonfinitePolicy
 from m6.training.report import IntervalReport
@@ -90,7 +91,8 @@ class Trainer:
         settings = self.settings
         if self.step % settings.logging.interval_steps == 0 or save:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
-            self._track({**entry, **self.train_step.health.reduce()})
+            loads = loads_wanted(self.step, settings.training.total_steps, settings.logging.interval_steps)
+            self._track({**entry, **self.train_step.health.reduce(loads)})
         if self.step % settings.evaluation.interval_steps == 0 or self.step == settings.training.total_steps:
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from m6.data.objectives import OBJECTIVES
-from moe import RoutingStats
 
 _COLUMNS = 2 * len(OBJECTIVES)
 
@@ -74,46 +72,3 @@ class StepSums:
             weighted_loss_sum=values[_COLUMNS + 1],
             wishes=Wishes(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
         )
-
-
-class ExpertHealth:
-    """Load of every expert over a log interval; accumulates on the device without synchronising."""
-
-    def __init__(self) -> None:
-        self._layers: list[dict[str, Tensor]] = []
-
-    def add(self, stats: tuple[RoutingStats, ...]) -> None:
-        if not self._layers:
-            self._layers = [{key: torch.zeros_like(value) for key, value in layer._asdict().items()} for layer in stats]
-        for sums, layer in zip(self._layers, stats, strict=True):
-            for key, value in layer._asdict().items():
-                # The entropy is a mean over tokens: weigh it, so that the sums can be divided later.
-                sums[key] += value.detach() * layer.num_tokens if key == "router_entropy" else value.detach()
-
-    def reduce(self) -> dict[str, Any]:
-        """Per-layer figures over all ranks, and a fresh start.
-
-        Returns:
-            load_cv: standard deviation over mean of the experts' loads (M6-T, section 3); dropped_fraction: routed
-            choices beyond capacity; unused_experts; router_entropy in nats. Lists with one entry a layer.
-        """
-        if not self._layers:
-            return {}
-        report: dict[str, list[float]] = {
-            "load_cv": [],
-            "dropped_fraction": [],
-            "unused_experts": [],
-            "router_entropy": [],
-        }
-        for sums in self._layers:
-            flat = torch.cat([value.reshape(-1).double() for value in sums.values()])
-            dist.all_reduce(flat)
-            values = dict(zip(sums, flat.split([value.numel() for value in sums.values()]), strict=True))
-            counts, dropped = values["expert_counts"], float(values["dropped"])
-            computed = float(counts.sum())
-            report["load_cv"].append(float(counts.std(correction=0) / counts.mean().clamp_min(1e-9)))
-            report["dropped_fraction"].append(dropped / max(1.0, computed + dropped))
-            report["unused_experts"].append(int((counts == 0).sum()))
-            report["router_entropy"].append(float(values["router_entropy"]) / max(1.0, float(values["num_tokens"])))
-        self._layers = []
-        return {"experts": report}

@@ -203,6 +203,8 @@ def _identity(document: dict[str, Any]) -> dict[str, Any]:
     m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
     m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
+    if m6.get("moe"):
+        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in ("exchange", "ranks_per_node")}
     return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from m6.config import RunConfig
 from m6.data.pretraining import MicroBatch
 from m6.training.engine import expert_group
+from m6.training.expert_health import ExpertHealth
 from m6.training.gradients import clip_gradients
-from m6.training.metrics import ExpertHealth, StepResult, StepSums, Wishes
+from m6.training.metrics import StepResult, StepSums, Wishes
 from m6.training.optimizer import set_learning_rate
 from m6.training.runtime import Runtime, seed_everything
 from m6.training.schedule import learning_rate_factor
@@ -58,7 +59,7 @@ class TrainStep:
     def __init__(self, engine: Any, config: RunConfig, runtime: Runtime, accumulation: int) -> None:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.expert_group = expert_group(config)
-        self.health = ExpertHealth()
+        self.health = ExpertHealth(engine.module)
         self.sparse = {
             f"layers.{index}.ffn": layer.ffn
             for index, layer in enumerate(engine.module.model.layers)
@@ -139,7 +140,7 @@ class TrainStep:
 
     def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
-        self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy for layer in stats])
+        self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy.sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
             self.balancer.add(stats)
 

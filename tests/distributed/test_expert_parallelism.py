@@ -5,6 +5,7 @@ the ranks add up in another order.
 """
 
 import copy
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -143,11 +144,22 @@ def test_training_equals_one_process(world_size: int, ep_sizes: tuple[int, ...])
 def check_layer() -> None:
     """Two ranks; against the layer with all experts, in data types and modes that training did not cover."""
     init_deepspeed()
+    check_config(DROPLESS)
+    check_config(dataclasses.replace(DROPLESS, exchange="all_to_all"))
+    with pytest.raises(ValueError, match="ep_size is 3; expected a divisor of the number of ranks, 2"):
+        apply_expert_parallelism(Model(DROPLESS), 3)
+    with pytest.raises(ValueError, match="ep_size 2 does not divide num_experts 3"):
+        apply_expert_parallelism(Model(MoEConfig(num_experts=3)), 2)
+    with pytest.raises(ValueError, match="Linear contains no MoELayer"):
+        apply_expert_parallelism(nn.Linear(1, 1), 2)
+
+
+def check_config(config: MoEConfig) -> None:
     import deepspeed.moe.layer
 
     rank = dist.get_rank()
     torch.manual_seed(0)
-    whole = make_model(DROPLESS).double()
+    whole = make_model(config).double()
     model = copy.deepcopy(whole)
     model.again = model.sparse[0]
     apply_expert_parallelism(model, 2)
@@ -186,7 +198,7 @@ def check_layer() -> None:
     torch.testing.assert_close(exchanged.hidden_states, local.hidden_states.float(), rtol=0.02, atol=0.02)
 
     with torch.device("meta"):
-        model = Model(DROPLESS)
+        model = Model(config)
     apply_expert_parallelism(model, 2)
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
@@ -194,13 +206,6 @@ def check_layer() -> None:
     assert weight.shape == (4, 16, HIDDEN)
     assert (weight.first_expert, weight.num_global_experts) == (4 * rank, 8)
     assert (weight.allreduce, weight.group_name) == (False, "ep_size_2")
-
-    with pytest.raises(ValueError, match="ep_size is 3; expected a divisor of the number of ranks, 2"):
-        apply_expert_parallelism(Model(DROPLESS), 3)
-    with pytest.raises(ValueError, match="ep_size 2 does not divide num_experts 3"):
-        apply_expert_parallelism(Model(MoEConfig(num_experts=3)), 2)
-    with pytest.raises(ValueError, match="Linear contains no MoELayer"):
-        apply_expert_parallelism(nn.Linear(1, 1), 2)
 
 
 def test_layer_equals_the_layer_with_all_experts() -> None:

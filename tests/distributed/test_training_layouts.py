@@ -121,6 +121,17 @@ def test_options_of_the_experts_do_not_depend_on_the_layout(folder: Path):
 
 def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     root = folder / "wandering"
-    for ranks, stage, ep_size, stop_at in [(2, 2, 2, 1), (4, 1, 4, 2), (2, 3, 1, 3), (1, 0, 1, None)]:
-        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size), str(root), stop_at)
+    by_prototypes = {"m6__moe__exchange": "prototype", "m6__moe__ranks_per_node": 2}
+    for ranks, stage, ep_size, stop_at, changes in [
+        (2, 2, 2, 1, {"m6__moe__exchange": "all_to_all"}),
+        (4, 1, 4, 2, by_prototypes),
+        (2, 3, 1, 3, {}),
+        (1, 0, 1, None, {}),
+    ]:
+        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, **changes), str(root), stop_at)
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    sent = [line["experts"].get("sent_bytes") for line in lines if "experts" in line]
+    assert sent[0]["within_nodes"] > 0 == sent[0]["between_nodes"]
+    assert sent[1]["within_nodes"] > 0 < sent[1]["between_nodes"]
+    assert sent[2:] == [None, None]

@@ -1,0 +1,116 @@
+"""How evenly the experts are used: summed on the device, reduced over the ranks once per log interval."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from moe import MoELayer, RoutingStats
+
+_LOAD_TYPE = "<f2"
+_MAX_LINES_WITH_LOADS = 100
+
+
+class ExpertHealth:
+    """Accumulates what the routers and dispatchers of ``model`` did, without synchronising."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = {module for module in model.modules() if isinstance(module, MoELayer)}
+        self._sent_bytes = [layer.dispatcher.sent_bytes for layer in layers]
+        self._sent_before = self._sent()
+        self._layers: list[RoutingStats] = []
+
+    def add(self, stats: tuple[RoutingStats, ...]) -> None:
+        """Adds a micro-batch; one entry per sparse layer."""
+        # The entropy is a mean over tokens: weigh it, so that the sums can be divided later.
+        stats = tuple(layer._replace(router_entropy=layer.router_entropy * layer.num_tokens) for layer in stats)
+        if not self._layers:
+            self._layers = [RoutingStats(*map(torch.zeros_like, layer)) for layer in stats]
+        for sums, layer in zip(self._layers, stats, strict=True):
+            for total, value in zip(sums, layer, strict=True):
+                total += value.detach()
+
+    def reduce(self, with_loads: bool) -> dict[str, Any]:
+        """Figures of the interval over all ranks, and a fresh start.
+
+        Returns:
+            {"experts": ...} with lists of one entry per sparse layer: load_cv, standard deviation over mean of the
+            experts' loads (M6-T, arXiv 2105.15082, section 3); dropped_fraction, routed choices beyond capacity;
+            unused_experts; router_entropy in nats. sent_bytes, what exchanges moved within and between nodes since
+            the last report, validation included, if anything. With loads, also the figures by prototype, and each
+            layer's loads as ``decode_loads`` reads them.
+        """
+        if not self._layers:
+            return {}
+        sizes = [value.numel() for sums in self._layers for value in sums]
+        device = self._layers[0].num_tokens.device
+        sent = self._sent()
+        news = [now - before for now, before in zip(sent, self._sent_before, strict=True)]
+        values = [value.reshape(-1).double() for sums in self._layers for value in sums]
+        flat = torch.cat([*values, torch.tensor(news, dtype=torch.float64, device=device)])
+        dist.all_reduce(flat)
+        *columns, moved = flat.cpu().split([*sizes, len(news)])
+        fields = len(RoutingStats._fields)
+        layers = [RoutingStats(*columns[i : i + fields]) for i in range(0, len(columns), fields)]
+        self._layers, self._sent_before = [], sent
+
+        report: dict[str, Any] = _by_key([_figures(layer, prototypes=1) for layer in layers])
+        report = {key: [value[0] for value in values] for key, values in report.items()}
+        if moved.any():
+            report["sent_bytes"] = dict(zip(("within_nodes", "between_nodes"), map(int, moved), strict=True))
+        if with_loads:
+            report["prototypes"] = _by_key([_figures(layer, len(layer.dropped)) for layer in layers])
+            report["loads"] = [encode_loads(layer.expert_counts) for layer in layers]
+        return {"experts": report}
+
+    def _sent(self) -> list[int]:
+        return [
+            sum(sent.within_nodes for sent in self._sent_bytes),
+            sum(sent.between_nodes for sent in self._sent_bytes),
+        ]
+
+
+def loads_wanted(step: int, total_steps: int, interval_steps: int) -> bool:
+    """Whether the line of ``step`` carries loads: about a hundred lines of a run do, evenly spaced, and its last."""
+    lines = math.ceil(total_steps / interval_steps)
+    stride = math.ceil(lines / _MAX_LINES_WITH_LOADS) * interval_steps
+    return step % stride == 0 or step == total_steps
+
+
+def encode_loads(counts: Tensor) -> str:
+    """[E] tokens of each expert -> base64 of their multiples of the mean, float16: 2.7 characters an expert."""
+    loads = counts / counts.mean().clamp_min(1e-9)
+    return base64.b64encode(loads.numpy().astype(_LOAD_TYPE).tobytes()).decode("ascii")
+
+
+def decode_loads(text: str) -> NDArray[np.float32]:
+    """[E] loads as multiples of the mean load.
+
+    Raises:
+        ValueError: the text does not come from ``encode_loads``.
+    """
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=_LOAD_TYPE).astype(np.float32)
+
+
+def _figures(layer: RoutingStats, prototypes: int) -> dict[str, list[float]]:
+    """Of each of equal parts of a layer's experts; one part: of all."""
+    counts, dropped = layer.expert_counts.view(prototypes, -1), layer.dropped.view(prototypes, -1).sum(1)
+    computed = counts.sum(1)
+    entropy = layer.router_entropy.view(prototypes, -1).mean(1) / layer.num_tokens.clamp_min(1)
+    return {
+        "load_cv": (counts.std(1, correction=0) / counts.mean(1).clamp_min(1e-9)).tolist(),
+        "dropped_fraction": (dropped / (computed + dropped).clamp_min(1)).tolist(),
+        "unused_experts": (counts == 0).sum(1).tolist(),
+        "router_entropy": entropy.tolist(),
+    }
+
+
+def _by_key(layers: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
+    return {key: [layer[key] for layer in layers] for key in layers[0]}

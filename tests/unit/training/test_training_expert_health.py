@@ -1,0 +1,140 @@
+"""Figures of the experts' health against a count by hand, and that collecting them waits for nothing."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from m6.errors import UserError
+from m6.plotting_experts import plot_experts
+from m6.training.expert_health import ExpertHealth, decode_loads, encode_loads, loads_wanted
+from m6.training.runtime import Runtime
+from moe import MoEConfig, MoELayer, RoutingStats
+from tests.fixtures.command import m6, user_error
+from tests.unit.evaluation.fabricated_run import training_entry, write_metrics
+
+
+def stats(counts: list[float], dropped: list[float], num_tokens: float, entropy: list[float]) -> RoutingStats:
+    named = {"expert_counts": counts, "dropped": dropped, "num_tokens": num_tokens, "router_entropy": entropy}
+    return RoutingStats(**{name: torch.tensor(named.get(name, 0.0)) for name in RoutingStats._fields})
+
+
+def test_figures(runtime: Runtime):
+    """Two layers of two prototypes, two micro-batches; the layer's figures, and those of each prototype."""
+    health = ExpertHealth(nn.Identity())
+    second = stats([2.0, 2.0, 2.0, 2.0], [0.0, 0.0], 4.0, [0.5, 0.5])
+    health.add((stats([3.0, 1.0, 2.0, 0.0], [0.0, 2.0], 4.0, [0.6, 0.2]), second))
+    health.add((stats([1.0, 1.0, 2.0, 0.0], [0.0, 0.0], 2.0, [0.3, 0.2]), second))
+    report = health.reduce(with_loads=True)["experts"]
+    first = np.array([4.0, 2.0, 4.0, 0.0])
+    assert report["load_cv"] == pytest.approx([first.std() / first.mean(), 0.0])
+    assert report["dropped_fraction"] == pytest.approx([2 / 12, 0.0])
+    assert report["unused_experts"] == [1, 0]
+    assert report["router_entropy"] == pytest.approx([(0.6 * 4 + 0.3 * 2 + 0.2 * 6) / 12, 0.5])
+    assert report["prototypes"]["load_cv"][0] == pytest.approx([1 / 3, 1.0])
+    assert report["prototypes"]["dropped_fraction"] == [pytest.approx([0.0, 2 / 6]), [0.0, 0.0]]
+    assert report["prototypes"]["unused_experts"] == [[0, 1], [0, 0]]
+    assert report["prototypes"]["router_entropy"][0] == pytest.approx([(0.6 * 4 + 0.3 * 2) / 6, 0.2])
+    np.testing.assert_allclose(decode_loads(report["loads"][0]), first / first.mean(), rtol=2**-11)
+    assert "sent_bytes" not in report
+    assert json.loads(json.dumps(report)) == report
+    assert health.reduce(with_loads=True) == {}, "a fresh start"
+    health.add((second,))
+    assert set(health.reduce(with_loads=False)["experts"]) == set(report) - {"prototypes", "loads"}
+
+
+def test_bytes_of_exchanges_are_those_since_the_last_report(runtime: Runtime):
+    layer = MoELayer(8, 8, MoEConfig(num_experts=2))
+    layer.dispatcher.sent_bytes.within_nodes = 5  # before training
+    health = ExpertHealth(nn.ModuleList([layer, layer]))
+    for within, between in ((100, 7), (20, 1)):
+        layer.dispatcher.sent_bytes.within_nodes += within
+        layer.dispatcher.sent_bytes.between_nodes += between
+        health.add((stats([1.0, 1.0], [0.0], 2.0, [0.5]),))
+        assert health.reduce(with_loads=False)["experts"]["sent_bytes"] == {
+            "within_nodes": within,
+            "between_nodes": between,
+        }
+
+
+def test_adding_waits_for_nothing():
+    """Fake tensors have no numbers, so whatever asks for one fails."""
+    with FakeTensorMode():
+        layer = MoELayer(8, 16, MoEConfig(num_experts=4, num_prototypes=2))
+        health = ExpertHealth(layer)
+        for _ in range(2):
+            health.add((stats([1.0] * 4, [0.0] * 2, 2.0, [0.5] * 2),))
+
+
+def test_loads_are_stored_compactly():
+    counts = torch.tensor([0.0, 1.0, 1000.0, 3.0] * 128)
+    text = encode_loads(counts)
+    assert len(text) <= 2.7 * len(counts)
+    np.testing.assert_allclose(decode_loads(text), (counts / counts.mean()).numpy(), rtol=2**-11)
+    np.testing.assert_array_equal(decode_loads(encode_loads(torch.zeros(3))), 0)
+    with pytest.raises(ValueError):
+        decode_loads("no base64!")
+    for total, interval in ((40, 1), (12_345, 10), (500, 10), (99, 100), (1000, 3)):
+        lines = [step for step in range(1, total + 1) if step % interval == 0 or step == total]
+        wanted = [step for step in lines if loads_wanted(step, total, interval)]
+        assert min(50, len(lines)) <= len(wanted) <= 101
+        assert wanted[-1] == total
+
+
+def test_heat_map_of_a_real_run(make_trainer: Callable, tmp_path):
+    trainer = make_trainer(m6__training__total_steps=3)
+    trainer.train()
+    run = tmp_path / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for entry in (line["experts"] for line in lines if "loss" in line):
+        loads = np.array([decode_loads(text) for text in entry["loads"]])
+        assert loads.shape == (2, 4)
+        np.testing.assert_allclose(loads.mean(1), 1.0, rtol=1e-3)
+        np.testing.assert_allclose(loads.std(1), entry["load_cv"], rtol=1e-2)
+        cv = np.array(entry["prototypes"]["load_cv"])
+        assert cv.shape == (2, 2)
+        np.testing.assert_allclose(np.sqrt((cv**2).mean(1)), entry["load_cv"])  # prototypes have equal means
+    outcome = m6("plot", run, "--experts")
+    assert (outcome.code, outcome.stdout) == (0, f"{run / 'experts.png'}\n")
+    with Image.open(run / "experts.png") as picture:
+        assert picture.format == "PNG"
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
+    assert m6("plot", run, "--experts", "--out", tmp_path / "other.png").code == 0
+
+
+def test_what_is_drawn(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    pcolormesh = Axes.pcolormesh
+
+    def spy(axes, *arguments, **options):
+        drawn.append(arguments)
+        return pcolormesh(axes, *arguments, **options)
+
+    monkeypatch.setattr(Axes, "pcolormesh", spy)
+    loads = [torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([4.0, 4.0, 4.0, 4.0])]
+    entry = {"prototypes": {"load_cv": [[0.0, 1.0]] * 2}, "loads": [encode_loads(counts) for counts in loads]}
+    lines = [training_entry(s, {"text_denoising": 5.0}, experts=entry) for s in (10, 20, 30)]
+    write_metrics(tmp_path, [*lines, training_entry(40, {"text_denoising": 5.0}, experts={"load_cv": [0.1, 0.1]})])
+    plot_experts(tmp_path)
+    assert len(drawn) == 3  # two layers and the bar of colours
+    edges, experts, colours = drawn[0]
+    assert edges.tolist() == [0, 10, 20, 30]
+    assert experts.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(colours.filled(-99), [[0] * 3, [0] * 3, [-99] * 3, [1] * 3])  # powers of two
+    np.testing.assert_allclose(drawn[1][2], 0)
+
+
+def test_no_loads_to_draw(tmp_path):
+    write_metrics(tmp_path, [training_entry(1, {"language_modelling": 9.0})])
+    assert "holds no loads of experts" in user_error("plot", tmp_path, "--experts")
+    broken = {"loads": ["AAAA!"], "prototypes": {"load_cv": [[0.0]]}}
+    write_metrics(tmp_path, [training_entry(1, {"language_modelling": 9.0}, experts=broken)])
+    with pytest.raises(UserError, match="corrupt loads of experts"):
+        plot_experts(tmp_path)
