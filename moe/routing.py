@@ -139,7 +139,7 @@ def check_finite(stats: Mapping[str, RoutingStats]) -> None:
     """
     if not stats:
         return
-    finite = torch.stack([layer.router_entropy for layer in stats.values()]).isfinite().tolist()
+    finite = torch.stack([layer.router_entropy.sum() for layer in stats.values()]).isfinite().tolist()
     broken = [name for name, good in zip(stats, finite, strict=True) if not good]
     if broken:
         raise ValueError(f"router logits are not finite in {', '.join(broken)}")
