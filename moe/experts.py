@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moe.activations import ACTIVATIONS
 from moe.config import MoEConfig
-from moe.kernels.experts_op import Pairs, experts_op
+from moe.kernels.experts_op import ExpertsFunction, Pairs
 from moe.precision import autocast_dtype
 
 
@@ -78,7 +78,7 @@ class Experts(nn.Module):
             mask = torch.rand(num_rows, self.w_out.shape[2], device=rows.device) >= dropout
         inputs = (rows, *weights, None if pairs is None else pairs.gates)
         keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
-        output, *_ = experts_op(
+        return ExpertsFunction.apply(
             rows,
             *(pairs or (None,) * 4),
             counts,
@@ -89,7 +89,6 @@ class Experts(nn.Module):
             self.config.recompute_activation,
             keep,
         )
-        return output
 
     # Parameters come anew on assignment (also when weights are loaded), on moves off the meta device and on copying.
 

@@ -16,8 +16,6 @@ from moe.activations import ACTIVATIONS
 from moe.kernels.products import choose_products
 from moe.precision import without_autocast
 
-_NUM_INPUTS = 15
-
 
 class Pairs(NamedTuple):
     """Which rows are whose.
@@ -173,25 +171,27 @@ def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return tuple(grad.new_empty(0) if each is None else torch.empty_like(each) for each in (tokens, gates, *weights))
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, dropout, activation, recompute, _keep = inputs
-    ctx.set_materialize_grads(False)  # for h, a and y it would make zeros
-    ctx.settings = (dropout, activation, recompute)
-    ctx.save_for_backward(*output[1:], *tensors)
+class ExpertsFunction(torch.autograd.Function):
+    """The operators as one differentiable function, with less overhead than what ``register_autograd`` makes."""
 
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Takes the arguments of ``experts_op`` and returns its first result."""
+        *tensors, dropout, activation, recompute, keep = inputs
+        output, *kept = experts_op(*inputs)
+        if keep:
+            ctx.save_for_backward(*kept, *tensors)
+            ctx.settings = (dropout, activation, recompute)
+        return output
 
-def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * _NUM_INPUTS
-    h, a, y, *tensors = ctx.saved_tensors
-    tokens, _, gates, _, _, _, w_in, w_out, b_in, b_out, _ = tensors
-    results = experts_backward_op(grad, h, a, y, *tensors, *ctx.settings)
-    inputs = (tokens, gates, w_in, w_out, b_in, b_out)
-    d_tokens, d_gates, *d_weights = (r if i is not None else None for r, i in zip(results, inputs, strict=True))
-    return d_tokens, None, d_gates, None, None, None, *d_weights, None, None, None, None, None
-
-
-experts_op.register_autograd(_backward, setup_context=_keep_for_backward)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h, a, y, *tensors = ctx.saved_tensors
+        tokens, _, gates, _, _, _, w_in, w_out, b_in, b_out, _ = tensors
+        results = experts_backward_op(grads[0], h, a, y, *tensors, *ctx.settings)
+        inputs = (tokens, gates, w_in, w_out, b_in, b_out)
+        d_tokens, d_gates, *d_weights = (r if i is not None else None for r, i in zip(results, inputs, strict=True))
+        return d_tokens, None, d_gates, None, None, None, *d_weights, None, None, None, None, None
 
 
 def _pairs(

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import MoEConfig, MoELayer
 from moe.kernels import products
-from moe.kernels.experts_op import experts_backward_op, experts_op
+from moe.kernels.experts_op import ExpertsFunction, experts_backward_op, experts_op
 from moe.kernels.products import GroupedProducts, LoopProducts, choose_products
 from moe.routing import Router, route
 
@@ -97,7 +97,7 @@ def test_dropout_of_hidden_units(activation: str, recompute: bool) -> None:
     experts = layer.experts
     weights = [experts.w_in, experts.w_out, experts.b_in, experts.b_out]
     pairs = (routing.tokens, gates, *routing.by_token)
-    output, *_ = experts_op(x, *pairs, routing.counts, *weights, mask, 0.3, activation, recompute, True)
+    output = ExpertsFunction.apply(x, *pairs, routing.counts, *weights, mask, 0.3, activation, recompute, True)
 
     ids = torch.arange(6).repeat_interleave(routing.counts)
     hidden = torch.einsum("rd,rfd->rf", x[routing.tokens], experts.w_in[ids]) + experts.b_in[ids]
@@ -143,18 +143,22 @@ def test_results_are_deterministic(recompute: bool, capacity_factor: float | Non
 @pytest.mark.parametrize(
     "changes", [{}, {"recompute_activation": True}, {"bias": True, "activation": "swiglu"}], ids=str
 )
-def test_operator_follows_pytorchs_rules(changes: dict) -> None:
-    """Schema, autograd registration, and fake kernel: shapes equal the real ones."""
+def test_operators_follow_pytorchs_rules(changes: dict) -> None:
+    """Their schemas, and fake kernels whose shapes and types equal the real ones."""
     layer = make_layer(**changes)
-    x = torch.randn(9, 16, requires_grad=True)
-    routing, *_ = route(layer.router(x), layer.config, True)
-    experts = layer.experts
-    weights = [experts.w_in, experts.w_out, experts.b_in, experts.b_out]
-    pairs = (routing.tokens, routing.gates.detach(), *routing.by_token)
-    for own in (pairs, (None,) * 4):
-        rows = x if own is pairs else x.detach()[routing.tokens].requires_grad_()
-        settings = (None, 0.0, layer.config.activation, layer.config.recompute_activation, True)
-        torch.library.opcheck(experts_op, (rows, *own, routing.counts, *weights, *settings))
+    x = torch.randn(9, 16)
+    with torch.no_grad():
+        routing, *_ = route(layer.router(x), layer.config, True)
+        experts = layer.experts
+        weights = [None if each is None else each.detach() for each in (experts.w_in, experts.w_out, experts.b_in)]
+        weights.append(None if experts.b_out is None else experts.b_out.detach())
+        settings = (None, 0.0, layer.config.activation, layer.config.recompute_activation)
+        pairs = (routing.tokens, routing.gates, *routing.by_token)
+        for rows, own in ((x, pairs), (x[routing.tokens], (None,) * 4)):
+            arguments = (rows, *own, routing.counts, *weights, *settings)
+            output, *kept = experts_op(*arguments, True)
+            torch.library.opcheck(experts_op, (*arguments, True))
+            torch.library.opcheck(experts_backward_op, (torch.randn_like(output), *kept, *arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

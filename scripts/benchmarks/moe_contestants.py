@@ -1,0 +1,242 @@
+"""Expert layers side by side: ours, DeepSpeed's, transformers', and what they can at best come near to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe import MoEConfig, MoELayer
+from moe.routing import Router, route
+
+CAPACITY_FACTOR = 1.25
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A size: T tokens of width d, hidden width 4 d, E experts in Z prototypes, top_k of each."""
+
+    num_tokens: int
+    hidden_size: int
+    num_experts: int
+    num_prototypes: int = 1
+    top_k: int = 1
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size
+
+    @property
+    def choices(self) -> int:
+        return self.num_prototypes * self.top_k
+
+    @property
+    def rows_per_expert(self) -> float:
+        return self.num_tokens * self.choices / self.num_experts
+
+    @property
+    def routing(self) -> str:
+        return f"{self.num_prototypes} top-1" if self.num_prototypes > 1 else f"top-{self.top_k}"
+
+    def __str__(self) -> str:
+        return f"T {self.num_tokens}, d {self.hidden_size}, E {self.num_experts}, {self.routing}"
+
+
+def ours(cell: Cell, **changes: object) -> tuple[nn.Module, Run]:
+    config = MoEConfig(
+        num_experts=cell.num_experts,
+        num_prototypes=cell.num_prototypes,
+        top_k=cell.top_k,
+        **changes,  # type: ignore[arg-type]
+    )
+    layer = MoELayer(cell.hidden_size, cell.ffn_size, config)
+
+    def run(x: Tensor) -> Tensor:
+        output = layer(x)
+        return output.hidden_states + 0 * output.aux_loss  # its gradient, too, is computed
+
+    return layer, run
+
+
+class Dense(nn.Module):
+    """The same arithmetic on the same number of rows, for which the tokens are copied K times."""
+
+    def __init__(self, cell: Cell, glu: bool) -> None:
+        super().__init__()
+        self.glu = glu
+        self.input = nn.Linear(cell.hidden_size, (2 if glu else 1) * cell.ffn_size, bias=False)
+        self.output = nn.Linear(cell.ffn_size, cell.hidden_size, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.input(rows)
+        if self.glu:
+            gate, up = hidden.chunk(2, -1)
+            return self.output(F.silu(gate) * up)
+        return self.output(F.gelu(hidden))
+
+
+def dense(cell: Cell, glu: bool = False) -> tuple[nn.Module, Run]:
+    layer = Dense(cell, glu)
+    return layer, layer
+
+
+class DenseFFN(nn.Module):
+    """An expert of DeepSpeed's layer."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.input = nn.Linear(cell.hidden_size, cell.ffn_size, bias=False)
+        self.output = nn.Linear(cell.ffn_size, cell.hidden_size, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.output(F.gelu(self.input(rows)))
+
+
+def deepspeed_moe(cell: Cell, drop: bool) -> tuple[nn.Module, Run]:
+    """DeepSpeed's layer; it has no prototypes, so one layer for each."""
+    from deepspeed.moe.layer import MoE
+
+    layers = nn.ModuleList()
+    for _ in range(cell.num_prototypes):
+        layer = MoE(
+            cell.hidden_size,
+            DenseFFN(cell),
+            num_experts=cell.num_experts // cell.num_prototypes,
+            k=cell.top_k,
+            capacity_factor=CAPACITY_FACTOR,
+            drop_tokens=drop,
+            top2_2nd_expert_sampling=False,
+        )
+        layer.set_deepspeed_parallelism()
+        layers.append(layer)
+
+    def run(x: Tensor) -> Tensor:
+        outputs = [layer(x) for layer in layers]
+        return sum(output + 0 * aux_loss for output, aux_loss, _ in outputs)  # type: ignore[return-value]
+
+    return layers, run
+
+
+def autoep(cell: Cell) -> tuple[nn.Module, Run]:
+    """The experts of DeepSpeed's AutoEP in the path it has for CPUs, behind our router: its layer wants a model."""
+    from deepspeed.moe.ep_experts import GroupedExperts
+
+    config = MoEConfig(num_experts=cell.num_experts, num_prototypes=cell.num_prototypes, top_k=cell.top_k)
+    router = Router(cell.hidden_size, config)
+    experts = GroupedExperts(cell.hidden_size, cell.ffn_size, cell.num_experts, use_grouped_mm=False)
+    module = nn.ModuleList([router, experts])
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+
+    def run(x: Tensor) -> Tensor:
+        routing, aux_loss, _ = route(router(x), config, True)
+        rows = experts(x.index_select(0, routing.tokens), routing.counts) * routing.gates[:, None]
+        return torch.zeros_like(x).index_add(0, routing.tokens, rows.to(x.dtype)) + 0 * aux_loss
+
+    return module, run
+
+
+def switch(cell: Cell) -> tuple[nn.Module, Run]:
+    """transformers' Switch, one layer for each prototype."""
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    size = cell.num_experts // cell.num_prototypes
+    config = SwitchTransformersConfig(
+        d_model=cell.hidden_size,
+        d_ff=cell.ffn_size,
+        num_experts=size,
+        expert_capacity=int(CAPACITY_FACTOR * cell.num_tokens / size),
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
+        dense_act_fn="gelu",
+        router_bias=False,
+    )
+    layers = nn.ModuleList(SwitchTransformersSparseMLP(copy.deepcopy(config)) for _ in range(cell.num_prototypes))
+    return layers, lambda x: sum(layer(x[None])[0] for layer in layers)  # type: ignore[return-value]
+
+
+def mixtral(cell: Cell, implementation: str) -> tuple[nn.Module, Run]:
+    """transformers' Mixtral, whose experts are gated; K of all experts where ours takes one of each prototype."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=cell.hidden_size,
+        intermediate_size=cell.ffn_size,
+        num_local_experts=cell.num_experts,
+        num_experts_per_tok=cell.choices,
+        router_jitter_noise=0.0,
+    )
+    config._experts_implementation = implementation
+    block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return block, lambda x: block(x[None])[0]
+
+
+class Floor:
+    """The matrix products alone: six for each expert, with equally many rows, in memory that is there; the router's."""
+
+    def __init__(self, cell: Cell, dtype: torch.dtype) -> None:
+        experts, width, inner = cell.num_experts, cell.hidden_size, cell.ffn_size
+        self.rows = max(1, round(cell.rows_per_expert))
+        shapes = {"x": (self.rows, width), "h": (self.rows, inner), "y": (self.rows, width)}
+        self.x, self.h, self.y = (torch.randn(experts, *shape, dtype=dtype).unbind(0) for shape in shapes.values())
+        self.w_in, self.d_w_in = (torch.randn(experts, inner, width, dtype=dtype).unbind(0) for _ in range(2))
+        self.w_out, self.d_w_out = (torch.randn(experts, width, inner, dtype=dtype).unbind(0) for _ in range(2))
+        self.tokens, self.router = torch.randn(cell.num_tokens, width), torch.randn(experts, width)
+        self.logits = torch.randn(cell.num_tokens, experts)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for x, h, y, w_in, w_out in zip(self.x, self.h, self.y, self.w_in, self.w_out, strict=True):
+            torch.mm(x, w_in.T, out=h)
+            torch.mm(h, w_out.T, out=y)
+        for x, h, y, w_in, w_out, d_w_in, d_w_out in zip(
+            self.x, self.h, self.y, self.w_in, self.w_out, self.d_w_in, self.d_w_out, strict=True
+        ):
+            torch.mm(y, w_out, out=h)
+            torch.mm(y.T, h, out=d_w_out)
+            torch.mm(h.T, x, out=d_w_in)
+            torch.mm(h, w_in, out=y)
+        torch.mm(self.tokens, self.router.T, out=self.logits)
+        torch.mm(self.logits, self.router)
+        torch.mm(self.logits.T, self.tokens)
+
+
+class Step:
+    """Forward and backward of a layer, with all gradients; called once for each measurement."""
+
+    def __init__(self, module: nn.Module, run: Run, rows: int, width: int, dtype: torch.dtype) -> None:
+        self.module, self.run = module.to(dtype).train(), run
+        self.x = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+        self.grad = torch.randn(rows, width, dtype=dtype)
+
+    def __call__(self) -> None:
+        self.run(self.x).backward(self.grad)
+
+    def free_gradients(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def saved_bytes(self) -> int:
+        """Bytes of the distinct storages that autograd keeps for the backward pass, weights excepted."""
+        known = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept = self.run(self.x)
+        del kept
+        return sum(sizes.values())
