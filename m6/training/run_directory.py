@@ -153,13 +153,19 @@ class RunDirectory:
         return entries
 
     def write_progress(self, step: int, total_steps: int) -> None:
-        """Records the last finished step, at most once a second: a sync to disk costs more than a short step."""
+        """Records the last finished step, at most once a second.
+
+        It is a sign of life, not a record: a power cut may take it, so that no sync to the disk holds up the training.
+        """
         now = time.monotonic()
         if now - self._progress_time < 1.0 and step < total_steps:
             return
         self._progress_time = now
         with self._writing():
-            write_json(self.root / "progress", {"step": step, "total_steps": total_steps, "time": time.time()})
+            temporary = self.root / ".progress.tmp"
+            entry = {"step": step, "total_steps": total_steps, "time": time.time()}
+            temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
+            temporary.replace(self.root / "progress")
 
     def finish(self, step: int) -> None:
         with self._writing():

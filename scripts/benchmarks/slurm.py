@@ -74,7 +74,9 @@ def _soak(cluster: LocalCluster, folder: Path, kills: int, seed: int) -> dict[st
 
 @app.command()
 def overhead(
-    config: Annotated[Path, typer.Option(help="the run's JSON")] = Path("configs/m6_smoke.json"), steps: int = 60
+    config: Annotated[Path, typer.Option(help="the run's JSON")] = Path("configs/m6_smoke.json"),
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, overrides a value")] = None,
+    steps: int = 60,
 ) -> None:
     """The share of a step that goes to stop wishes, progress, metrics, and on the first node the watchdog."""
     from m6.config import load_config
@@ -83,8 +85,8 @@ def overhead(
     from m6.training.runtime import start
 
     recorder = Recorder("slurm_overhead", "What looking after a run costs")
-    overrides = (f"m6.training.total_steps={steps}", "m6.evaluation.interval_steps=100000", "m6.data.num_workers=0")
-    settings = load_config(config, (*overrides, "m6.checkpoint.interval_steps=100000"))
+    fixed = (f"m6.training.total_steps={steps}", "m6.evaluation.interval_steps=100000", "m6.data.num_workers=0")
+    settings = load_config(config, (*(overrides or ()), *fixed, "m6.checkpoint.interval_steps=100000"))
     spent: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="m6_overhead_") as folder:
         run = RunDirectory(Path(folder) / "run")

@@ -23,7 +23,7 @@ AT_A_TIME = 4
 # Every job on this cluster: this interpreter, the loopback device, and what its own run asks for.
 SITE = f"""
 PATH={Path(sys.executable).parent}:$PATH
-export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp
+export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp MIN_SHM_GB=0
 mkdir -p "$TMPDIR"
 WATCH_INTERVAL_S=1 EVIDENCE_S=2 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
 source "$RUN_DIR.env"

@@ -39,9 +39,9 @@ check_only_job() { # two jobs in one folder would overwrite each other
 }
 
 open_attempt() { # the next attempt's folder, and what it runs on and with
-    local number
-    number=$(find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 | wc -l)
-    ATTEMPT=$(printf '%04d' $((number + 1)))
+    local last
+    last=$(find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -printf '%f\n' | sort | tail -n 1)
+    ATTEMPT=$(printf '%04d' $((10#${last:-0} + 1)))
     M6_ATTEMPT_DIR=$RUN_DIR/slurm/attempts/$ATTEMPT
     export M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=$M6_ATTEMPT_DIR/nccl.%h.%p.log
     mkdir "$M6_ATTEMPT_DIR"
@@ -49,7 +49,7 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     scontrol show job "$SLURM_JOB_ID" >"$M6_ATTEMPT_DIR/job.txt" || true
     cp "$0" "$M6_ATTEMPT_DIR/script.sh"
     cp "$CONFIG" "$M6_ATTEMPT_DIR/config.json"
-    python -m pip freeze >"$M6_ATTEMPT_DIR/packages.txt" 2>/dev/null || true
+    python -m pip freeze >"$M6_ATTEMPT_DIR/packages.txt" 2>/dev/null & # takes a second, and nobody waits for it
 }
 
 record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID" >>"$RUN_DIR/slurm/attempts.txt"; }
