@@ -1,8 +1,9 @@
 """Sparsely activated feed-forward layers: expert prototyping and top-k, dropless or with a capacity."""
 
+from moe.attention import MoELinear
 from moe.config import MoEConfig
 from moe.expert_parallel import apply_expert_parallelism
 from moe.layer import MoELayer, MoEOutput
 from moe.routing import RoutingStats
 
-__all__ = ["MoEConfig", "MoELayer", "MoEOutput", "RoutingStats", "apply_expert_parallelism"]
+__all__ = ["MoEConfig", "MoELayer", "MoELinear", "MoEOutput", "RoutingStats", "apply_expert_parallelism"]

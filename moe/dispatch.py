@@ -18,7 +18,7 @@ class Dispatcher(Protocol):
             experts: those this rank holds.
 
         Returns:
-            [T, D] in the type of ``tokens``.
+            [T, D_out] in the type of ``tokens``.
         """
 
 
@@ -31,10 +31,10 @@ class LocalDispatcher:
 
 
 def combine(rows: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
-    """Sums the experts' outputs [R, D] by token, weighted by the gates.
+    """Sums the experts' outputs [R, D_out] by token, weighted by the gates, into [T, D_out].
 
     The sum is in the gates' precision, float32 or better, since a token may add up many prototypes.
     """
     weighted = rows * routing.gates[:, None]
-    output = weighted.new_zeros(tokens.shape).index_add(0, routing.tokens, weighted)
+    output = weighted.new_zeros(len(tokens), rows.shape[1]).index_add(0, routing.tokens, weighted)
     return output.to(tokens.dtype)
