@@ -125,15 +125,19 @@ class Activations:
             # On the CPU dropout keeps factors in the type of its input, not bits.
             output = self.precision.residual if sparse else self.precision.compute
             dropout = self.vectors * (self.precision.compute + output)
-        return 2 * self.norm() + self.attention() + (self.experts() if sparse else self.dense_ffn()) + dropout
+        return 2 * self.norm() + self.attention(sparse) + (self.experts() if sparse else self.dense_ffn()) + dropout
 
     def norm(self) -> int:
         """The input, and for each token its mean and deviation."""
         return (self.vectors + 2 * self.tokens) * self.precision.residual
 
-    def attention(self) -> int:
-        compute, heads = self.precision.compute, self.model.num_attention_heads
-        kept = 2 * self.vectors * compute + self.precision.weight_copies(4 * self.model.hidden_size**2)  # input, result
+    def attention(self, sparse: bool) -> int:
+        compute, heads, width = self.precision.compute, self.model.num_attention_heads, self.model.hidden_size
+        kept = self.vectors * compute  # the result
+        if sparse and self.model.moe_attention:
+            kept += self.routed(width, 0, 3 * width, 3 * width**2) + self.routed(width, 0, width, width**2)
+        else:
+            kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
         scores = self.tokens * self.batch.sequence_length
         if self.model.attention_dropout:
             # Only the kernel that writes the scores out has dropout, and it works in fp32: queries, keys, values;
@@ -149,9 +153,12 @@ class Activations:
         return elements * self.precision.compute + self.precision.weight_copies(2 * width * inner)
 
     def experts(self) -> int:
-        """Padding takes part neither in routing nor in the experts."""
-        moe, width, inner = self.model.moe_config(), self.model.hidden_size, self.model.ffn_hidden_size
-        real, precision = self.batch.real, self.precision
+        width, inner = self.model.hidden_size, self.model.ffn_hidden_size
+        return self.routed(width, inner, width, 2 * width * inner)
+
+    def routed(self, width: int, inner: int, output_size: int, expert: int) -> int:
+        """Experts of ``expert`` parameters with their router; padding takes part in neither."""
+        moe, real, precision = self.model.moe_config(), self.batch.real, self.precision
         choices = real * moe.experts_per_token
         capacity = moe.capacity(real, training=True)
         rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
@@ -162,11 +169,11 @@ class Activations:
         # Each row's place in the sorted list, its token, its gate.
         dispatch = rows * (2 * _INT64 + FP32)
         # Inputs, inner values before and after the activation, outputs; the gated outputs in fp32.
-        networks = rows * (2 * (width + inner) * precision.compute + width * FP32)
+        networks = rows * ((width + 2 * inner + output_size) * precision.compute + output_size * FP32)
         local_experts = moe.num_experts // self.config.m6.training.ep_size
-        networks += precision.weight_copies(2 * local_experts * width * inner)
+        networks += precision.weight_copies(local_experts * expert)
         # The real tokens' places, and their results before these are spread over the rows of the batch.
-        combined = real * (_INT64 + width * precision.residual)
+        combined = real * (_INT64 + output_size * precision.residual)
         return router + routing + dispatch + networks + combined
 
     def head(self) -> int:

@@ -62,10 +62,14 @@ def train(config_file: Path, overrides: Sequence[str], run_dir: Path, runtime: R
 
     Returns:
         The run's configuration, and the lines of its metrics.jsonl.
+
+    Raises:
+        SystemExit: a signal ended the run before its last step.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     config = load_config(config_file, tuple(overrides))
-    pretrain(config, run_dir, runtime)
+    if not pretrain(config, run_dir, runtime):
+        raise SystemExit(f"stopped by a signal in {run_dir.name}")
     run = RunDirectory(run_dir)
     shutil.rmtree(run.checkpoints)
     return config, run.read_metrics()

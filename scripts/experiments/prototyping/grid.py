@@ -44,10 +44,10 @@ AUX_LOSS_WEIGHT = 0.01
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of the grid."""
+    """One configuration of the grid; ``capacity`` is the rule of ``MoEConfig``, or none: nothing is dropped."""
 
     routing: str
-    capacity_rule: str
+    capacity: str
     balanced: bool
     moe_attention: bool = False
 
@@ -55,29 +55,39 @@ class Case:
         """The columns that name it."""
         return {
             "routing": self.routing,
-            "capacity": self.capacity_rule,
+            "capacity": self.capacity,
             "balanced": "yes" if self.balanced else "no",
             "moe_attention": "yes" if self.moe_attention else "no",
         }
+
+    def _capacity(self) -> list[str]:
+        if self.capacity == "none":
+            return ["m6.moe.capacity_factor=null", "m6.moe.eval_capacity_factor=null"]
+        return [f'm6.moe.capacity_rule="{self.capacity}"']
 
     def overrides(self) -> list[str]:
         prototypes, top_k = ROUTINGS[self.routing]
         return [
             f"m6.moe.num_prototypes={prototypes}",
             f"m6.moe.top_k={top_k}",
-            f'm6.moe.capacity_rule="{self.capacity_rule}"',
+            *self._capacity(),
             f"m6.moe.aux_loss_weight={AUX_LOSS_WEIGHT if self.balanced else 0.0}",
             f"m6.model.moe_attention={str(self.moe_attention).lower()}",
         ]
 
 
 def cases() -> Iterator[Case]:
-    """The grid; with one expert a token both capacities are the same."""
-    for routing, capacity_rule, balanced in product(ROUTINGS, ("k", "1"), (True, False)):
-        if (routing, capacity_rule) != ("top-1", "1"):
-            yield Case(routing, capacity_rule, balanced)
+    """The grid; with one expert a token both capacities are the same.
+
+    Without a capacity imbalance drops nothing, which tells its own effect from that of dropping.
+    """
+    for routing, capacity, balanced in product(ROUTINGS, ("k", "1"), (True, False)):
+        if (routing, capacity) != ("top-1", "1"):
+            yield Case(routing, capacity, balanced)
     for routing in ("top-1", "2 top-1"):
         yield Case(routing, "k", balanced=True, moe_attention=True)
+    for routing, balanced in product(("top-1", "4 top-1"), (True, False)):
+        yield Case(routing, "none", balanced)
 
 
 def run_grid(seeds: int) -> None:
@@ -131,7 +141,7 @@ def summary(model: M6Config, sequence_length: int, metrics: list[dict[str, Any]]
 
 
 def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) -> float:
-    """FLOPs of forward and backward for one token, the output matrix left out.
+    """FLOPs of forward and backward for one token of text in the layers, the output matrix left out.
 
     Args:
         dropped: [routers] share of the choices that found their expert full and so cost nothing, in the order of the
@@ -143,7 +153,9 @@ def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) 
         experts = [3 * width**2, width**2, *experts]
     per_choice = np.array(experts * model.num_moe_layers)
     choices = model.moe_config().experts_per_token
-    return training_flops(model, 1, 0, sequence_length) - 6 * choices * float(dropped @ per_choice)
+    counts = num_parameters(model)
+    elsewhere = counts["patch_encoder"] + counts["norms"]
+    return training_flops(model, 1, 0, sequence_length) - 6 * (elsewhere + choices * float(dropped @ per_choice))
 
 
 def measure_speed(rounds: int) -> None:
