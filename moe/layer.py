@@ -15,7 +15,7 @@ from moe.routing import Router, RoutingStats, route
 class MoEOutput(NamedTuple):
     """
     Attributes:
-        hidden_states: [..., D], zero at padding.
+        hidden_states: [..., D_out], zero at padding; D_out is D, but for ``MoELinear``.
         aux_loss: [] sum of the balancing losses times their weights; to be added to the model's loss.
         stats: see ``RoutingStats``.
     """
@@ -78,8 +78,8 @@ class MoELayer(nn.Module):
         else:
             real = token_mask.reshape(-1).nonzero().squeeze(-1)
             output, aux_loss, stats = self._forward(tokens.index_select(0, real))
-            output = output.new_zeros(tokens.shape).index_copy(0, real, output)
-        return MoEOutput(output.view(hidden_states.shape), aux_loss, stats)
+            output = output.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)
+        return MoEOutput(output.unflatten(0, hidden_states.shape[:-1]), aux_loss, stats)
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
         routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)

@@ -11,14 +11,16 @@ def num_parameters(config: M6Config) -> dict[str, int]:
     """Counts the parameters of ``M6ForConditionalGeneration(config)`` by part.
 
     Returns:
-        ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention``, ``ffn`` (dense ones),
-        ``experts``, ``router``, ``norms``; ``total``, their sum; and ``active_per_token``: the total with, in
-        each sparse layer, only the ``num_prototypes * top_k`` experts that one token visits, and the shared ones.
+        ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention`` and ``ffn`` (dense ones),
+        ``experts``, ``router``, ``norms``; ``total``, their sum; and ``active_per_token``: the total with, of
+        every router, only the ``num_prototypes * top_k`` experts that one token visits, and the shared ones.
     """
     width, layers = config.hidden_size, config.num_layers
     sparse = config.num_moe_layers
     inner = config.ffn_hidden_size
     ffn = 2 * width * inner + inner + width
+    moe_attentions = sparse if config.moe_attention else 0
+    projections = 4 * width * width
     expert = shared = experts = chosen = 0
     if config.moe is not None:
         moe = config.moe_config()
@@ -33,11 +35,12 @@ def num_parameters(config: M6Config) -> dict[str, int]:
     counts = {
         "embeddings": (config.vocab_size + config.max_position_embeddings + config.num_patches + NUM_SEGMENTS) * width,
         "patch_encoder": sum(parameter.numel() for parameter in patch_encoder.parameters()),
-        "attention": layers * (4 * width * width + 4 * width),
+        "attention": (layers - moe_attentions) * (projections + 4 * width),
         "ffn": (layers - sparse) * ffn,
-        "experts": sparse * (experts * expert + shared),
-        "router": sparse * experts * width,
+        "experts": sparse * (experts * expert + shared) + moe_attentions * experts * projections,
+        "router": (sparse + 2 * moe_attentions) * experts * width,
         "norms": (2 * layers + 1) * 2 * width,
     }
     total = sum(counts.values())
-    return {**counts, "total": total, "active_per_token": total - sparse * (experts - chosen) * expert}
+    unvisited = (experts - chosen) * (sparse * expert + moe_attentions * projections)
+    return {**counts, "total": total, "active_per_token": total - unvisited}

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from m6.errors import UserError
-from m6.model.attention import Attention, prefix_lm_mask
+from m6.model.attention import Attention, MoEAttention, prefix_lm_mask
 from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.generation import M6GenerationMixin
@@ -37,11 +37,11 @@ class DenseFFN(nn.Module):
 
 
 class BlockOutput(NamedTuple):
-    """Hidden states [B, S, D]; the balance loss and the statistics of a sparse block, else None."""
+    """Hidden states [B, S, D]; a sparse block's balance loss, else None; the statistics of each of its routers."""
 
     hidden_states: Tensor
-    aux_loss: Tensor | None
-    router_stats: RoutingStats | None
+    aux_loss: Tensor | None = None
+    router_stats: tuple[RoutingStats, ...] = ()
 
 
 class M6Block(GradientCheckpointingLayer):
@@ -50,10 +50,12 @@ class M6Block(GradientCheckpointingLayer):
     def __init__(self, config: M6Config, layer_index: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = Attention(config)
+        sparse = config.is_moe_layer(layer_index)
+        self.attention: Attention | MoEAttention
+        self.attention = MoEAttention(config) if sparse and config.moe_attention else Attention(config)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.ffn: DenseFFN | MoELayer
-        if config.is_moe_layer(layer_index):
+        if sparse:
             self.ffn = MoELayer(config.hidden_size, config.ffn_hidden_size, config.moe_config())
         else:
             self.ffn = DenseFFN(config)
@@ -68,13 +70,21 @@ class M6Block(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
     ) -> BlockOutput:
         """``mask`` is bool [B, 1, S, K] for attention, ``token_mask`` bool [B, S], False at padding."""
-        attended = self.attention(self.attention_norm(hidden_states), mask, past_key_values, layer_index)
-        hidden_states = hidden_states + self.dropout(attended)
+        normed = self.attention_norm(hidden_states)
+        attended = None
+        if isinstance(self.attention, MoEAttention):
+            attended = self.attention(normed, mask, token_mask, past_key_values, layer_index)
+            hidden_states = hidden_states + self.dropout(attended.hidden_states)
+        else:
+            hidden_states = hidden_states + self.dropout(self.attention(normed, mask, past_key_values, layer_index))
         normed = self.ffn_norm(hidden_states)
         if isinstance(self.ffn, DenseFFN):
-            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)), None, None)
+            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
         output, aux_loss, stats = self.ffn(normed, token_mask)
-        return BlockOutput(hidden_states + self.dropout(output), aux_loss, stats)
+        hidden_states = hidden_states + self.dropout(output)
+        if attended is None:
+            return BlockOutput(hidden_states, aux_loss, (stats,))
+        return BlockOutput(hidden_states, attended.aux_loss + aux_loss, (*attended.stats, stats))
 
 
 class M6PreTrainedModel(PreTrainedModel):
@@ -177,7 +187,7 @@ class M6Model(M6PreTrainedModel):
             hidden_states = output.hidden_states
             if output.aux_loss is not None:
                 aux_loss = aux_loss + output.aux_loss
-                router_stats.append(output.router_stats)
+                router_stats.extend(output.router_stats)
         return M6ModelOutput(
             last_hidden_state=self.norm(hidden_states),
             aux_loss=aux_loss,

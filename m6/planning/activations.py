@@ -125,15 +125,19 @@ class Activations:
             # On the CPU dropout keeps factors in the type of its input, not bits.
             output = self.precision.residual if sparse else self.precision.compute
             dropout = self.vectors * (self.precision.compute + output)
-        return 2 * self.norm() + self.attention() + (self.experts() if sparse else self.dense_ffn()) + dropout
+        return 2 * self.norm() + self.attention(sparse) + (self.experts() if sparse else self.dense_ffn()) + dropout
 
     def norm(self) -> int:
         """The input, and for each token its mean and deviation."""
         return (self.vectors + 2 * self.tokens) * self.precision.residual
 
-    def attention(self) -> int:
-        compute, heads = self.precision.compute, self.model.num_attention_heads
-        kept = 2 * self.vectors * compute + self.precision.weight_copies(4 * self.model.hidden_size**2)  # input, result
+    def attention(self, sparse: bool) -> int:
+        compute, heads, width = self.precision.compute, self.model.num_attention_heads, self.model.hidden_size
+        kept = self.vectors * compute  # the result
+        if sparse and self.model.moe_attention:
+            kept += self.projections(3 * width) + self.projections(width)
+        else:
+            kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
         scores = self.tokens * self.batch.sequence_length
         if self.model.attention_dropout:
             # Only the kernel that writes the scores out has dropout, and it works in fp32: queries, keys, values;
@@ -149,37 +153,55 @@ class Activations:
         return elements * self.precision.compute + self.precision.weight_copies(2 * width * inner)
 
     def experts(self) -> int:
-        """Padding takes part neither in routing nor in the experts."""
+        """The tokens, unless they are those of the router; inner values before and after the activation; outputs."""
         moe, width, inner = self.model.moe_config(), self.model.hidden_size, self.model.ffn_hidden_size
-        real, precision = self.batch.real, self.precision
-        choices = real * moe.experts_per_token
-        capacity = moe.capacity(real, training=True)
-        rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
-        # The router works in fp32: the tokens, and beside 16-bit weights their copy.
-        router = real * width * FP32 + (0 if precision.weights == FP32 else moe.num_experts * width * FP32)
-        # Scores, which experts were chosen, and for the z loss logits and their logsumexp.
-        routing = real * moe.num_experts * FP32 + choices * _INT64
-        if moe.z_loss_weight:
-            routing += real * (moe.num_experts + moe.num_prototypes) * FP32
+        real, rows, precision = self.batch.real, self.rows(), self.precision
         # Each row's choice, its token, its gate; the rows by token, and where each token's begin.
         dispatch = rows * (3 * _INT64 + FP32) + real * _INT64
-        # The tokens, unless they are those of the router; inner values before and after the activation; outputs.
         inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
         kept = inner_inputs if moe.recompute_activation else inner_inputs + inner + width
         networks = rows * kept * precision.compute + (rows * inner if moe.expert_dropout else 0)
         if precision.compute != FP32:
             networks += real * width * precision.compute
-        local_experts = moe.num_experts // self.config.m6.training.ep_size
-        networks += precision.weight_copies(local_experts * width * (inner_inputs + inner))
+        networks += precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
         if moe.num_shared_experts:
             shared = moe.num_shared_experts
             networks += (
                 real * shared * (2 * inner_inputs if moe.activation == "swiglu" else 2 * inner) * precision.compute
             )
             networks += precision.weight_copies(shared * width * (inner_inputs + inner))
-        # The real tokens' places, and their results before these are spread over the rows of the batch.
-        combined = real * (_INT64 + width * precision.residual)
-        return router + routing + dispatch + networks + combined
+        return self.router() + dispatch + networks + self.combined(width)
+
+    def projections(self, output_size: int) -> int:
+        """Routed linear maps: inputs, outputs, and the gated outputs in fp32; each row's choice, token and gate."""
+        width, rows, compute = self.model.hidden_size, self.rows(), self.precision.compute
+        networks = rows * ((width + output_size) * compute + output_size * FP32)
+        networks += self.precision.weight_copies(self.local_experts() * width * output_size)
+        return self.router() + rows * (2 * _INT64 + FP32) + networks + self.combined(output_size)
+
+    def rows(self) -> int:
+        """(token, expert) pairs that are computed; padding takes part neither in routing nor in the experts."""
+        moe, real = self.model.moe_config(), self.batch.real
+        choices = real * moe.experts_per_token
+        capacity = moe.capacity(real, training=True)
+        return choices if capacity is None else min(choices, capacity * moe.num_experts)
+
+    def router(self) -> int:
+        moe, real, width = self.model.moe_config(), self.batch.real, self.model.hidden_size
+        # The router works in fp32: the tokens, and beside 16-bit weights their copy.
+        router = real * width * FP32 + (0 if self.precision.weights == FP32 else moe.num_experts * width * FP32)
+        # Scores, which experts were chosen, and for the z loss logits and their logsumexp.
+        router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
+        if moe.z_loss_weight:
+            router += real * (moe.num_experts + moe.num_prototypes) * FP32
+        return router
+
+    def local_experts(self) -> int:
+        return self.model.moe_config().num_experts // self.config.m6.training.ep_size
+
+    def combined(self, output_size: int) -> int:
+        """The real tokens' places, and their results before these are spread over the rows of the batch."""
+        return self.batch.real * (_INT64 + output_size * self.precision.residual)
 
     def head(self) -> int:
         """At labelled positions alone: hidden states; log-probabilities in fp32; places, labels, weights."""

@@ -61,9 +61,10 @@ class TrainStep:
         self.expert_group = expert_group(config)
         self.health = ExpertHealth(engine.module)
         self.sparse = {
-            f"layers.{index}.ffn": layer.ffn
+            f"layers.{index}.{name}": module
             for index, layer in enumerate(engine.module.model.layers)
-            if isinstance(layer.ffn, MoELayer)
+            for name, module in layer.named_modules()
+            if isinstance(module, MoELayer)
         }
         self.balancer = BiasBalancer(list(self.sparse.values()))
         self._router_entropy = torch.zeros(len(self.sparse), device=runtime.device)

@@ -1,0 +1,205 @@
+"""Trains the grid of routings that M6-T (arXiv 2105.15082), section 3 compares, and measures their speed.
+
+From the root of the repository, with the data of README.md:
+
+    python -m scripts.experiments.prototyping.grid train --seeds 3
+    python -m scripts.experiments.prototyping.grid time
+
+``train`` adds a row to results.csv per finished run and leaves out the runs that have one; all configurations of
+one seed come before the next seed. ``time`` measures all of them in one interleaved run and writes speed.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m6.config import check_world_size, load_config
+from m6.model.configuration import M6Config
+from m6.model.counting import num_parameters
+from m6.training.engine import build_engine
+from m6.training.loop import open_data
+from m6.training.runtime import start
+from m6.training.throughput import training_flops
+from m6.training.train_step import TrainStep
+from scripts.experiments.experiment import ResultTable, code_version, train
+
+FOLDER = Path(__file__).resolve().parent
+CONFIG = FOLDER / "config.json"
+RESULTS = FOLDER / "results.csv"
+SPEED = FOLDER / "speed.csv"
+# name: prototypes, experts of a token in each
+ROUTINGS = {"top-1": (1, 1), "top-2": (1, 2), "top-4": (1, 4), "2 top-1": (2, 1), "4 top-1": (4, 1)}
+AUX_LOSS_WEIGHT = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of the grid; ``capacity`` is the rule of ``MoEConfig``, or none: nothing is dropped."""
+
+    routing: str
+    capacity: str
+    balanced: bool
+    moe_attention: bool = False
+
+    def identity(self) -> dict[str, str]:
+        """The columns that name it."""
+        return {
+            "routing": self.routing,
+            "capacity": self.capacity,
+            "balanced": "yes" if self.balanced else "no",
+            "moe_attention": "yes" if self.moe_attention else "no",
+        }
+
+    def _capacity(self) -> list[str]:
+        if self.capacity == "none":
+            return ["m6.moe.capacity_factor=null", "m6.moe.eval_capacity_factor=null"]
+        return [f'm6.moe.capacity_rule="{self.capacity}"']
+
+    def overrides(self) -> list[str]:
+        prototypes, top_k = ROUTINGS[self.routing]
+        return [
+            f"m6.moe.num_prototypes={prototypes}",
+            f"m6.moe.top_k={top_k}",
+            *self._capacity(),
+            f"m6.moe.aux_loss_weight={AUX_LOSS_WEIGHT if self.balanced else 0.0}",
+            f"m6.model.moe_attention={str(self.moe_attention).lower()}",
+        ]
+
+
+def cases() -> Iterator[Case]:
+    """The grid; with one expert a token both capacities are the same.
+
+    Without a capacity imbalance drops nothing, which tells its own effect from that of dropping.
+    """
+    for routing, capacity, balanced in product(ROUTINGS, ("k", "1"), (True, False)):
+        if (routing, capacity) != ("top-1", "1"):
+            yield Case(routing, capacity, balanced)
+    for routing in ("top-1", "2 top-1"):
+        yield Case(routing, "k", balanced=True, moe_attention=True)
+    for routing, balanced in product(("top-1", "4 top-1"), (True, False)):
+        yield Case(routing, "none", balanced)
+
+
+def run_grid(seeds: int) -> None:
+    """Trains what is missing in results.csv."""
+    table = ResultTable(RESULTS, (*Case("top-1", "k", True).identity(), "seed"))
+    runtime, code = start(), code_version()
+    for seed, case in product(range(seeds), cases()):
+        identity = {**case.identity(), "seed": seed}
+        if table.holds(identity):
+            continue
+        begin = time.process_time()
+        with tempfile.TemporaryDirectory() as folder:
+            overrides = [*case.overrides(), f"m6.training.seed={seed}"]
+            config, metrics = train(CONFIG, overrides, Path(folder) / "run", runtime)
+        cpu_s = time.process_time() - begin
+        table.append(
+            {
+                **identity,
+                **summary(config.model, config.m6.data.sequence_length, metrics),
+                "cpu_s": round(cpu_s, 1),
+                "code": code,
+            }
+        )
+        print(f"{table.path.name}: {identity}, {cpu_s:.0f} s", flush=True)
+
+
+def summary(model: M6Config, sequence_length: int, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a run's row says: its last validation, and its routing as the mean over the second half of training.
+
+    ``load_cv`` and ``dropped`` are means over the routers; the load is that of the steps of one log interval, after
+    dropping. ``flops_per_token`` is forward and backward without the output matrix, of the choices that were computed.
+    """
+    training = [entry for entry in metrics if "loss" in entry]
+    validation = metrics[-1]["validation"]
+    late = [entry["experts"] for entry in training[len(training) // 2 :]]
+    dropped = np.mean([experts["dropped_fraction"] for experts in late], axis=0)
+    counts = num_parameters(model)
+    return {
+        "steps": training[-1]["step"],
+        "tokens": training[-1]["tokens_seen"],
+        "parameters": counts["total"],
+        "active_parameters": counts["active_per_token"],
+        "validation_lm": round(validation["language_modelling"], 5),
+        "validation_captions": round(validation["image_captioning"], 5),
+        "training_loss": round(float(np.mean([entry["loss"] for entry in training[-3:]])), 5),
+        "load_cv": round(float(np.mean([experts["load_cv"] for experts in late])), 4),
+        "dropped": round(float(dropped.mean()), 4),
+        "unused_experts": round(float(np.mean([experts["unused_experts"] for experts in late])), 3),
+        "flops_per_token": round(flops_per_token(model, sequence_length, dropped)),
+    }
+
+
+def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) -> float:
+    """FLOPs of forward and backward for one token of text in the layers, the output matrix left out.
+
+    Args:
+        dropped: [routers] share of the choices that found their expert full and so cost nothing, in the order of the
+            forward pass.
+    """
+    width = model.hidden_size
+    experts = [2 * width * model.ffn_hidden_size]
+    if model.moe_attention:
+        experts = [3 * width**2, width**2, *experts]
+    per_choice = np.array(experts * model.num_moe_layers)
+    choices = model.moe_config().experts_per_token
+    counts = num_parameters(model)
+    elsewhere = counts["patch_encoder"] + counts["norms"]
+    return training_flops(model, 1, 0, sequence_length) - 6 * (elsewhere + choices * float(dropped @ per_choice))
+
+
+def measure_speed(rounds: int) -> None:
+    """Writes the CPU time of a training step of every case, taken in turns."""
+    runtime, steps, all_cases = start(), [], list(cases())
+    for case in all_cases:
+        config = load_config(CONFIG, tuple(case.overrides()))
+        data = open_data(config)
+        step = TrainStep(build_engine(config, runtime), config, runtime, check_world_size(config, runtime.world_size))
+        steps.append(step)
+    batches = [[data.micro_batch(index)] for index in range(rounds + 1)]
+    times: list[list[float]] = [[] for _ in steps]
+    for number, batch in enumerate(batches):
+        for step, measured in zip(steps, times, strict=True):
+            begin = time.process_time()
+            step(number, batch, stop=False)
+            if number > 0:  # the first makes buffers
+                measured.append(1e3 * (time.process_time() - begin))
+    table, code = ResultTable(SPEED, tuple(Case("top-1", "k", True).identity())), code_version()
+    SPEED.unlink(missing_ok=True)
+    for case, measured in zip(all_cases, times, strict=True):
+        low, high = np.percentile(measured, [10, 90])
+        figures = {"ms": statistics.median(measured), "ms_10": low, "ms_90": high}
+        table.append(
+            {
+                **case.identity(),
+                **{name: round(value, 2) for name, value in figures.items()},
+                "rounds": rounds,
+                "code": code,
+            }
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("train").add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... below this")
+    commands.add_parser("time").add_argument("--rounds", type=int, default=25)
+    arguments = parser.parse_args()
+    if arguments.command == "train":
+        run_grid(arguments.seeds)
+    else:
+        measure_speed(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

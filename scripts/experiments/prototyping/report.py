@@ -1,0 +1,178 @@
+"""Prints the tables of README.md from results.csv and speed.csv, and draws results.png:
+
+python -m scripts.experiments.prototyping.report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from m6.files import atomic_path
+from scripts.experiments.experiment import ResultTable
+from scripts.experiments.prototyping.grid import FOLDER, RESULTS, ROUTINGS, SPEED, Case, cases
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Values = dict[int, float]
+# Okabe and Ito's palette, which people with any colour vision can tell apart.
+_COLOURS = dict(zip(ROUTINGS, ("#5a5a5a", "#56B4E9", "#0072B2", "#E69F00", "#D55E00"), strict=True))
+_MARKERS = {"k": "o", "1": "s", "none": "^"}
+# title: (what is changed, what it is changed from)
+PAIRS: dict[str, list[tuple[Case, Case]]] = {
+    "more experts a token, capacity k": [
+        (Case(routing, "k", balanced), Case("top-1", "k", balanced))
+        for routing in ("top-2", "top-4", "2 top-1", "4 top-1")
+        for balanced in (True, False)
+    ],
+    "more experts a token, capacity 1": [
+        (Case(routing, "1", balanced), Case("top-1", "k", balanced))
+        for routing in ("top-2", "top-4", "2 top-1", "4 top-1")
+        for balanced in (True, False)
+    ],
+    "k top-1 instead of top-k": [
+        (Case(f"{k} top-1", capacity, balanced), Case(f"top-{k}", capacity, balanced))
+        for k in (2, 4)
+        for capacity in ("k", "1")
+        for balanced in (True, False)
+    ],
+    "without the balancing loss instead of with it": [
+        (Case(case.routing, case.capacity, False), case) for case in cases() if case.balanced and not case.moe_attention
+    ],
+    "experts on the attention projections too": [
+        (Case(routing, "k", True, moe_attention=True), Case(routing, "k", True)) for routing in ("top-1", "2 top-1")
+    ],
+}
+
+
+class Results:
+    """The columns of results.csv by case and seed."""
+
+    def __init__(self) -> None:
+        self._rows = ResultTable(RESULTS, ()).rows()
+        self._speed = ResultTable(SPEED, ()).rows()
+
+    def values(self, case: Case, column: str) -> Values:
+        return {int(row["seed"]): float(row[column]) for row in self._rows if _is(row, case)}
+
+    def speed(self, case: Case) -> str:
+        found = [f"{float(row['ms']):.0f} ({row['ms_10']} to {row['ms_90']})" for row in self._speed if _is(row, case)]
+        return found[0] if found else "-"
+
+    def mean(self, case: Case, column: str) -> float:
+        return float(np.mean(list(self.values(case, column).values())))
+
+    def difference(self, changed: Case, base: Case) -> list[float]:
+        """Of the validation loss of language modelling, for every seed that both have."""
+        left, right = self.values(changed, "validation_lm"), self.values(base, "validation_lm")
+        return [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
+
+
+def _is(row: dict[str, str], case: Case) -> bool:
+    return all(row[name] == value for name, value in case.identity().items())
+
+
+def name(case: Case) -> str:
+    capacity = "no capacity" if case.capacity == "none" else f"capacity {case.capacity}"
+    attention = ", MoE attention" if case.moe_attention else ""
+    return f"{case.routing}, {capacity}{'' if case.balanced else ', no balancing'}{attention}"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean, and in brackets the standard deviation between seeds."""
+    deviation = f" ({np.std(values, ddof=1):{form.lstrip('+')}})" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{deviation}"
+
+
+def main_table(results: Results) -> str:
+    header = [
+        "routing", "seeds", "language modelling", "captions", "MFLOP/token", "ms/step", "load c_v", "dropped",
+    ]  # fmt: skip
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for case in cases():
+        losses = list(results.values(case, "validation_lm").values())
+        if losses:
+            lines.append(
+                [
+                    name(case),
+                    str(len(losses)),
+                    spread(losses, ".3f"),
+                    spread(list(results.values(case, "validation_captions").values()), ".2f"),
+                    f"{results.mean(case, 'flops_per_token') / 1e6:.2f}",
+                    results.speed(case),
+                    f"{results.mean(case, 'load_cv'):.2f}",
+                    f"{results.mean(case, 'dropped'):.1%}",
+                ]
+            )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def pair_tables(results: Results) -> str:
+    parts = []
+    for title, pairs in PAIRS.items():
+        lines = [f"| {title} | from | mean (deviation) | each seed |", "| --- | --- | ---: | ---: |"]
+        for changed, base in pairs:
+            if differences := results.difference(changed, base):
+                each = ", ".join(f"{value:+.3f}" for value in differences)
+                lines.append(f"| {name(changed)} | {name(base)} | {spread(differences, '+.3f')} | {each} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def draw(results: Results) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    _draw_against(left, results, "flops_per_token", 1e-6)
+    left.set_xlabel("MFLOP per token, forward and backward, output matrix left out")
+    _draw_against(middle, results, "load_cv")
+    middle.set_xlabel("c_v of the experts' load, after dropping")
+    _draw_against(right, results, "dropped", 100.0)
+    right.set_xlabel("choices that found their expert full, %")
+    left.set_ylabel("validation loss of language modelling, nats per byte")
+    handles = [pyplot.Line2D([], [], color=colour, marker="o", ls="") for colour in _COLOURS.values()]
+    shapes = {"capacity k": "o", "capacity 1": "s", "no capacity": "^", "MoE attention": "*"}
+    handles += [pyplot.Line2D([], [], color="black", marker=marker, ls="") for marker in shapes.values()]
+    handles.append(pyplot.Line2D([], [], color="black", marker="o", mfc="white", ls=""))
+    labels = [*_COLOURS, *shapes, "no balancing loss"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    with atomic_path(FOLDER / "results.png") as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_against(axes: Axes, results: Results, column: str, scale: float = 1.0) -> None:
+    """Every configuration at its mean, with the range over seeds."""
+    for case in cases():
+        losses = list(results.values(case, "validation_lm").values())
+        if not losses:
+            continue
+        mean, colour = float(np.mean(losses)), _COLOURS[case.routing]
+        axes.errorbar(
+            results.mean(case, column) * scale,
+            mean,
+            yerr=[[mean - min(losses)], [max(losses) - mean]],
+            marker="*" if case.moe_attention else _MARKERS[case.capacity],
+            ms=11 if case.moe_attention else 7,
+            color=colour,
+            mfc=colour if case.balanced else "white",
+            elinewidth=1,
+        )
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    results = Results()
+    print(main_table(results), pair_tables(results), sep="\n\n")
+    draw(results)
+
+
+if __name__ == "__main__":
+    main()
