@@ -140,6 +140,25 @@ def sick_node(make_run: MakeRun) -> tuple[ClusterRun, str, str]:
     return run, (run.root / "slurm" / "sick").read_text().strip(), successor
 
 
+def all_nodes_sick(make_run: MakeRun) -> ClusterRun:
+    return _refused(make_run("all_nodes_sick", "export PREFLIGHT_HOOK='echo too strict; false'"))
+
+
+def no_room(make_run: MakeRun) -> ClusterRun:
+    return _refused(make_run("no_room", "MIN_DISK_GB=1000000000"))
+
+
+def silent_node(make_run: MakeRun) -> ClusterRun:
+    """Both nodes hang in preflight."""
+    return _refused(make_run("silent_node", "export PREFLIGHT_HOOK='sleep 600' PREFLIGHT_TIMEOUT_S=5"))
+
+
+def _refused(run: ClusterRun) -> ClusterRun:
+    run.submit()
+    run.wait_for_end()
+    return run
+
+
 def corrupt_checkpoint(make_run: MakeRun) -> dict:
     run = make_run("corrupt_checkpoint")
     run.submit()

@@ -121,6 +121,31 @@ def test_a_sick_node_is_left_out(played: tuple[ClusterRun, str, str], whole: Clu
     assert f"{sick}.txt" not in {path.name for path in (second / "preflight").iterdir()}
 
 
+@pytest.mark.scenario("all_nodes_sick")
+def test_when_every_node_is_sick_the_check_is(played: ClusterRun):
+    judge_refused(played, "preflight found every node sick, which is no matter of the nodes")
+    assert "PREFLIGHT_HOOK: too strict" in played.log()
+
+
+@pytest.mark.scenario("silent_node")
+def test_a_node_that_says_nothing_is_sick(played: ClusterRun):
+    judge_refused(played, "preflight found every node sick")
+    [attempt] = played.attempts()
+    assert {path.read_text() for path in (attempt / "preflight").glob("*.txt")} == {"no report within 5 s\n"}
+
+
+@pytest.mark.scenario("no_room")
+def test_without_room_for_checkpoints_nothing_starts(played: ClusterRun):
+    judge_refused(played, "GiB of disk are left, 1000000000 are asked for")
+
+
+def judge_refused(run: ClusterRun, reason: str):
+    assert run.cluster.state(run.job) == "FAILED"
+    assert run.cluster.job_fields(run.job)["Restarts"] == "0"
+    assert reason in (run.root / "FATAL").read_text()
+    assert not list(run.root.glob("slurm/attempts/*/rank_*.log"))
+
+
 @pytest.mark.scenario("corrupt_checkpoint", "left_alone")
 def test_switch_files_and_a_corrupt_newest_checkpoint(played: dict, whole: ClusterRun):
     run = played["run"]
