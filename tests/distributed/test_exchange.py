@@ -159,7 +159,7 @@ def check_bytes_and_balance(world_size: int) -> None:
         all_to_all = split(plain, ep_size)
         rows: list[int] = []
         for layer in (prototype, promised):
-            layer.experts.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(len(inputs[0])))
+            layer.experts.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(int(inputs[1].sum())))
         torch.manual_seed(dist.get_rank())
         x = torch.rand(tokens, HIDDEN)
         expected = whole(x)
