@@ -145,6 +145,27 @@ def curve(
     print(curve_table(find(lambda part: make(part.num_devices), whole, device_counts(whole))))
 
 
+@app.command(name="dry-run")
+def dry_run(
+    config: ConfigFile,
+    world: Annotated[int, typer.Option(min=1, help="ranks of the job")],
+    rank: Annotated[int, typer.Option(min=0, help="the one to be")] = 0,
+    cluster: Annotated[
+        Path | None, typer.Option(help="whose nodes say which ranks are neighbours; default: all are")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Trains one step as one rank of a large job, by the real code over numbers that do not exist."""
+    from m6.config import load_config
+    from m6.planning.cluster import load_cluster
+    from m6.planning.dry_run import dry_run as run
+    from m6.planning.dry_run import report
+
+    settings = load_config(config, tuple(overrides or ()))
+    nodes = None if cluster is None else load_cluster(cluster).first(world).nodes[0]
+    print(report(run(settings, world, rank), world, rank, nodes))
+
+
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the profile to write; one that is there keeps what is not measured anew")],

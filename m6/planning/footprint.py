@@ -102,10 +102,13 @@ class MemoryModel:
     def batch_of(self, layout: Layout) -> BatchShape:
         return scale_batch(self.row, layout.micro_batch_size)
 
+    def activations_of(self, layout: Layout) -> Activations:
+        return Activations(with_training(self.config, layout), self.batch_of(layout))
+
     def _activation_bytes(self, layout: Layout) -> int:
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size)
         if key not in self._activations:
-            activations = Activations(with_training(self.config, layout), self.batch_of(layout))
+            activations = self.activations_of(layout)
             self._activations[key] = (activations.total(), activations.loss_backward())
         kept, loss_backward = self._activations[key]
         # A stage of a pipeline keeps as many micro-batches as stages follow; the first keeps the most.

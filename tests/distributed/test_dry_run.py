@@ -1,0 +1,61 @@
+"""A fake rank against a real one, and ranks of jobs that no test machine could hold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config import load_config, parse_config
+from m6.errors import UserError
+from m6.planning.dry_run import DryRun, dry_run, report
+from tests.distributed.spawn import run_distributed
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BF16 = {"enabled": True}
+CHANGES: dict[str, dict[str, Any]] = {
+    "stage 2, experts split over 16": {},
+    "stage 0, Adafactor, autocast": {
+        "bf16": {},
+        "zero_optimization": {"stage": 0},
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "optimizer": {"type": "Adafactor", "params": {"lr": 0.01}},
+    },
+    "stage 1 in fp32": {"bf16": {}, "zero_optimization": {"stage": 1}},
+}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    document = load_config(CONFIGS / "m6_10b.json").document
+    document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
+    document["m6"]["training"]["activation_checkpointing"] = False
+    return {**document, **changes}
+
+
+def steps_are_the_formulas(documents: dict[str, dict[str, Any]]) -> None:
+    for name, document in documents.items():
+        result: DryRun = dry_run(parse_config(document), 16, 5)
+        held, predicted = result.held, result.predicted
+        assert held["weights"] == predicted["weights"], name
+        assert held["optimizer_state"] == predicted["optimizer_state"], name
+        # At stage 2 the formula adds the largest parameter for those that lie across a boundary.
+        assert held["gradients"] <= predicted["gradients"] <= 1.5 * held["gradients"], name
+        # The formula follows what autograd keeps; small masks and places of labels live beside it.
+        assert held["activations"] == pytest.approx(predicted["activations"], rel=0.05), name
+        assert held["peak"] <= predicted["peak"] * 1.02, name
+        found, rows = result.exchange
+        # The counts of rows travel, too: a thousandth.
+        assert found == pytest.approx(rows, rel=5e-3), name
+        assert {ranks for (_, ranks) in result.collectives} >= {tuple(range(16))}, name
+        assert "| alltoall | 16 |" in report(result, 16, 5), name
+
+
+def test_steps_of_a_small_model(tmp_path: Path):
+    documents = {name: small(**changes) for name, changes in CHANGES.items()}
+    run_distributed(steps_are_the_formulas, 1, documents, timeout_s=600)
+
+
+def test_there_is_no_such_rank():
+    with pytest.raises(UserError, match="rank 16: expected one of 0 to 15"):
+        dry_run(parse_config(small()), 16, 16)
+    with pytest.raises(UserError, match="does not divide the world size"):
+        dry_run(parse_config(small()), 8, 0)
