@@ -79,6 +79,24 @@ def pretrain(
 
 
 @app.command()
+def delink(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option("--out", help="folder of the Real run; must not exist or be empty")],
+) -> None:
+    """Makes a Real run of a Pseudo run's newest checkpoint, for m6 pretrain to go on with, on any number of ranks.
+
+    The same command runs under torchrun, deepspeed and srun.
+    """
+    from m6.training.delink import delink_run
+    from m6.training.runtime import start
+
+    runtime = start()
+    written = delink_run(run, out, runtime)
+    if runtime.is_main:
+        print(written)
+
+
+@app.command()
 def evaluate(
     run: RunFolder,
     batches: Annotated[

@@ -19,6 +19,7 @@ from m6.data.pretraining import DataSettings
 from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
 from m6.errors import UserError
 from m6.model.configuration import M6Config
+from m6.model.sharing import PARTS, Part, Sharing
 from m6.validation import Section, check_keys, describe, parse_json, validate
 from moe.config import MoEConfig
 from moe.expert_parallel import exchange_steps
@@ -61,6 +62,54 @@ class ScheduleSettings(Section):
     final_lr_ratio: Share = Field(0.1, description="learning rate at the last step over its peak")
 
 
+class PseudoToRealSettings(Section):
+    """Trains first a Pseudo model whose layers share weights, then delinks it into the Real one."""
+
+    num_groups: PositiveInt = Field(1, description="groups of consecutive layers that share; 1: all layers share")
+    shared: list[Part] = Field(
+        list(PARTS),
+        min_length=1,
+        description="what the layers of a group share: attention, norms, dense ffn, router, experts",
+    )
+    switch: Literal["step", "loss_plateau", "gradient_correlation"] = Field(
+        "step", description="the rule by which the Pseudo stage ends"
+    )
+    switch_step: PositiveInt = Field(
+        description="steps of the Pseudo stage; loss_plateau and gradient_correlation may end it before"
+    )
+    plateau_window_steps: PositiveInt = Field(
+        50, description="loss_plateau: the mean training loss of so many steps is compared with that of those before"
+    )
+    plateau_improvement: Share = Field(
+        0.01, description="loss_plateau: the stage ends when the loss falls by less than this share of itself"
+    )
+    correlation_interval_steps: PositiveInt = Field(
+        100, description="steps between measurements of the correlation of adjacent layers' gradients, a metric"
+    )
+    correlation_threshold: float = Field(
+        0.5, ge=-1, le=1, description="gradient_correlation: a pair of layers below it counts (arXiv 2110.03848)"
+    )
+    correlation_checks: PositiveInt = Field(
+        3,
+        description="gradient_correlation: the stage ends when more than half of the pairs counted in so many "
+        "measurements in a row",
+    )
+    gradient: Literal["sum", "mean"] = Field(
+        "mean", description="gradient of a shared weight: autograd's sum over the layers, or their mean"
+    )
+    optimizer_state: Literal["copy", "reset"] = Field(
+        "copy", description="at delinking each layer gets a copy of the moments, or the optimizer begins anew"
+    )
+    learning_rate: Literal["continue", "rewarm"] = Field(
+        "continue", description="after delinking: the schedule as it stands, or times a linear warm-up from 0"
+    )
+    rewarm_steps: int | None = Field(None, gt=0, description="rewarm: length of that warm-up in steps")
+
+    def sharing(self, num_layers: int) -> Sharing:
+        """Which layers of a model of ``num_layers`` share what in the Pseudo stage."""
+        return Sharing(num_layers, self.num_groups, tuple(self.shared))
+
+
 class EvaluationSettings(Section):
     """Validation during training, one mean loss per objective."""
 
@@ -98,6 +147,11 @@ class M6Settings(Section):
     objectives: ObjectivesSettings
     training: TrainingSettings
     schedule: ScheduleSettings = ScheduleSettings()
+    pseudo_to_real: PseudoToRealSettings | None = Field(
+        None,
+        description="a first stage in which layers share weights (M6-10T, arXiv 2110.03888); absent: the Real model "
+        "from the first step",
+    )
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
@@ -169,7 +223,26 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         raise UserError(
             f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
         )
+    if settings.pseudo_to_real is not None:
+        _check_pseudo_to_real(settings.pseudo_to_real, model, total)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+
+
+def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, total_steps: int) -> None:
+    if settings.switch_step >= total_steps:
+        raise UserError(
+            f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
+            f"m6.training.total_steps {total_steps}: nothing would be left for the Real model"
+        )
+    if (settings.learning_rate == "rewarm") != (settings.rewarm_steps is not None):
+        raise UserError(
+            'm6.pseudo_to_real.rewarm_steps belongs to "learning_rate": "rewarm" and is required there; '
+            f'learning_rate is "{settings.learning_rate}"'
+        )
+    try:
+        settings.sharing(model.num_layers).check(model)
+    except UserError as error:
+        raise UserError(f"m6.pseudo_to_real: {error}") from None
 
 
 def check_world_size(config: RunConfig, world_size: int) -> int:

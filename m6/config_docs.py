@@ -127,6 +127,8 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
         return " or ".join(_type(kind, field) for kind in arguments)
     if origin is Literal:
         return ", ".join(_json(value) for value in arguments)
+    if origin is list:
+        return f"array of {_type(arguments[0])}"
     if origin is dict:
         return "object" if arguments[1] is Any else f"object of {_type(arguments[1])}s"
     if _model_of(annotation) is not None:
@@ -140,7 +142,9 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section that the annotation is, or may be beside null."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _default(field: FieldInfo) -> str:

@@ -23,6 +23,7 @@ from m6.tokenizers.processor import M6ImageProcessor, M6Processor
 from m6.tokenizers.text import load_text_tokenizer
 from m6.training.checkpoint import complete_checkpoints
 from m6.training.checkpoint_format import CheckpointReader
+from m6.training.delinked_reader import DelinkedReader, is_pseudo
 from m6.training.fragments import WEIGHT
 from m6.training.run_directory import RunDirectory
 
@@ -97,7 +98,8 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
 
 
 def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
-    """The newest complete checkpoint, its files checked against their checksums."""
+    """The newest complete checkpoint, its files checked against their checksums; one of a Pseudo model is read as the
+    Real model, which computes the same."""
     root = RunDirectory(run_dir).checkpoints
     folders = complete_checkpoints(root)
     if not folders:
@@ -106,7 +108,7 @@ def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
     problems = reader.verify()
     if problems:
         raise UserError("; ".join(problems))
-    return reader
+    return DelinkedReader(folders[-1]) if is_pseudo(reader) else reader
 
 
 def load_weights(model: M6ForConditionalGeneration, reader: CheckpointReader) -> None:

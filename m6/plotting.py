@@ -13,6 +13,7 @@ from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
 from m6.evaluation.baselines import ORDERS, read_baselines
 from m6.files import atomic_path
+from m6.plotting_stages import draw_layers, draw_losses, staged
 from m6.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ Entries = list[dict[str, Any]]
 
 
 def plot_run(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws losses, schedule, speed and, for a sparse model, the health of the experts.
+    """Draws losses, schedule, speed and, for a sparse model, the health of the experts; for a Pseudo-to-Real run
+    its loss over steps, tokens and time with the switch marked, and how the layers part.
 
     Args:
         run_dir: a run with at least one line in metrics.jsonl. With RUN/baselines.json (``m6 evaluate`` makes it)
@@ -70,10 +72,11 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
         raise UserError(f"{run.metrics}: holds no training metrics yet")
     objectives = [name for name in OBJECTIVES if any(name in entry["objectives"] for entry in training)]
     experts = [entry for entry in training if "experts" in entry]
+    stages = staged(training)
     baselines = read_baselines(run_dir)
     out = out or run_dir / "curves.png"
     with pyplot.rc_context(STYLE):
-        rows = 3 if experts else 2
+        rows = 2 + bool(experts) + bool(stages)
         figure = pyplot.figure(figsize=(14, 1.0 + 3.2 * rows), layout="constrained")
         last = training[-1]
         figure.suptitle(
@@ -82,7 +85,7 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
             ha="left",
             fontweight="bold",
         )
-        grid = figure.add_gridspec(rows, 1, height_ratios=[1.25, 1, 1][:rows])
+        grid = figure.add_gridspec(rows, 1, height_ratios=[1.25, *[1] * (rows - 1)])
         top = grid[0].subgridspec(1, len(objectives))
         for column, name in enumerate(objectives):
             _draw_loss(figure.add_subplot(top[column]), name, training, validation, baselines.get(name, {}))
@@ -105,6 +108,14 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
                 _draw_layers(figure.add_subplot(bottom[column]), experts, key, title, legend=column == 0)
         for axes in figure.axes:
             axes.set_xlabel("step")
+        if stages:
+            last_row = grid[rows - 1].subgridspec(1, 5)
+            panels = [figure.add_subplot(last_row[column]) for column in range(5)]
+            draw_losses(panels[:3], stages)
+            draw_layers(panels[3], stages, "gradient_correlation", "correlation of gradients")
+            draw_layers(panels[4], stages, "layer_divergence", "distance from the mean layer")
+            for axes in panels[3:]:
+                axes.set_xlabel("step")
         try:
             with atomic_path(out) as temporary:
                 figure.savefig(temporary, format="png", dpi=130)

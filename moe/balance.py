@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moe.layer import MoELayer
-    from moe.routing import RoutingStats
+    from moe.routing import Router, RoutingStats
 
 
 def load_balancing_loss(probabilities: Tensor, chosen_counts: Tensor, scope: str = "micro_batch") -> Tensor:
@@ -77,11 +77,11 @@ class BiasBalancer:
             return
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
-        totals: dict[MoELayer, Tensor] = {}
+        totals: dict[Router, Tensor] = {}  # layers may share a router
         for layer, own in zip(self.layers, counts, strict=True):
-            totals[layer] = totals[layer] + own if layer in totals else own
-        for layer, total in totals.items():
-            bias, config = layer.router.balance_bias, layer.config
+            totals[layer.router] = totals[layer.router] + own if layer.router in totals else own
+        for router, total in totals.items():
+            bias, config = router.balance_bias, router.config
             if bias is not None:
                 loads = total.view(config.num_prototypes, config.experts_per_prototype)
                 error = loads.mean(-1, keepdim=True) - loads

@@ -1,25 +1,39 @@
 """How many parameters a configuration has, without building the model."""
 
+from collections.abc import Iterable
+
 import torch
 
 from m6.model.configuration import M6Config
 from m6.model.embeddings import NUM_SEGMENTS
 from m6.model.patch_encoders import build_patch_encoder
+from m6.model.sharing import Part, Sharing
 
 
-def num_parameters(config: M6Config) -> dict[str, int]:
+def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str, int]:
     """Counts the parameters of ``M6ForConditionalGeneration(config)`` by part.
+
+    Args:
+        config: of the model.
+        sharing: what the layers share: counts the Pseudo model, what is shared once.
 
     Returns:
         ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention`` and ``ffn`` (dense ones),
         ``experts``, ``router``, ``norms``; ``total``, their sum; and ``active_per_token``: the total with, of
         every router, only the ``num_prototypes * top_k`` experts that one token visits, and the shared ones.
     """
-    width, layers = config.hidden_size, config.num_layers
-    sparse = config.num_moe_layers
+    width, layers = config.hidden_size, range(config.num_layers)
+    sparse = [layer for layer in layers if config.is_moe_layer(layer)]
+    dense = [layer for layer in layers if not config.is_moe_layer(layer)]
+
+    def copies(part: Part, layers: Iterable[int]) -> int:
+        if sharing is not None and part in sharing.parts:
+            return len({sharing.first_layer(layer) for layer in layers})
+        return len(list(layers))
+
     inner = config.ffn_hidden_size
     ffn = 2 * width * inner + inner + width
-    moe_attentions = sparse if config.moe_attention else 0
+    moe_attentions = len(sparse) if config.moe_attention else 0
     projections = 4 * width * width
     expert = shared = experts = chosen = 0
     if config.moe is not None:
@@ -35,12 +49,12 @@ def num_parameters(config: M6Config) -> dict[str, int]:
     counts = {
         "embeddings": (config.vocab_size + config.max_position_embeddings + config.num_patches + NUM_SEGMENTS) * width,
         "patch_encoder": sum(parameter.numel() for parameter in patch_encoder.parameters()),
-        "attention": (layers - moe_attentions) * (projections + 4 * width),
-        "ffn": (layers - sparse) * ffn,
-        "experts": sparse * (experts * expert + shared) + moe_attentions * experts * projections,
-        "router": (sparse + 2 * moe_attentions) * experts * width,
-        "norms": (2 * layers + 1) * 2 * width,
+        "attention": (copies("attention", layers) - moe_attentions) * (projections + 4 * width),
+        "ffn": copies("ffn", dense) * ffn,
+        "experts": copies("experts", sparse) * (experts * expert + shared) + moe_attentions * experts * projections,
+        "router": (copies("router", sparse) + 2 * moe_attentions) * experts * width,
+        "norms": (2 * copies("norms", layers) + 1) * 2 * width,
     }
     total = sum(counts.values())
-    unvisited = (experts - chosen) * (sparse * expert + moe_attentions * projections)
-    return {**counts, "total": total, "active_per_token": total - unvisited}
+    idle = (experts - chosen) * (copies("experts", sparse) * expert + moe_attentions * projections)
+    return {**counts, "total": total, "active_per_token": total - idle}

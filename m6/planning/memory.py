@@ -14,6 +14,7 @@ from torch import nn
 
 from m6.config import RunConfig, check_world_size
 from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.sharing import Sharing, share_layers
 from m6.planning.activations import FP32, Activations, BatchShape, Precision
 from m6.training.optimizer import parameter_groups
 
@@ -47,16 +48,21 @@ class MemoryPrediction:
         return self.weights + self.gradients + self.optimizer_state + self.activations + self.loss_backward
 
 
-def predict_memory(config: RunConfig, world_size: int, batch: BatchShape) -> MemoryPrediction:
+def predict_memory(
+    config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None
+) -> MemoryPrediction:
     """Predicts the memory of the fullest of ``world_size`` ranks for micro-batches of the shape ``batch``.
 
     Under expert parallelism every rank is taken to receive as many tokens as it sends.
+
+    Args:
+        sharing: what the layers share, for the Pseudo model; None: the Real one.
 
     Raises:
         UserError: ``config`` does not fit ``world_size``.
     """
     check_world_size(config, world_size)
-    weights, gradients, optimizer_state = _model_states(config, world_size, Precision.of(config).weights)
+    weights, gradients, optimizer_state = _model_states(config, world_size, Precision.of(config).weights, sharing)
     activations = Activations(config, batch)
     return MemoryPrediction(weights, gradients, optimizer_state, activations.total(), activations.loss_backward())
 
@@ -108,10 +114,12 @@ class _Group:
         return kept + max(0, end - max(begin, offset))
 
 
-def _model_states(config: RunConfig, world_size: int, width: int) -> tuple[int, int, int]:
+def _model_states(config: RunConfig, world_size: int, width: int, sharing: Sharing | None) -> tuple[int, int, int]:
     """Weights, gradients and optimizer state; ``width`` is the bytes of a weight."""
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
+    if sharing is not None:
+        share_layers(model, sharing)
     stage, ep_size = config.deepspeed.zero_stage, config.m6.training.ep_size
     groups = _partitioned_groups(model, ep_size, world_size)
     numel = sum(sum(group.numels) for group in groups)

@@ -60,7 +60,7 @@ class Checkpointer:
         """Saves after ``step`` optimizer steps; returns the seconds for which training stood still."""
         begin = time.perf_counter()
         self.wait()
-        folder = self.root / f"step_{step:08d}"
+        folder = self.folder(step)
         if self.runtime.is_main:
             try:
                 _remove_half_written(self.root)
@@ -83,6 +83,10 @@ class Checkpointer:
         if not self._async:
             self.wait()
         return time.perf_counter() - begin
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` optimizer steps lies."""
+        return self.root / f"step_{step:08d}"
 
     def wait(self) -> None:
         """Returns when the checkpoint in flight is on disk; raises what went wrong with it."""
@@ -126,7 +130,7 @@ def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:
         try:
             state = CheckpointReader(folder).state
         except UserError:
-            return  # damaged: ``resume`` says so and sets it aside
+            return  # damaged: ``open_newest`` says so and sets it aside
         if state["tokenizer"] != fingerprint:
             raise UserError(
                 f"m6.data.tokenizer is not the one that {folder} was trained with (fingerprint {fingerprint[:12]} "
@@ -134,20 +138,19 @@ def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:
             )
 
 
-def resume(engine: Any, root: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Restores the newest checkpoint below ``root`` whose files are whole.
+def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
+    """Opens the newest checkpoint below ``root`` whose files are whole.
 
     A corrupt one is set aside under another name, never deleted, and the one before it is taken.
 
     Returns:
-        the saved state (None: there is no checkpoint), and one line per problem that was met.
+        the checkpoint (None: there is none), and one line per problem that was met.
     """
     problems: list[str] = []
     for folder in reversed(complete_checkpoints(root)):
         reader, found = open_together(folder)
         if reader is not None:
-            restore(engine, reader)
-            return reader.state, problems
+            return reader, problems
         problems.extend(found)
         if dist.get_rank() == 0:
             _set_aside(folder)

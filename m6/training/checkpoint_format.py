@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,12 @@ class Range:
         return f"{self.name}|{self.kind}|{self.offset}"
 
 
-def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment]) -> None:
+def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes one rank's ranges and, last, the record that says they are there.
 
     Args:
-        pieces: ranges whose data is on the host and no longer changes.
+        pieces: ranges whose data is on the host and no longer changes; taken one by one.
+        shard_bytes: of one file; a single larger range has a file of its own.
     """
     files: dict[str, dict[str, Any]] = {}
     ranges: list[Range] = []
@@ -72,7 +73,7 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment]) -> None:
         nbytes = piece.data.numel() * piece.data.element_size()
         if not nbytes:
             continue
-        if size + nbytes > SHARD_BYTES:
+        if size + nbytes > shard_bytes:
             flush()
             size = 0
         size += nbytes
@@ -160,6 +161,11 @@ class CheckpointReader:
         """Names of the tensors of one kind, in the order of the model."""
         return [name for name, other in self._ranges if other == kind]
 
+    def ranges(self) -> Iterator[Range]:
+        """Every range as it is stored."""
+        for places in self._ranges.values():
+            yield from places
+
     def verify(self, rank: int = 0, world_size: int = 1) -> list[str]:
         """Checks size and SHA-256 of every ``world_size``-th file; returns what is wrong, naming each file."""
         problems = []
@@ -189,7 +195,7 @@ class CheckpointReader:
             if place.offset + place.numel <= position:
                 continue
             stop = min(end, place.offset + place.numel)
-            target[position - offset : stop - offset].copy_(self._read(place, position, stop))
+            target[position - offset : stop - offset].copy_(self.read_range(place, position, stop))
             position = stop
 
     def read(self, name: str, kind: str) -> Tensor:
@@ -199,8 +205,12 @@ class CheckpointReader:
         self.read_into(name, kind, 0, flat)
         return flat.view(shape)
 
-    def _read(self, place: Range, begin: int, end: int) -> Tensor:
-        """Elements ``begin`` to ``end`` of the flat tensor, all of which lie in ``place``."""
+    def element_size(self, place: Range) -> int:
+        """Bytes of one element of a range."""
+        return self.read_range(place, place.offset, place.offset + 1).element_size()
+
+    def read_range(self, place: Range, begin: int, end: int) -> Tensor:
+        """Elements ``begin`` to ``end`` of the flat tensor, all of which lie in ``place``, in the stored type."""
         path = self.folder / place.file
         try:
             if place.file not in self._open:

@@ -16,16 +16,18 @@ from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
 from m6.planning.activations import BatchShape
 from m6.planning.memory import describe, predict_memory
-from m6.training.checkpoint import Checkpointer, resume
-from m6.training.engine import build_engine
+from m6.training.checkpoint import Checkpointer, open_newest, open_together, restore
+from m6.training.engine import build_engine, release_engine
 from m6.training.evaluation import evaluate
 from m6.training.expert_health import loads_wanted
 from m6.training.metrics import Wishes
 from m6.training.nonfinite import NonfinitePolicy
+from m6.training.pseudo_to_real import Stage
 from m6.training.report import IntervalReport
 from m6.training.run_directory import RunDirectory
-from m6.training.runtime import Runtime
+from m6.training.runtime import Runtime, free_memory
 from m6.training.signals import StopFlag
+from m6.training.stage_metrics import StageMetrics
 from m6.training.trackers import Trackers
 from m6.training.train_step import TrainStep
 
@@ -43,8 +45,10 @@ class Trainer:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.accumulation = check_world_size(config, runtime.world_size)
         self.data = open_data(config)
-        self.engine = build_engine(config, runtime)
-        self.train_step = TrainStep(self.engine, config, runtime, self.accumulation)
+        self.checkpoint, self.problems = open_newest(run.checkpoints)
+        self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
+        self.stage_metrics = StageMetrics(self.stage)
+        self._build_engine()
         self.nonfinite = NonfinitePolicy(run, self.settings.training.max_skipped_steps, config.deepspeed.precision)
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
@@ -67,7 +71,8 @@ class Trainer:
                 begin = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_s = time.perf_counter() - begin
-                outcome = self.train_step(self.step, micro_batches, self._wishes)
+                with self.stage_metrics.watch(self.engine, self.step):
+                    outcome = self.train_step(self.step, micro_batches, self._wishes)
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
@@ -76,12 +81,16 @@ class Trainer:
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
                 wishes = outcome.result.wishes
                 stopped = wishes.stop
+                self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
                 self._write_progress()
                 progress.update()
                 progress.set_postfix(loss=f"{outcome.loss:.3f}", refresh=False)
-                self._at_intervals(report, save=wishes.save or stopped or self.step == total)
+                ending = stopped or self.step == total
+                self._at_intervals(report, save=wishes.save or ending or self.stage.is_due)
                 if wishes.save:
                     self._grant_save()
+                if self.stage.is_due and not stopped:
+                    self._delink()
         self.checkpointer.wait()
         dist.barrier()
         return self._finish()
@@ -92,7 +101,8 @@ class Trainer:
         if self.step % settings.logging.interval_steps == 0 or save:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
             loads = loads_wanted(self.step, settings.training.total_steps, settings.logging.interval_steps)
-            self._track({**entry, **self.train_step.health.reduce(loads)})
+            health = self.train_step.health.reduce(loads)
+            self._track({**entry, **health, **self.stage_metrics.finish(self.engine)})
         if self.step % settings.evaluation.interval_steps == 0 or self.step == settings.training.total_steps:
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
@@ -115,25 +125,54 @@ class Trainer:
         while True:
             yield [next(loader) for _ in range(self.accumulation)]
 
+    def _build_engine(self) -> None:
+        self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
+        self.train_step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, self.stage)
+
     def _resume(self) -> None:
-        state, problems = resume(self.engine, self.run.checkpoints)
-        for problem in problems:
+        for problem in self.problems:
             self._say(f"warning: checkpoint not used: {problem}")
-        if state is not None:
+        if self.checkpoint is not None:
+            state = self.checkpoint.state
             if state["tokenizer"] != self.data.tokenizer.fingerprint:
                 raise UserError(
                     f"{self.settings.data.tokenizer}: the tokenizer is not the one of the checkpoint in {self.run.root}"
                 )
+            restore(self.engine, self.stage.reader(self.checkpoint))
+            self.checkpoint = None
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._say(f"resumed {self.run.root} at step {self.step}")
         if self.runtime.is_main:
             self.run.cut_metrics_after(self.step)
 
+    def _delink(self) -> None:
+        """Goes over from the Pseudo to the Real model, by way of the checkpoint that was just saved.
+
+        An attempt that dies in here leaves that checkpoint, and the next one goes on from it as the Real model.
+        """
+        begin = time.perf_counter()
+        self.checkpointer.wait()
+        dist.barrier()  # now the main rank's manifest is there
+        # The Pseudo engine goes before the Real one comes, so that both are never held.
+        release_engine(self.engine)
+        del self.engine, self.train_step
+        free_memory(self.runtime.device)
+        self.stage.enter_real()
+        self._build_engine()
+        checkpoint, problems = open_together(self.checkpointer.folder(self.step))
+        if checkpoint is None:
+            raise UserError("; ".join(problems))
+        restore(self.engine, self.stage.reader(checkpoint))
+        self.stage_metrics.delinked(time.perf_counter() - begin)
+        self._say(f"delinked {self.run.root} at step {self.step}: the Real model goes on")
+
     def _say_memory(self) -> None:
         """Prints the memory that a few of the run's micro-batches will need."""
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
-            self._say(describe(predict_memory(self.config, self.runtime.world_size, shape)))
+            for name, sharing in self.stage.coming():
+                prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
+                self._say(f"{name}{describe(prediction)}")
 
     def _save(self) -> float:
         if self.runtime.is_main:
@@ -143,6 +182,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "tokenizer": self.data.tokenizer.fingerprint,
             "model": self.config.model.to_diff_dict(),
+            **self.stage.state(),
         }
         return self.checkpointer.save(self.engine, self.step, state)
 

@@ -22,6 +22,7 @@ from m6.training.expert_health import ExpertHealth
 from m6.training.gradients import clip_gradients
 from m6.training.metrics import StepResult, StepSums, Wishes
 from m6.training.optimizer import set_learning_rate
+from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import Runtime, seed_everything
 from m6.training.schedule import learning_rate_factor
 from moe import BiasBalancer, MoELayer, RoutingStats
@@ -56,8 +57,9 @@ class StepOutcome:
 class TrainStep:
     """Runs forward, backward and the update of one global batch."""
 
-    def __init__(self, engine: Any, config: RunConfig, runtime: Runtime, accumulation: int) -> None:
+    def __init__(self, engine: Any, config: RunConfig, runtime: Runtime, accumulation: int, stage: Stage) -> None:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
+        self.stage = stage
         self.expert_group = expert_group(config)
         self.health = ExpertHealth(engine.module)
         self.sparse = {
@@ -116,6 +118,7 @@ class TrainStep:
     def _set_learning_rate(self, step: int) -> float:
         settings = self.config.m6
         factor = learning_rate_factor(step, settings.training.total_steps, settings.schedule)
+        factor *= self.stage.learning_rate_factor(step)
         learning_rate = self.config.deepspeed.optimizer_params["lr"] * factor
         set_learning_rate(self.engine.optimizer, learning_rate)
         return learning_rate

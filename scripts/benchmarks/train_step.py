@@ -25,6 +25,7 @@ from m6.training.checkpoint import Checkpointer
 from m6.training.engine import build_engine
 from m6.training.fragments import base_optimizer
 from m6.training.loop import open_data
+from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import start
 from m6.training.train_step import TrainStep
 
@@ -95,7 +96,7 @@ class Run:
         self.accumulation = check_world_size(self.config, self.runtime.world_size)
         self.data = open_data(self.config)
         self.engine = build_engine(self.config, self.runtime)
-        self.step = TrainStep(self.engine, self.config, self.runtime, self.accumulation)
+        self.step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, Stage(self.config, None))
         self.number = 0
         self._loader = self.data.loader(itertools.count(), num_workers)
 

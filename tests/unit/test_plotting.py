@@ -80,3 +80,25 @@ def test_smoothing():
     with_gap[50] = math.nan
     assert np.isfinite(smoothed(with_gap)).all()
     assert smoothed([math.nan]).shape == (1,)
+
+
+def test_the_switch_is_marked_on_every_clock(tmp_path, drawn, monkeypatch):
+    marks = []
+    monkeypatch.setattr(Axes, "axvline", lambda axes, at, **options: marks.append(at))
+    entries = []
+    for step, name, switch in ((10, "pseudo", None), (20, "pseudo", 20), (30, "real", 20)):
+        stage = {"name": name, "switch_step": switch, "state_bytes": 1 << 30, "gradient_correlation": [0.5, 0.7]}
+        if name == "real":
+            stage["layer_divergence"] = [0.1, 0.3]
+        losses = {"language_modelling": 9.0 - step / 10}
+        entry = training_entry(step, losses, loss=9.0 - step / 10, tokens_seen=100 * step, step_time_s=6.0)
+        entries.append({**entry, "stage": stage})
+    write_metrics(tmp_path, entries)
+    plot_run(tmp_path)
+    assert marks[:3] == [20, 2000, 2.0], "steps, tokens, minutes of steps"
+    assert marks[3:] == [20, 20], "of correlation and divergence"
+    drawn_lists = [([*x], [*y]) for x, y in drawn]
+    for pseudo, real in (([10, 20], [30]), ([1000, 2000], [3000]), ([1.0, 2.0], [3.0])):
+        assert (pseudo, [8.0, 7.0]) in drawn_lists
+        assert (real, [6.0]) in drawn_lists
+    assert ([30], [0.2]) in drawn_lists

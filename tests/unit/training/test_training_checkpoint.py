@@ -13,7 +13,7 @@ import torch
 
 from m6.errors import UserError
 from m6.training import checkpoint_format
-from m6.training.checkpoint import Checkpointer, check_tokenizer_unchanged, complete_checkpoints, resume
+from m6.training.checkpoint import Checkpointer, check_tokenizer_unchanged, complete_checkpoints, open_newest, restore
 from m6.training.checkpoint_format import MANIFEST, CheckpointReader
 from m6.training.fragments import fragments
 from m6.training.loop import Trainer
@@ -139,9 +139,8 @@ def test_with_nothing_whole_the_run_begins_anew(make_trainer: MakeTrainer):
     for folder in complete_checkpoints(trainer.run.checkpoints):
         damage(folder)
     trainer = make_trainer()
-    state, problems = resume(trainer.engine, trainer.run.checkpoints)
-    assert state is None
-    assert [problem.split("/")[-2] for problem in problems] == ["step_00000004", "step_00000002"]
+    assert trainer.checkpoint is None
+    assert [problem.split("/")[-2] for problem in trainer.problems] == ["step_00000004", "step_00000002"]
     trainer.train()
     assert steps(trainer) == [1, 2, 3, 4]
 
@@ -161,7 +160,7 @@ def test_the_checkpoint_of_another_model(make_trainer: MakeTrainer, change: dict
     trainer.train()
     other = make_trainer("other", **change)
     with pytest.raises(UserError, match=expected) as caught:
-        resume(other.engine, trainer.run.checkpoints)
+        restore(other.engine, CheckpointReader(trainer.run.checkpoints / "step_00000004"))
     assert "step_00000004" in str(caught.value)
     assert "of another model" in str(caught.value)
     assert complete_checkpoints(trainer.run.checkpoints), "another model's checkpoint is not damaged"
@@ -251,9 +250,10 @@ def test_a_checkpoint_can_be_moved_to_another_run(make_trainer: MakeTrainer):
     trainer.train()
     other = make_trainer("other")
     shutil.copytree(trainer.run.checkpoints, other.run.checkpoints)
-    state, problems = resume(other.engine, other.run.checkpoints)
+    reader, problems = open_newest(other.run.checkpoints)
     assert problems == []
-    assert state is not None
-    assert (state["step"], state["samples_seen"], other.engine.global_steps) == (4, 32, 4)
+    assert reader is not None
+    restore(other.engine, reader)
+    assert (reader.state["step"], reader.state["samples_seen"], other.engine.global_steps) == (4, 32, 4)
     for ours, theirs in zip(fragments(other.engine), fragments(trainer.engine), strict=True):
         assert torch.equal(ours.data, theirs.data), (ours.name, ours.kind)

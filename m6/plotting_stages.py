@@ -1,0 +1,76 @@
+"""The panels of a Pseudo-to-Real run: its loss over three clocks, and how the layers part."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {"pseudo": "#D55E00", "real": "#0072B2"}
+CLOCKS = {"step": "step", "tokens": "tokens seen", "minutes": "minutes of steps"}
+Entries = list[dict[str, Any]]
+
+
+def staged(training: Entries) -> Entries:
+    """The training entries of a run that has stages; empty for any other."""
+    return [entry for entry in training if "stage" in entry]
+
+
+def clocks(entries: Entries) -> dict[str, list[float]]:
+    """Each entry's place on the three clocks.
+
+    The minutes are those of the steps: neither validation nor the time between two attempts counts.
+    """
+    steps = [entry["step"] for entry in entries]
+    minutes, sum_s = [], 0.0
+    for before, entry in pairwise([{"step": 0}, *entries]):
+        sum_s += (entry["step"] - before["step"]) * entry["step_time_s"]
+        minutes.append(sum_s / 60)
+    return {"step": steps, "tokens": [entry["tokens_seen"] for entry in entries], "minutes": minutes}
+
+
+def switch_step(entries: Entries) -> int | None:
+    """After how many steps the run was delinked; None if it was not yet."""
+    return next((e["stage"]["switch_step"] for e in entries if e["stage"]["name"] == "real"), None)
+
+
+def draw_losses(panels: list[Axes], entries: Entries) -> None:
+    """The training loss over steps, tokens and minutes, the switch marked in each."""
+    losses, switch = [entry["loss"] for entry in entries], switch_step(entries)
+    for axes, (clock, values) in zip(panels, clocks(entries).items(), strict=True):
+        for name, colour in _COLOURS.items():
+            chosen = [i for i, entry in enumerate(entries) if entry["stage"]["name"] == name]
+            if chosen:
+                mib = entries[chosen[-1]]["stage"]["state_bytes"] / 2**20
+                label = f"{name.capitalize()}, {mib:,.3g} MiB of state"
+                axes.plot([values[i] for i in chosen], [losses[i] for i in chosen], color=colour, label=label)
+        at = next((v for v, entry in zip(values, entries, strict=True) if entry["step"] == switch), None)
+        if at is not None:
+            mark_switch(axes, at)
+        axes.set_title(f"loss over {CLOCKS[clock]}")
+        axes.set_xlabel(CLOCKS[clock])
+    panels[0].set_ylabel("nats per target")
+    panels[0].legend(loc="upper right", fontsize=8, framealpha=0.9, edgecolor="none")
+
+
+def draw_layers(axes: Axes, entries: Entries, key: str, title: str) -> None:
+    """What was measured for each layer, or pair of layers: the mean as a line, least and most as a band."""
+    measured = [entry for entry in entries if key in entry["stage"]]
+    steps, values = [entry["step"] for entry in measured], [entry["stage"][key] for entry in measured]
+    if measured:
+        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color="#009E73", alpha=0.2)
+        axes.plot(steps, [sum(v) / len(v) for v in values], color="#009E73", marker=".")
+    switch = switch_step(entries)
+    if switch is not None:
+        mark_switch(axes, switch)
+    axes.set_title(title)
+
+
+def mark_switch(axes: Axes, at: float) -> None:
+    """A line where the run was delinked."""
+    axes.axvline(at, color="#5a5a5a", linestyle="dashed", linewidth=1.1)
+    axes.annotate(
+        "switch", (at, 0.02), xycoords=("data", "axes fraction"), xytext=(3, 0), textcoords="offset points", fontsize=8
+    )

@@ -1,0 +1,361 @@
+"""Sharing and delinking: what must be equal to the bit, what must add up, and when the stage ends."""
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from m6.config import parse_config
+from m6.errors import UserError
+from m6.model.counting import num_parameters
+from m6.planning.activations import BatchShape
+from m6.planning.measure import engine_state_bytes
+from m6.planning.memory import predict_memory
+from m6.training import checkpoint, loop
+from m6.training.checkpoint import restore
+from m6.training.checkpoint_format import CheckpointReader
+from m6.training.delinked_reader import DelinkedReader
+from m6.training.engine import build_engine
+from m6.training.fragments import base_optimizer, optimizer_step
+from m6.training.loop import Trainer
+from m6.training.pseudo_to_real import Stage
+from tests.fixtures.tiny_run import tiny_document
+
+MakeTrainer = Callable[..., Trainer]
+LAYERS = 4
+MODEL = {"m6__model__num_layers": LAYERS}
+DENSE = {"m6__moe": None}
+CHECKPOINTED = {"m6__training__activation_checkpointing": True}
+
+
+def changes(switch_step: int = 2, **settings: Any) -> dict[str, Any]:
+    return {**MODEL, "m6__pseudo_to_real": {"switch_step": switch_step, **settings}}
+
+
+def entries(trainer: Trainer) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def gradients(trainer: Trainer, engine: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and gradients of one micro-batch, without dropout."""
+    engine.eval()
+    batch = trainer.data.micro_batch(0)
+    output = engine.module(**batch.model_inputs(), labels=batch.labels)
+    output.loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
+    engine.module.zero_grad()
+    return output.logits.detach(), output.loss.detach(), found
+
+
+def both_engines(trainer: Trainer) -> tuple[Any, Any]:
+    """The Pseudo engine of a run and the Real one, by way of a checkpoint of the former."""
+    trainer.run.stop_requested = lambda: trainer.step + 1 >= 1  # type: ignore[method-assign]
+    trainer.train()
+    reader = DelinkedReader(trainer.run.checkpoints / "step_00000001")
+    real = build_engine(trainer.config, trainer.runtime)
+    restore(real, reader)
+    return trainer.engine, real
+
+
+@pytest.mark.parametrize("model", [{}, DENSE, CHECKPOINTED], ids=["moe", "dense", "checkpointed"])
+@pytest.mark.parametrize("gradient", ["sum", "mean"])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_delinking_changes_no_bit_and_splits_the_gradient(
+    make_trainer: MakeTrainer, model: dict[str, Any], gradient: str, num_groups: int
+):
+    trainer = make_trainer(**changes(gradient=gradient, num_groups=num_groups), **model)
+    pseudo, real = both_engines(trainer)
+    pseudo_logits, pseudo_loss, pseudo_gradients = gradients(trainer, pseudo)
+    logits, loss, real_gradients = gradients(trainer, real)
+    assert torch.equal(pseudo_logits, logits)
+    assert torch.equal(pseudo_loss, loss)
+    sharing = trainer.stage.planned_sharing
+    assert sharing is not None
+    shared = 0
+    for name, found in pseudo_gradients.items():
+        names = sharing.real_names(name)
+        assert len(names) in (1, LAYERS // num_groups)
+        shared += len(names) > 1
+        total = torch.stack([real_gradients.pop(real).double() for real in names]).sum(0)
+        expected = total / len(names) if gradient == "mean" else total
+        # Autograd adds the layers up in fp32: some units in the last place of the largest.
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+    assert shared
+    assert not real_gradients
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_copied_state_keeps_the_layers_equal_under_equal_gradients(make_trainer: MakeTrainer, optimizer: str):
+    trainer = make_trainer(**changes(), optimizer={"type": optimizer, "params": {"lr": 1e-3}})
+    _, real = both_engines(trainer)
+    before = {name: parameter.detach().clone() for name, parameter in real.module.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    sharing = trainer.stage.planned_sharing
+    assert sharing is not None
+    same: dict[str, Tensor] = {}
+    for name, parameter in real.module.named_parameters():
+        leader = sharing.pseudo_name(name)
+        parameter.grad = same.setdefault(leader, torch.randn(parameter.shape, generator=generator)).clone()
+    base_optimizer(real).step()
+    after = dict(real.module.named_parameters())
+    for name, parameter in after.items():
+        assert torch.equal(parameter, after[sharing.pseudo_name(name)]), name
+        assert not torch.equal(parameter, before[name]), name
+
+
+def test_reset_state_is_that_of_a_new_optimizer(make_trainer: MakeTrainer):
+    trainer = make_trainer(**changes(optimizer_state="reset"))
+    both_engines(trainer)
+    real = build_engine(trainer.config, trainer.runtime)
+    restore(real, DelinkedReader(trainer.run.checkpoints / "step_00000001", "reset"))
+    assert optimizer_step(real) == 0
+    assert all(not state["exp_avg"].any() and not state["exp_avg_sq"].any() for state in real.optimizer.state.values())
+    trainer.train_step.engine = real
+    trainer = make_trainer(**changes(optimizer_state="reset"))
+    trainer.train()
+    assert optimizer_step(trainer.engine) == trainer.settings.training.total_steps - 2
+
+
+@pytest.mark.parametrize("model", [{}, DENSE], ids=["moe", "dense"])
+def test_parameters_are_those_of_one_layer_then_of_all(make_trainer: MakeTrainer, model: dict[str, Any]):
+    trainer = make_trainer(**changes(), **model)
+    sharing, config = trainer.stage.sharing, trainer.config.model
+    held = sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    counts, real = num_parameters(config, sharing), num_parameters(config)
+    assert held == counts["total"]
+    outside = ("embeddings", "patch_encoder")
+    final_norm = 2 * config.hidden_size
+    layer = (real["total"] - sum(real[part] for part in outside) - final_norm) // LAYERS
+    assert held == sum(real[part] for part in outside) + final_norm + layer
+    trainer.train()
+    assert sum(parameter.numel() for parameter in trainer.engine.module.parameters()) == real["total"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_both_stages_hold_the_predicted_bytes(make_trainer: MakeTrainer, stage: int):
+    any_batch = BatchShape(rows=1, sequence_length=64, real=64, targets=1, pictures=0)
+    trainer = make_trainer(**changes(), zero_optimization__stage=stage)
+    seen = []
+    release = trainer._delink
+
+    def look() -> None:
+        seen.append((trainer.stage.sharing, engine_state_bytes(trainer.engine)))
+        release()
+
+    with mock.patch.object(trainer, "_delink", look):
+        trainer.train()
+    seen.append((None, engine_state_bytes(trainer.engine)))
+    assert seen[0][0] is not None
+    for sharing, held in seen:
+        predicted = predict_memory(trainer.config, 1, any_batch, sharing)
+        assert held == {"weights": predicted.weights, "optimizer_state": predicted.optimizer_state}
+    # Where blocks are most of the model this nears the number of layers; here embeddings are a good part.
+    assert sum(seen[1][1].values()) > 1.5 * sum(seen[0][1].values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_pseudo_memory_is_free_before_the_real_engine_comes(make_trainer: MakeTrainer, stage: int):
+    trainer = make_trainer(**changes(), zero_optimization__stage=stage)
+    held: list[weakref.ref] = []
+    left = []
+    delink = trainer._delink
+
+    def look() -> None:
+        tensors: list[Tensor] = []
+        for parameter in trainer.engine.module.parameters():
+            tensors += [parameter.data, getattr(parameter, "ds_tensor", parameter.data)]
+        for parameter, state in base_optimizer(trainer.engine).state.items():
+            tensors += [parameter.data, *(value for value in state.values() if torch.is_tensor(value))]
+        held.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors if tensor.numel() > 1)
+
+    def look_and_delink() -> None:
+        look()
+        delink()
+
+    def build(*arguments: Any) -> Any:
+        left.append(sum(reference() is not None for reference in held))
+        return build_engine(*arguments)
+
+    with mock.patch.object(loop, "build_engine", build), mock.patch.object(trainer, "_delink", look_and_delink):
+        trainer.train()
+    assert len(held) > 20
+    assert left == [0]
+
+
+class Killed(Exception):
+    """Ends an attempt where kill -9 would; in a thread that saves it becomes a UserError."""
+
+
+def killed_at(owner: Any, name: str, call: int = 1, after: bool = False) -> Any:
+    """Patches a function to die in its ``call``-th call, before or after it has worked."""
+    original, calls = getattr(owner, name), 0
+
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            raise Killed
+        result = original(*arguments, **keywords)
+        if calls == call:
+            raise Killed
+        return result
+
+    return mock.patch.object(owner, name, function)
+
+
+# With switch_step 2 and a checkpoint every 2 steps: where an attempt dies, and the step that the next one begins at.
+KILLS: dict[str, tuple[tuple[Any, ...], int]] = {
+    "while the Pseudo shards are written": ((checkpoint, "write_shards"), 0),
+    "before the Pseudo manifest": ((checkpoint, "write_manifest"), 0),
+    "after the Pseudo manifest": ((checkpoint, "write_manifest", 1, True), 2),
+    "before the Real engine": ((loop, "build_engine", 2), 2),
+    "after the Real engine": ((loop, "build_engine", 2, True), 2),
+    "after the weights came over": ((loop, "restore", 1, True), 2),
+    "in the first Real step": ((Stage, "learning_rate_factor", 3), 2),
+    "before the Real manifest": ((checkpoint, "write_manifest", 2), 2),
+    "after the Real manifest": ((checkpoint, "write_manifest", 2, True), 4),
+}
+
+
+@pytest.mark.parametrize("where", KILLS)
+def test_a_job_killed_in_the_switch_ends_equal_to_the_bit(
+    make_trainer: MakeTrainer, where: str, capsys: pytest.CaptureFixture[str]
+):
+    settings = {
+        **changes(2, correlation_interval_steps=3, learning_rate="rewarm", rewarm_steps=3),
+        "m6__training__total_steps": 6,
+        "m6__checkpoint__async_save": False,
+        "m6__checkpoint__keep_last": 9,
+    }
+    whole = make_trainer("whole", **settings)
+    whole.train()
+    place, begin = KILLS[where]
+    with killed_at(*place), pytest.raises((Killed, UserError)):
+        make_trainer(**settings).train()
+    capsys.readouterr()
+    trainer = make_trainer(**settings)
+    trainer.train()
+    said = capsys.readouterr().err
+    assert (f"at step {begin}\n" in said) == (begin > 0), said
+    untimed = ("step", "loss", "aux_loss", "objectives", "learning_rate", "grad_norm", "tokens_seen", "experts")
+    for ours, theirs in zip(entries(trainer), entries(whole), strict=True):
+        assert [ours[key] for key in untimed] == [theirs[key] for key in untimed]
+        ours_stage, theirs_stage = ours["stage"], theirs["stage"]
+        ours_stage.pop("delink_s", None)
+        theirs_stage.pop("delink_s", None)
+        assert ours_stage == theirs_stage
+    for step in (2, 4, 6):
+        a, b = (CheckpointReader(side.run.checkpoints / f"step_{step:08d}") for side in (trainer, whole))
+        assert a.shapes == b.shapes
+        assert all(torch.equal(a.read(*key), b.read(*key)) for key in a.shapes)
+
+
+def test_a_checkpoint_knows_its_stage(make_trainer: MakeTrainer):
+    trainer = make_trainer(**changes(2), m6__training__total_steps=4)
+    trainer.train()
+    first, last = (CheckpointReader(trainer.run.checkpoints / f"step_{step:08d}") for step in (2, 4))
+    assert first.state["pseudo_to_real"]["stage"] == "pseudo"
+    assert last.state["pseudo_to_real"]["stage"] == "real"
+    assert first.state["pseudo_to_real"]["switch_step"] == last.state["pseudo_to_real"]["switch_step"] == 2
+    layers = {name.split("layers.")[1].split(".")[0] for name in first.names("weight") if "layers." in name}
+    assert layers == {"0"}, "a shared tensor is stored once"
+    assert len({name for name in last.names("weight") if name.endswith("attention.qkv.weight")}) == LAYERS
+
+
+def test_a_stop_in_the_step_of_the_switch_is_obeyed(make_trainer: MakeTrainer):
+    trainer = make_trainer(**changes(2))
+    trainer.run.stop_requested = lambda: trainer.step + 1 >= 2  # type: ignore[method-assign]
+    assert trainer.train() is False
+    assert trainer.stage.is_pseudo
+    trainer = make_trainer(**changes(2))
+    assert not trainer.stage.is_pseudo
+    trainer.train()
+    assert [entry["stage"]["name"] for entry in entries(trainer)] == ["pseudo", "pseudo", "real", "real"]
+
+
+def test_the_rate_is_warmed_up_again(make_trainer: MakeTrainer):
+    settings = {"m6__training__total_steps": 8, "m6__schedule__decay": "constant", "m6__schedule__warmup_steps": 0}
+    trainer = make_trainer(**changes(2, learning_rate="rewarm", rewarm_steps=4), **settings)
+    trainer.train()
+    rates = [entry["learning_rate"] / 1e-3 for entry in entries(trainer)]
+    assert rates == pytest.approx([1, 1, 0.25, 0.5, 0.75, 1, 1, 1])
+
+
+def stage_of(folder: Path, **settings: Any) -> Stage:
+    document = tiny_document(folder, **changes(50, **settings), m6__training__total_steps=100)
+    return Stage(parse_config(document), None)
+
+
+def test_a_plateau_ends_the_stage(runtime: Any, folder: Path):
+    settings = {"switch": "loss_plateau", "plateau_window_steps": 3, "plateau_improvement": 0.1}
+    stage = stage_of(folder, **settings)
+    nan = float("nan")  # a skipped step does not count
+    for step, loss in enumerate([10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 5.0, nan, 5.5, 5.5, 5.0, 4.9], start=1):
+        stage.observe(step, loss, None)  # the windows' means are 9, 6, 5.33, and 4.95 from the next step on
+        assert stage.switch_step is None
+        state = json.loads(json.dumps(stage.state()))
+        document = tiny_document(folder, **changes(50, **settings), m6__training__total_steps=100)
+        stage = Stage(parse_config(document), state)  # a resumed attempt remembers the windows
+    stage.observe(13, 4.95, None)
+    assert stage.switch_step == 13
+
+
+def test_layers_that_disagree_end_the_stage(runtime: Any, folder: Path):
+    stage = stage_of(folder, switch="gradient_correlation", correlation_checks=2)
+    agree, half, apart = [0.9, 0.6, 0.7], [0.4, 0.6, 0.7], [0.4, 0.1, 0.9]
+    for step, correlations in enumerate([agree, apart, half, apart, [float("nan")] * 3, None], start=1):
+        stage.observe(step, 1.0, correlations)
+        assert stage.switch_step is None
+    stage.observe(7, 1.0, apart)
+    assert stage.switch_step == 7
+
+
+def test_pairs_of_different_groups_do_not_count(runtime: Any, folder: Path):
+    stage = stage_of(folder, switch="gradient_correlation", correlation_checks=1, num_groups=2)
+    stage.observe(1, 1.0, [0.9, -1.0, 0.4])
+    assert stage.switch_step is None
+    stage.observe(2, 1.0, [0.4, 1.0, 0.4])
+    assert stage.switch_step == 2
+
+
+@pytest.mark.parametrize("switch", ["loss_plateau", "gradient_correlation"])
+def test_no_rule_outlasts_the_last_step_of_the_stage(runtime: Any, folder: Path, switch: str):
+    stage = stage_of(folder, switch=switch)
+    for step in range(1, 51):
+        assert stage.switch_step is None
+        stage.observe(step, 1.0 / step, [0.9, 0.9, 0.9])
+    assert stage.switch_step == 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"switch_step": 4}, r"switch_step 4 is not before the end of the run, m6.training.total_steps 4"),
+        ({}, r"m6.pseudo_to_real.switch_step: missing"),
+        ({"switch_step": 1, "num_groups": 4}, r"num_groups 4 is not below the 4 layers"),
+        ({"switch_step": 1, "shared": ["ffn"]}, r"shared \['ffn'\] names nothing that a layer of this model has"),
+        ({"switch_step": 1, "shared": []}, r"m6.pseudo_to_real.shared: "),
+        ({"switch_step": 1, "shared": ["atention"]}, r"m6.pseudo_to_real.shared.0: .*'attention'.*found 'atention'"),
+        ({"switch_step": 1, "swich": "step"}, r'm6.pseudo_to_real.swich: unknown key; did you mean "switch"'),
+        ({"switch_step": 1, "rewarm_steps": 3}, r'rewarm_steps belongs to "learning_rate": "rewarm"'),
+        ({"switch_step": 1, "learning_rate": "rewarm"}, r'rewarm_steps belongs to "learning_rate": "rewarm"'),
+    ],
+)
+def test_wrong_settings_name_the_key(folder: Path, settings: dict[str, Any], expected: str):
+    with pytest.raises(UserError, match=expected):
+        parse_config(tiny_document(folder, **MODEL, m6__pseudo_to_real=settings))
+
+
+def test_layers_that_differ_in_shape_cannot_share(folder: Path):
+    frequency = {"m6__model__moe_layer_frequency": 2}
+    expected = r"layers 0 and 1 are in one group but differ in shape: .* dense, .* a mixture of experts \(moe_layer_"
+    with pytest.raises(UserError, match=expected):
+        parse_config(tiny_document(folder, **changes(1), **frequency))
+    parse_config(tiny_document(folder, **changes(1, shared=["attention", "norms"]), **frequency))
