@@ -162,7 +162,17 @@ def _check_same(layer: MoELayer, expected: MoEConfig, block: str) -> None:
             f"the layer holds {len(layer.experts.w_in)} of its {layer.config.num_experts} experts; "
             "expected all, without expert parallelism"
         )
-    for name in ("num_experts", "num_prototypes", "top_k", "activation", "bias", "gating", "normalize_gates"):
+    for name in (
+        "num_experts",
+        "num_prototypes",
+        "top_k",
+        "routing",
+        "gating",
+        "normalize_gates",
+        "activation",
+        "bias",
+        "num_shared_experts",
+    ):
         own, other = getattr(layer.config, name), getattr(expected, name)
         if own != other:
             raise ValueError(f"the layer's {name} is {own!r}; {block} computes as with {other!r}")

@@ -23,7 +23,8 @@ def upcycle(
     Z prototypes of M experts whose logits are equal. So the router starts near 0, where all gates are the same, and
     ``w_out`` and ``b_out`` are divided by g. It does not start at 0, where all tokens would choose the first experts:
     its logits have a deviation of 3e-7 for inputs of unit variance, as after a layer norm, which spreads the tokens
-    over the experts and changes outputs by a millionth. Tokens that a capacity drops have no output.
+    over the experts and changes outputs by a millionth. Tokens that a capacity drops have no output. Shared experts
+    start with the output 0.
 
     Args:
         w_in: [F, D]; for swiglu [2 F, D], first the rows of the gate.
@@ -31,8 +32,10 @@ def upcycle(
         config: ``bias`` says whether ``b_in`` [F or 2 F] and ``b_out`` [D] are to be given.
 
     Raises:
-        ValueError: shapes or biases do not fit.
+        ValueError: shapes or biases do not fit, or experts choose the tokens, whose gates then have no fixed sum.
     """
+    if config.routing == "expert_choice":
+        raise ValueError('routing is "expert_choice"; expected "token_choice"')
     hidden_size, ffn_size = w_out.shape
     biases = (b_in, b_out)
     if any((bias is not None) != config.bias for bias in biases):
@@ -53,6 +56,10 @@ def upcycle(
             if dense.shape != target.shape[1:]:
                 raise ValueError(f"{name} is {[*dense.shape]}; expected {[*target.shape[1:]]}")
             target.copy_(dense * factor)
+        if layer.shared is not None:
+            for tensor in (layer.shared.w_out, layer.shared.b_out):
+                if tensor is not None:
+                    tensor.zero_()
     return layer
 
 

@@ -50,6 +50,8 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     """
     from m6.training.engine import build_engine
     from m6.training.fragments import base_optimizer
+    from m6.training.metrics import Wishes
+    from m6.training.pseudo_to_real import Stage
     from m6.training.runtime import Runtime
     from m6.training.train_step import TrainStep
 
@@ -60,17 +62,19 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
     with fake_process_group(rank, world_size), fake_tensors() as world:
         runtime = Runtime(rank, world_size, 0, torch.device("cpu"))
-        engine = build_engine(config, runtime)
+        stage = Stage(config, None)
+        stage.enter_real()  # the larger one
+        engine = build_engine(config, runtime, stage.sharing)
         parameters = list(engine.module.parameters())
         weights = storage_bytes(*parameters, *engine.module.buffers())
         if config.deepspeed.zero_stage == 3:
             weights += storage_bytes(*(parameter.ds_tensor for parameter in parameters))
         batches = [fake_batch(config, shape, world)] * accumulation
-        TrainStep(engine, config, runtime, accumulation)(0, batches, stop=False)  # makes the optimizer's state
+        TrainStep(engine, config, runtime, accumulation, stage)(0, batches, Wishes)  # makes the optimizer's state
         world.watch(engine.module)
         world.collectives.clear()
         moments = _Moments(world, engine, accumulation)
-        TrainStep(moments, config, runtime, accumulation)(1, batches, stop=False)
+        TrainStep(moments, config, runtime, accumulation, stage)(1, batches, Wishes)
         states = [value for entry in base_optimizer(engine).state.values() for value in entry.values()]
         masters = getattr(engine.optimizer, "single_partition_of_fp32_groups", [])
         masters = getattr(engine.optimizer, "fp32_partitioned_groups_flat", masters)

@@ -185,6 +185,7 @@ def layer_of(**changes: object) -> MoELayer:
         (layer_of(num_prototypes=2, top_k=1), "num_prototypes is 2; MixtralSparseMoeBlock computes as with 1"),
         (layer_of(normalize_gates=False), "normalize_gates is False; MixtralSparseMoeBlock computes as with True"),
         (layer_of(activation="gelu"), "activation is 'gelu'"),
+        (layer_of(num_shared_experts=1), "num_shared_experts is 1; MixtralSparseMoeBlock computes as with 0"),
         (layer_of(num_experts=8), "num_experts is 8; MixtralSparseMoeBlock computes as with 6"),
         (MoELayer(HIDDEN, 12, layer_of().config), r"shape \[6, 24, 16\] do not fit those of shape \[6, 48, 16\]"),
     ],

@@ -62,6 +62,22 @@ def test_equal_to_the_dense_network(gating, normalize, prototypes, top_k, activa
         assert layer.router.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_shared_experts_add_nothing_at_first(bias: bool) -> None:
+    config = MoEConfig(num_experts=16, num_prototypes=4, num_shared_experts=2, bias=bias)
+    own = weights(config)
+    layer = upcycle(own[0], own[1], config, own[2], own[3])
+    x = torch.randn(64, HIDDEN)
+    expected = dense(x, *own, "gelu")
+    torch.testing.assert_close(layer(x).hidden_states, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+def test_experts_that_choose_tokens_are_refused() -> None:
+    config = MoEConfig(num_experts=4, routing="expert_choice", capacity_factor=2.0, eval_capacity_factor=2.0)
+    with pytest.raises(ValueError, match='routing is "expert_choice"; expected "token_choice"'):
+        upcycle(torch.zeros(8, 4), torch.zeros(4, 8), config)
+
+
 def test_scale() -> None:
     assert sum_of_equal_gates(MoEConfig(num_experts=16, num_prototypes=4)) == 4 * 1 / 4
     assert sum_of_equal_gates(MoEConfig(num_experts=16, num_prototypes=2, top_k=2, capacity_factor=0.1)) == 2 * 2 / 8
