@@ -37,7 +37,7 @@ class Stage:
         # A checkpoint that was saved for the switch is of the Pseudo model: to go on from it is to delink it.
         self.is_pseudo = self.settings is not None and self.switch_step is None
         self._num_layers = config.model.num_layers
-        self._rule = _rule(self.settings, saved.get("rule")) if self.settings is not None else None
+        self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
     @property
     def sharing(self) -> Sharing | None:
@@ -124,8 +124,8 @@ class Stage:
         ]
 
 
-class _Never:
-    """``step``: the number of steps alone decides."""
+class _Rule:
+    """When the Pseudo stage ends. This one, ``step``, leaves it to the number of steps."""
 
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
         """Whether the stage shall end; None when there was nothing to decide on."""
@@ -135,7 +135,7 @@ class _Never:
         return {}
 
 
-class _LossPlateau(_Never):
+class _LossPlateau(_Rule):
     """The mean loss of a window of steps is hardly below that of the window before."""
 
     def __init__(self, settings: PseudoToRealSettings, state: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class _LossPlateau(_Never):
         return {"sum": self._sum, "count": self._count, "before": self._before}
 
 
-class _GradientCorrelation(_Never):
+class _GradientCorrelation(_Rule):
     """More than half of the adjacent layers disagree, in several measurements in a row (arXiv 2110.03848)."""
 
     def __init__(self, settings: PseudoToRealSettings, state: dict[str, Any]) -> None:
@@ -173,12 +173,12 @@ class _GradientCorrelation(_Never):
         return {"below": self._below}
 
 
-def _rule(settings: PseudoToRealSettings, state: dict[str, Any] | None) -> _Never:
+def _make_rule(settings: PseudoToRealSettings, state: dict[str, Any] | None) -> _Rule:
     if settings.switch == "loss_plateau":
         return _LossPlateau(settings, state or {})
     if settings.switch == "gradient_correlation":
         return _GradientCorrelation(settings, state or {})
-    return _Never()
+    return _Rule()
 
 
 def _agreed(wanted: bool | None) -> bool:

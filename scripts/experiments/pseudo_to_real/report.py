@@ -1,0 +1,133 @@
+"""Reads results.csv; draws curves.png and prints the tables of the page.
+
+python scripts/experiments/pseudo_to_real/report.py
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RATIOS = (1, 2, 5, 10, 20, math.inf)
+"""What a Real step costs in Pseudo steps: 1 is setting (a), the others are setting (b)."""
+DRAWN_RATIO = 10
+_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+
+
+class Run:
+    """One run's validation losses, and what its steps cost."""
+
+    def __init__(self, rows: Sequence[dict[str, str]]) -> None:
+        self.name, self.seed = rows[0]["run"], int(rows[0]["seed"])
+        self.steps = [int(row["step"]) for row in rows]
+        self.losses = [float(row["validation_loss"]) for row in rows]
+        self.switch = max((int(row["switch_step"]) for row in rows if row["switch_step"]), default=0)
+        self.step_cpu_s = {s: float(rows[0][f"{s}_step_cpu_s"] or "nan") for s in ("pseudo", "real")}
+
+    def cost(self, step: float, ratio: float) -> float:
+        """What ``step`` steps cost, in Pseudo steps; in Real steps if one costs infinitely many Pseudo steps."""
+        pseudo, real = min(step, self.switch), max(0.0, step - self.switch)
+        return real if math.isinf(ratio) else pseudo + ratio * real
+
+    def step_at(self, loss: float) -> float:
+        """The first step at which the loss is ``loss``, between two validations by a straight line; or infinity."""
+        for index, (step, value) in enumerate(zip(self.steps, self.losses, strict=True)):
+            if value <= loss:
+                if index == 0:
+                    return float(step)
+                before, step_before = self.losses[index - 1], self.steps[index - 1]
+                return step_before + (step - step_before) * (before - loss) / (before - value)
+        return math.inf
+
+
+def read_runs() -> list[Run]:
+    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+    with (HERE / "results.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            groups.setdefault((row["run"], row["seed"]), []).append(row)
+    return [Run(rows) for rows in groups.values()]
+
+
+def speed_up(run: Run, real: Run, ratio: float) -> float:
+    """By how much sooner than Real from scratch the run reaches the higher of both final losses."""
+    loss = max(run.losses[-1], real.losses[-1])
+    own = run.cost(run.step_at(loss), ratio)
+    reference = real.cost(real.step_at(loss), ratio)
+    return reference / own if own else math.inf
+
+
+def table(runs: list[Run]) -> str:
+    real = {run.seed: run for run in runs if run.name == "real"}
+    names = list(dict.fromkeys(run.name for run in runs))
+    header = ["run", "seeds", "switch", "final loss"] + [f"r = {'∞' if math.isinf(r) else r}" for r in RATIOS]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for name in names:
+        own = [run for run in runs if run.name == name]
+        cells = [name, str(len(own)), "/".join(str(run.switch) for run in own), spread([r.losses[-1] for r in own], 3)]
+        cells += [spread([speed_up(run, real[run.seed], ratio) for run in own], 2) for ratio in RATIOS]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The median, with least and most where there are several."""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def step_times(runs: list[Run]) -> str:
+    """Pseudo over Real steps in CPU seconds, from the runs that made both."""
+    ratios = [run.step_cpu_s["pseudo"] / run.step_cpu_s["real"] for run in runs if run.switch]
+    return f"Pseudo step / Real step, all in memory: {spread(ratios, 3)}"
+
+
+def draw(runs: list[Run]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(17, 5), layout="constrained")
+    headline = {name: _COLOURS[index] for index, name in enumerate(("real", "switch 50 %", "long Pseudo"))}
+    for run in runs:
+        if run.name in headline:
+            label = run.name if run.seed == 0 else None
+            for axes, ratio in zip(panels, (None, 1, DRAWN_RATIO), strict=True):
+                times = [
+                    run.steps[i] if ratio is None else run.cost(run.steps[i], ratio) for i in range(len(run.steps))
+                ]
+                axes.plot(times, run.losses, color=headline[run.name], label=label, linewidth=1.4)
+                if run.switch:
+                    at = run.switch if ratio is None else run.cost(run.switch, ratio)
+                    axes.axvline(at, color=headline[run.name], linestyle="dotted", linewidth=1)
+    others = [run for run in runs if run.seed == 0 and run.name not in headline]
+    for index, run in enumerate(others):
+        panels[0].plot(run.steps, run.losses, linewidth=0.8, alpha=0.8, color=_COLOURS[index % len(_COLOURS)],
+                       linestyle=("dashed", "dashdot")[index // len(_COLOURS)], label=run.name)  # fmt: skip
+    titles = (
+        "steps",
+        "cost in steps, all in memory (a)",
+        f"cost in Pseudo steps, a Real step costing {DRAWN_RATIO} (b)",
+    )
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_xlabel(title)
+        axes.set_ylim(6.2, 7.2)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("validation loss, nats per target, mean of four objectives")
+    panels[0].legend(fontsize=8)
+    figure.suptitle("Pseudo-to-Real against Real from scratch (dotted: the switch)")
+    figure.savefig(HERE / "curves.png", dpi=110)
+
+
+def main() -> None:
+    runs = read_runs()
+    print(table(runs), step_times(runs), sep="\n\n")
+    draw(runs)
+
+
+if __name__ == "__main__":
+    main()
