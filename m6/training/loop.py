@@ -16,6 +16,8 @@ from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
 from m6.planning.activations import BatchShape
 from m6.planning.memory import describe, predict_memory
+from m6.planning.prediction import announce, outcome_line
+from m6.planning.profile import Profile
 from m6.training.checkpoint import Checkpointer, resume
 from m6.training.engine import build_engine
 from m6.training.evaluation import evaluate
@@ -35,8 +37,9 @@ class Trainer:
     step N is the same step whatever happened before it.
     """
 
-    def __init__(self, config: RunConfig, run: RunDirectory, runtime: Runtime) -> None:
+    def __init__(self, config: RunConfig, run: RunDirectory, runtime: Runtime, profile: Profile | None = None) -> None:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
+        self.profile = profile or Profile()
         self.accumulation = check_world_size(config, runtime.world_size)
         self.data = open_data(config)
         self.engine = build_engine(config, runtime)
@@ -125,6 +128,7 @@ class Trainer:
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             self._say(describe(predict_memory(self.config, self.runtime.world_size, shape)))
+            self._say(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
 
     def _save(self) -> float:
         if self.runtime.is_main:
@@ -148,6 +152,8 @@ class Trainer:
         done = self.step == self.settings.training.total_steps
         if self.runtime.is_main and done:
             self.run.finish(self.step)
+            if line := outcome_line(self.run.root):
+                self._say(line)
         self._say(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
 
@@ -182,13 +188,17 @@ def open_data(config: RunConfig) -> PretrainingData:
     return data
 
 
-def pretrain(config: RunConfig, root: Path, runtime: Runtime) -> bool:
-    """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done."""
+def pretrain(config: RunConfig, root: Path, runtime: Runtime, profile: Profile | None = None) -> bool:
+    """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done.
+
+    Args:
+        profile: the machine's calibration, by which the step's time is predicted.
+    """
     run = RunDirectory(root)
     if runtime.is_main:
         run.open(config, runtime.world_size)
     dist.barrier()
-    trainer = Trainer(config, run, runtime)
+    trainer = Trainer(config, run, runtime, profile)
     try:
         return trainer.train()
     finally:
