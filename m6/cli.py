@@ -44,6 +44,10 @@ def pretrain(
         typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
     ] = None,
     overrides: Overrides = None,
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="what `m6 plan calibrate` wrote, to predict the time of a step"),
+    ] = None,
 ) -> None:
     """Pretrains a model, or goes on where the run in the folder stopped.
 
@@ -66,6 +70,9 @@ def pretrain(
     settings.deepspeed.check_device()
     check_trackers(settings.m6.logging)
     check_patch_encoder(settings.model.patch_encoder)
+    from m6.planning.profile import load_profile
+
+    calibration = None if profile is None else load_profile(profile)
     folder = RunDirectory(run or Path("runs") / config.stem)
     folder.check(settings)
     from m6.training.checkpoint import check_tokenizer_unchanged
@@ -74,7 +81,7 @@ def pretrain(
 
     tokenizer = open_data(settings).tokenizer
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
-    pretrain_run(settings, folder.root, start(), stop_flag)
+    pretrain_run(settings, folder.root, start(), stop_flag, calibration)
     stop_flag.ignore()
 
 

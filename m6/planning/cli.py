@@ -183,6 +183,25 @@ def calibrate(
         print(f"{out}: {profile.source}; {len(profile.matmul)} products, {len(profile.collectives)} collectives")
 
 
+@app.command()
+def validate(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs that ended")],
+    profile: ProfileFile = None,
+    refit: Annotated[Path | None, typer.Option(help="profile to write, with the factors that these runs show")] = None,
+) -> None:
+    """Compares what runs were predicted to need with what they needed; a profile's factors are applied."""
+    from m6.planning.prediction import read_outcome, validation_table
+    from m6.planning.prediction import refit as fit
+    from m6.planning.profile import Profile, load_profile, save_profile
+
+    calibration = Profile() if profile is None else load_profile(profile)
+    outcomes = [read_outcome(run) for run in runs]
+    if refit is not None:
+        calibration = fit(calibration, outcomes)
+        save_profile(calibration, refit)
+    print(validation_table(outcomes, calibration.factors))
+
+
 def _planner(
     config: Path,
     cluster: Path,

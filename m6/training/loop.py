@@ -16,6 +16,8 @@ from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
 from m6.planning.activations import BatchShape
 from m6.planning.memory import describe, predict_memory
+from m6.planning.prediction import announce, outcome_line
+from m6.planning.profile import Profile
 from m6.training.checkpoint import Checkpointer, open_newest, open_together, restore
 from m6.training.engine import build_engine, release_engine
 from m6.training.evaluation import evaluate
@@ -40,9 +42,15 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, runtime: Runtime, stop_flag: StopFlag | None = None
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        runtime: Runtime,
+        stop_flag: StopFlag | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
+        self.profile = profile or Profile()
         self.accumulation = check_world_size(config, runtime.world_size)
         self.data = open_data(config)
         self.checkpoint, self.problems = open_newest(run.checkpoints)
@@ -173,6 +181,7 @@ class Trainer:
             for name, sharing in self.stage.coming():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
                 self._say(f"{name}{describe(prediction)}")
+            self._say(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
 
     def _save(self) -> float:
         if self.runtime.is_main:
@@ -197,6 +206,8 @@ class Trainer:
         done = self.step == self.settings.training.total_steps
         if self.runtime.is_main and done:
             self.run.finish(self.step)
+            if line := outcome_line(self.run.root):
+                self._say(line)
         self._say(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
 
@@ -241,13 +252,23 @@ def open_data(config: RunConfig) -> PretrainingData:
     return data
 
 
-def pretrain(config: RunConfig, root: Path, runtime: Runtime, stop_flag: StopFlag | None = None) -> bool:
-    """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done."""
+def pretrain(
+    config: RunConfig,
+    root: Path,
+    runtime: Runtime,
+    stop_flag: StopFlag | None = None,
+    profile: Profile | None = None,
+) -> bool:
+    """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done.
+
+    Args:
+        profile: the machine's calibration, by which the step's time is predicted.
+    """
     run = RunDirectory(root)
     if runtime.is_main:
         run.open(config, runtime.world_size)
     dist.barrier()
-    trainer = Trainer(config, run, runtime, stop_flag)
+    trainer = Trainer(config, run, runtime, stop_flag, profile)
     try:
         return trainer.train()
     finally:
