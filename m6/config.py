@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter
 
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
@@ -60,6 +60,23 @@ class ScheduleSettings(Section):
     final_lr_ratio: Share = Field(0.1, description="learning rate at the last step over its peak")
 
 
+class OffloadSettings(Section):
+    """Experts in host memory that stream through a byte budget (M6-10T's granular CPU offloading). The results do not
+    depend on any of these values. The device is a simulated one so far."""
+
+    device_budget_mib: PositiveFloat = Field(
+        description="what chunks of experts may occupy on the device, their gradients and copies in flight included"
+    )
+    host_budget_mib: float | None = Field(
+        None, gt=0, description="what this rank's experts may occupy on the host; absent: no limit"
+    )
+    chunk_mib: PositiveFloat = Field(
+        64.0, description="the most that one copy moves: as many whole experts of a layer as fit, at least one"
+    )
+    prefetch_depth: int = Field(1, ge=0, description="chunks that are on their way to the device ahead of their use")
+    num_threads: PositiveInt = Field(1, description="threads of the host that update experts")
+
+
 class EvaluationSettings(Section):
     """Validation during training, one mean loss per objective."""
 
@@ -97,6 +114,9 @@ class M6Settings(Section):
     objectives: ObjectivesSettings
     training: TrainingSettings
     schedule: ScheduleSettings = ScheduleSettings()
+    offload: OffloadSettings | None = Field(
+        None, description="experts in host memory that stream through a byte budget; absent: on the device"
+    )
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
@@ -153,6 +173,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
             f"m6.training.ep_size is {settings.training.ep_size} but the model is dense; add m6.moe or leave it at 1"
         )
     deepspeed.check_experts(settings.training.ep_size)
+    if settings.offload is not None:
+        _check_offload(settings, deepspeed)
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
@@ -169,6 +191,18 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
             f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
         )
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+
+
+def _check_offload(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    reason = ""
+    if settings.moe is None:
+        reason = "only experts are offloaded, but the model is dense; add m6.moe or leave m6.offload out"
+    elif deepspeed.zero_stage == 3:
+        reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
+    elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):
+        reason = "experts are kept in the precision they compute in: use bf16 instead of torch_autocast"
+    if reason:
+        raise UserError(f"m6.offload: {reason}")
 
 
 def check_world_size(config: RunConfig, world_size: int) -> int:

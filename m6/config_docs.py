@@ -140,6 +140,9 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, perhaps among other types."""
+    if get_origin(annotation) in (Union, UnionType):
+        return next(filter(None, map(_model_of, get_args(annotation))), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +24,20 @@ class GradientPath:
         dtype: in which they move.
         num_bytes: of the largest.
         direct: whether the chunks' gradients have the type in which they move.
+        reduce: see ``OffloadRuntime``.
     """
 
-    def __init__(self, device: Device, workers: HostWorkers, dtype: torch.dtype, num_bytes: int, direct: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        workers: HostWorkers,
+        dtype: torch.dtype,
+        num_bytes: int,
+        direct: bool,
+        reduce: Callable[[Tensor], None] | None,
+    ) -> None:
         self._device, self._workers, self._dtype, self._direct = device, workers, dtype, direct
+        self._reduce = reduce
         self._landings = [_Landing(device, num_bytes) for _ in range(2)]
         self.num_downloads = 0
         self.expected: dict[int, int] = {}
@@ -36,6 +46,10 @@ class GradientPath:
     def take(self, slot: Slot, gradients: Sequence[Tensor]) -> None:
         """Brings the gradients of one use under way; autograd's tensors are free on return."""
         if isinstance(slot.home, Buffer):
+            if self._reduce is not None:
+                gradients = [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
+                for gradient in gradients:
+                    self._reduce(gradient)
             self._device.computes_on(slot.home, write=True)
             accumulate(slot.gradients(), gradients, slot.arrivals > 0)
             slot.arrivals += 1
@@ -45,7 +59,11 @@ class GradientPath:
         landing.open(self._device)
         self._device.computes_on(landing.buffer, write=True)
         plane = slot.layout.planes["gradient"]
-        accumulate(list(parts(landing.buffer, plane, self._dtype)), gradients, False)
+        landed = list(parts(landing.buffer, plane, self._dtype))
+        accumulate(landed, gradients, False)
+        if self._reduce is not None:
+            for gradient in landed:
+                self._reduce(gradient)
         self._send(slot, slot.home, landing)
         slot.arrivals += 1
         if self.expected.get(slot.number) == slot.arrivals:

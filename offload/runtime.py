@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -50,6 +50,8 @@ class OffloadRuntime:
         chunk_bytes: the most that one upload moves, see ``cut``.
         num_threads: of the host that update chunks.
         host_budget_bytes: None for no limit.
+        reduce: combines a gradient [N, rows, columns] in place with those of other ranks, on the device, at every use;
+            called in the order of the backward pass, the same on all ranks whatever their plans.
 
     Attributes:
         trace: the last complete step's.
@@ -71,6 +73,7 @@ class OffloadRuntime:
         gradient_dtype: torch.dtype | None = None,
         num_threads: int = 1,
         host_budget_bytes: int | None = None,
+        reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.device, self.optimizer = device, optimizer
         gradient_dtype = gradient_dtype or dtype
@@ -92,7 +95,7 @@ class OffloadRuntime:
         self._slots = [Slot(chunk, layout, device) for chunk, layout in zip(chunks, layouts, strict=True)]
         self._stacks = {stack.name: [slot for slot in self._slots if slot.chunk.stack is stack] for stack in stacks}
         self._workers = HostWorkers(device, num_threads)
-        self._gradients = GradientPath(device, self._workers, dtype, max(moved), gradient_dtype == dtype)
+        self._gradients = GradientPath(device, self._workers, dtype, max(moved), gradient_dtype == dtype, reduce)
         self.statistics = Statistics()
         self.num_updates = 0
         self.plan: Plan | None = None
@@ -104,6 +107,9 @@ class OffloadRuntime:
 
     def chunks_of(self, stack: str) -> list[Chunk]:
         return [slot.chunk for slot in self._stacks[stack]]
+
+    def matrices_of(self, stack: str) -> dict[str, tuple[int, int]]:
+        return self._stacks[stack][0].chunk.stack.matrices
 
     # Uses
 
@@ -329,8 +335,10 @@ class OffloadRuntime:
         """The fp32 values of a stack on the host: parameter name -> [experts, rows, columns] or a state's shape."""
         self.drain()
         pieces = [slot.read(kind) for slot in self._stacks[stack]]
-        names = self._stacks[stack][0].chunk.stack.matrices
-        return {name: torch.cat(values) for name, values in zip(names, zip(*pieces, strict=True), strict=True)}
+        return {
+            name: torch.cat(values)
+            for name, values in zip(self.matrices_of(stack), zip(*pieces, strict=True), strict=True)
+        }
 
     def write(self, kind: str, stack: str, values: dict[str, Tensor]) -> None:
         """Sets what ``read`` gives.
@@ -340,7 +348,7 @@ class OffloadRuntime:
         """
         self.drain()
         slots = self._stacks[stack]
-        matrices, num_experts = slots[0].chunk.stack.matrices, slots[0].chunk.stack.num_experts
+        matrices, num_experts = self.matrices_of(stack), slots[0].chunk.stack.num_experts
         for name, shape in matrices.items():
             expected: tuple[int, ...] = (num_experts, *shape)
             if kind != WEIGHT:

@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 
 from m6.config import RunConfig, check_world_size
+from m6.errors import UserError
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
+from m6.training.offloading import OffloadedExperts, offloaded_experts
 from m6.training.optimizer import build_optimizer
 from m6.training.runtime import Runtime
 from moe.expert_parallel import apply_expert_parallelism
 
 
 def build_model(config: RunConfig, device: torch.device) -> M6ForConditionalGeneration:
-    """The model on ``device``, with this rank's experts only.
+    """The model on ``device``, with this rank's experts only; offloaded ones are beside it (``offloaded_experts``).
 
     Meta device -> split the experts -> allocate -> initialise: experts of other ranks are never allocated,
     and since initial values depend on the parameter's name and expert number alone, every layout starts equal.
@@ -27,6 +29,8 @@ def build_model(config: RunConfig, device: torch.device) -> M6ForConditionalGene
         model = M6ForConditionalGeneration(config.model)
     if training.ep_size > 1:
         apply_expert_parallelism(model, training.ep_size)
+    if config.m6.offload is not None:
+        model.offloaded_experts = OffloadedExperts(model, config)  # type: ignore[assignment]
     model.to_empty(device=device)
     model.tie_weights()
     initialize_parameters(model, training.seed)
@@ -43,6 +47,8 @@ def build_engine(config: RunConfig, runtime: Runtime) -> Any:
     """
     import deepspeed
 
+    if config.m6.offload is not None and runtime.device.type != "cpu":
+        raise UserError(f"m6.offload: there is a simulated device only, and this machine has {runtime.device.type}")
     check_world_size(config, runtime.world_size)
     model = build_model(config, runtime.device)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
@@ -57,6 +63,9 @@ def build_engine(config: RunConfig, runtime: Runtime) -> Any:
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # One rank has nothing to average, but DeepSpeed would still copy every gradient twice.
         engine.enable_backward_allreduce = False
+    offloaded = offloaded_experts(engine)
+    if offloaded is not None and config.deepspeed.zero_stage > 0:
+        offloaded.join(engine.optimizer)
     return engine
 
 

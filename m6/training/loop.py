@@ -20,6 +20,7 @@ from m6.training.checkpoint import Checkpointer, resume
 from m6.training.engine import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.nonfinite import NonfinitePolicy
+from m6.training.offloading import offloaded_experts
 from m6.training.report import IntervalReport
 from m6.training.run_directory import RunDirectory
 from m6.training.runtime import Runtime
@@ -64,6 +65,7 @@ class Trainer:
                 micro_batches = next(batches)
                 data_wait_s = time.perf_counter() - begin
                 outcome = self.train_step(self.step, micro_batches, self._stop_wanted())
+                self._plan_offload()
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
@@ -125,6 +127,12 @@ class Trainer:
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             self._say(describe(predict_memory(self.config, self.runtime.world_size, shape)))
+
+    def _plan_offload(self) -> None:
+        """After the first step of an attempt, which shows in which order experts are used."""
+        experts = offloaded_experts(self.engine)
+        if experts is not None and not experts.is_planned:
+            self._say(experts.plan())
 
     def _save(self) -> float:
         if self.runtime.is_main:

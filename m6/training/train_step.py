@@ -18,6 +18,7 @@ from m6.data.pretraining import MicroBatch
 from m6.training.engine import expert_group
 from m6.training.gradients import clip_gradients
 from m6.training.metrics import ExpertHealth, StepResult, StepSums
+from m6.training.offloading import offloaded_experts
 from m6.training.optimizer import set_learning_rate
 from m6.training.runtime import Runtime, seed_everything
 from m6.training.schedule import learning_rate_factor
@@ -71,7 +72,7 @@ class TrainStep:
             self._forward_backward(batch, target_weight, sums)
             if index + 1 < len(micro_batches):
                 self.engine.step()
-        grad_norm, skipped = self._update()
+        grad_norm, skipped = self._update(learning_rate)
         result = sums.reduce(stop)
         micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
@@ -122,16 +123,24 @@ class TrainStep:
         if output.router_stats:
             self.health.add(output.router_stats)
 
-    def _update(self) -> tuple[float, bool]:
+    def _update(self, learning_rate: float) -> tuple[float, bool]:
         """Clips and applies the gradients; returns their norm and whether they were dropped as not finite."""
+        offloaded = offloaded_experts(self.engine)
+        squares = 0.0 if offloaded is None else offloaded.measure()
+        loss_scale = 1.0
         if self.config.deepspeed.zero_stage == 0:
-            norm = clip_gradients(self.engine.module, self.config.deepspeed.gradient_clipping, self.expert_group)
+            max_norm = self.config.deepspeed.gradient_clipping
+            norm = clip_gradients(self.engine.module, max_norm, self.expert_group, squares)
             skipped = not torch.isfinite(torch.tensor(norm)).item()
             if skipped:
                 self.engine.module.zero_grad(set_to_none=True)  # the engine's step then has nothing to apply
             self.engine.step()
-            return norm, skipped
-        self.engine.step()
-        skipped = bool(self.engine.optimizer.overflow)
-        norm = self.engine.get_global_grad_norm()
-        return float("inf") if skipped or norm is None else float(norm), skipped
+        else:
+            loss_scale = float(self.engine.optimizer.loss_scale)
+            self.engine.step()
+            skipped = bool(self.engine.optimizer.overflow)
+            reported = self.engine.get_global_grad_norm()
+            norm = float("inf") if skipped or reported is None else float(reported)
+        if offloaded is not None:
+            offloaded.update(learning_rate, norm, loss_scale)
+        return norm, skipped
