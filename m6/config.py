@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter
 
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
@@ -110,6 +110,23 @@ class PseudoToRealSettings(Section):
         return Sharing(num_layers, self.num_groups, tuple(self.shared))
 
 
+class OffloadSettings(Section):
+    """Experts in host memory that stream through a byte budget (M6-10T's granular CPU offloading). The results do not
+    depend on any of these values. The device is a simulated one so far."""
+
+    device_budget_mib: PositiveFloat = Field(
+        description="what chunks of experts may occupy on the device, their gradients and copies in flight included"
+    )
+    host_budget_mib: float | None = Field(
+        None, gt=0, description="what this rank's experts may occupy on the host; absent: no limit"
+    )
+    chunk_mib: PositiveFloat = Field(
+        64.0, description="the most that one copy moves: as many whole experts of a layer as fit, at least one"
+    )
+    prefetch_depth: int = Field(1, ge=0, description="chunks that are on their way to the device ahead of their use")
+    num_threads: PositiveInt = Field(1, description="threads of the host that update experts")
+
+
 class EvaluationSettings(Section):
     """Validation during training, one mean loss per objective."""
 
@@ -151,6 +168,9 @@ class M6Settings(Section):
         None,
         description="a first stage in which layers share weights (M6-10T, arXiv 2110.03888); absent: the Real model "
         "from the first step",
+    )
+    offload: OffloadSettings | None = Field(
+        None, description="experts in host memory that stream through a byte budget; absent: on the device"
     )
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -208,6 +228,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
             f"m6.training.ep_size is {settings.training.ep_size} but the model is dense; add m6.moe or leave it at 1"
         )
     deepspeed.check_experts(settings.training.ep_size)
+    if settings.offload is not None:
+        _check_offload(settings, deepspeed)
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
@@ -243,6 +265,22 @@ def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, total
         settings.sharing(model.num_layers).check(model)
     except UserError as error:
         raise UserError(f"m6.pseudo_to_real: {error}") from None
+
+
+def _check_offload(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    reason = ""
+    if settings.moe is None:
+        reason = "only experts are offloaded, but the model is dense; add m6.moe or leave m6.offload out"
+    elif deepspeed.zero_stage == 3:
+        reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
+    elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):
+        reason = "experts are kept in the precision they compute in: use bf16 instead of torch_autocast"
+    elif settings.pseudo_to_real is not None:
+        reason = (
+            "layers that share experts cannot be offloaded yet; leave out m6.pseudo_to_real or delink the run first"
+        )
+    if reason:
+        raise UserError(f"m6.offload: {reason}")
 
 
 def check_world_size(config: RunConfig, world_size: int) -> int:

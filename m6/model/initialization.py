@@ -45,6 +45,13 @@ def initialize_parameters(model: PreTrainedModel, seed: int, only_missing: bool 
         encoder.load_pretrained_trunk()
 
 
+@torch.no_grad()
+def initialize_part(part: nn.Module, name: str, config: M6Config, seed: int) -> None:
+    """Sets the parameters of the module that is called ``name`` in a model, as ``initialize_parameters`` would."""
+    for own, tensor in part.named_parameters(recurse=False):
+        _initialize(tensor, f"{name}.{own}".removeprefix("model."), part, config, seed)
+
+
 def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 

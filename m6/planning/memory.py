@@ -17,6 +17,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
 from m6.planning.activations import FP32, Activations, BatchShape, Precision
 from m6.training.optimizer import parameter_groups
+from moe.layer import MoELayer
 
 _ADAMW_MOMENTS = 2
 # DeepSpeed's defaults of keys below zero_optimization.
@@ -53,7 +54,8 @@ def predict_memory(
 ) -> MemoryPrediction:
     """Predicts the memory of the fullest of ``world_size`` ranks for micro-batches of the shape ``batch``.
 
-    Under expert parallelism every rank is taken to receive as many tokens as it sends.
+    Under expert parallelism every rank is taken to receive as many tokens as it sends. Offloaded experts do not
+    count: they have a budget, see ``m6.offload``.
 
     Args:
         sharing: what the layers share, for the Pseudo model; None: the Real one.
@@ -120,6 +122,9 @@ def _model_states(config: RunConfig, world_size: int, width: int, sharing: Shari
         model = M6ForConditionalGeneration(config.model)
     if sharing is not None:
         share_layers(model, sharing)
+    if config.m6.offload is not None:
+        for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
+            del layer.experts
     stage, ep_size = config.deepspeed.zero_stage, config.m6.training.ep_size
     groups = _partitioned_groups(model, ep_size, world_size)
     numel = sum(sum(group.numels) for group in groups)

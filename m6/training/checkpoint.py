@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from m6.training.fragments import (
     publish_weights,
     set_optimizer_step,
 )
+from m6.training.offloading import offloaded_experts
 from m6.training.runtime import Runtime
 
 _FOLDER = re.compile(r"step_(\d{8})")
@@ -77,7 +79,7 @@ class Checkpointer:
             state["loss_scaler"] = {
                 key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))
             }
-        pieces = [_copy_to_host(fragment.owned()) for fragment in fragments(engine)]
+        pieces = [_copy_to_host(fragment.owned()) for fragment in all_fragments(engine)]
         self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
         self._thread.start()
         if not self._async:
@@ -197,12 +199,15 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
         UserError: the checkpoint is of another model or optimizer.
     """
     names = {name for name, _ in (*engine.module.named_parameters(), *engine.module.named_buffers())}
+    offloaded = offloaded_experts(engine)
+    if offloaded is not None:
+        names |= offloaded.names
     for name in reader.names(WEIGHT):
         if name not in names:
             raise UserError(f"{reader.folder}: holds {name}, which this model has not: it is of another model")
     create_moments(engine)
     with torch.no_grad():
-        for fragment in fragments(engine):
+        for fragment in all_fragments(engine):
             stored = reader.shapes.get((fragment.name, fragment.kind))
             if stored != fragment.shape:
                 of_another = f"this model has {fragment.shape}: the checkpoint is of another model or optimizer"
@@ -212,9 +217,19 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
             reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
     publish_weights(engine)
     set_optimizer_step(engine, reader.state["optimizer_step"])
+    if offloaded is not None:
+        offloaded.runtime.num_updates = reader.state["optimizer_step"]
     for key, value in reader.state.get("loss_scaler", {}).items():
         setattr(engine.optimizer.loss_scaler, key, value)
     engine.global_steps = reader.state["step"]
+
+
+def all_fragments(engine: Any) -> Iterator[Fragment]:
+    """Those of the engine, and those of the experts that are offloaded."""
+    yield from fragments(engine)
+    offloaded = offloaded_experts(engine)
+    if offloaded is not None:
+        yield from offloaded.fragments()
 
 
 def _copy_to_host(fragment: Fragment) -> Fragment:

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from m6.config import RunConfig, check_world_size
+from m6.errors import UserError
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, divide_gradients, share_layers
+from m6.training.offloading import OffloadedExperts, offloaded_experts
 from m6.training.optimizer import build_optimizer
 from m6.training.runtime import Runtime
 from moe.expert_parallel import apply_expert_parallelism
@@ -19,6 +21,8 @@ from moe.expert_parallel import apply_expert_parallelism
 
 def build_model(config: RunConfig, device: torch.device, sharing: Sharing | None = None) -> M6ForConditionalGeneration:
     """The model on ``device``, with this rank's experts only; with ``sharing`` the Pseudo model.
+
+    Offloaded experts are beside it (``offloaded_experts``).
 
     Meta device -> split the experts -> share -> allocate -> initialise: neither experts of other ranks nor what a
     layer shares are allocated, and since initial values depend on the parameter's name and expert number alone, every
@@ -31,6 +35,8 @@ def build_model(config: RunConfig, device: torch.device, sharing: Sharing | None
         apply_expert_parallelism(model, training.ep_size)
     if sharing is not None:
         share_layers(model, sharing)
+    if config.m6.offload is not None:
+        model.offloaded_experts = OffloadedExperts(model, config)  # type: ignore[assignment]
     model.to_empty(device=device)
     model.tie_weights()
     initialize_parameters(model, training.seed)
@@ -50,6 +56,8 @@ def build_engine(config: RunConfig, runtime: Runtime, sharing: Sharing | None = 
     """
     import deepspeed
 
+    if config.m6.offload is not None and runtime.device.type != "cpu":
+        raise UserError(f"m6.offload: there is a simulated device only, and this machine has {runtime.device.type}")
     check_world_size(config, runtime.world_size)
     model = build_model(config, runtime.device, sharing)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
@@ -66,6 +74,9 @@ def build_engine(config: RunConfig, runtime: Runtime, sharing: Sharing | None = 
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # One rank has nothing to average, but DeepSpeed would still copy every gradient twice.
         engine.enable_backward_allreduce = False
+    offloaded = offloaded_experts(engine)
+    if offloaded is not None and config.deepspeed.zero_stage > 0:
+        offloaded.join(engine.optimizer)
     return engine
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from m6.data.pretraining import PretrainingData
+from m6.training.offloading import evaluating
 from m6.training.runtime import Runtime
 
 
@@ -29,7 +30,8 @@ def evaluate(engine: Any, data: PretrainingData, num_batches: int, runtime: Runt
         for begin in range(0, len(batches), runtime.world_size):
             index = begin + runtime.rank
             batch = batches[min(index, len(batches) - 1)].to(runtime.device)
-            output = engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+            with evaluating(engine):
+                output = engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
             if index < len(batches):
                 sums += torch.stack(
                     [output.target_losses.double().sum(), sums.new_tensor(output.target_losses.numel())]

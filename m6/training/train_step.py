@@ -21,6 +21,7 @@ from m6.training.engine import expert_group
 from m6.training.expert_health import ExpertHealth
 from m6.training.gradients import clip_gradients
 from m6.training.metrics import StepResult, StepSums, Wishes
+from m6.training.offloading import offloaded_experts
 from m6.training.optimizer import set_learning_rate
 from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import Runtime, seed_everything
@@ -88,7 +89,7 @@ class TrainStep:
             self._forward_backward(batch, target_weight, sums)
             if index + 1 < len(micro_batches):
                 self.engine.step()
-        grad_norm, skipped = self._update()
+        grad_norm, skipped = self._update(learning_rate)
         nonfinite_routers = self._finish_routers(skipped)
         result = sums.reduce(wishes())
         micro_batch_count = self.accumulation * self.runtime.world_size
@@ -160,16 +161,24 @@ class TrainStep:
         dist.all_reduce(entropy)
         return [name for name, value in zip(self.sparse, entropy.tolist(), strict=True) if not math.isfinite(value)]
 
-    def _update(self) -> tuple[float, bool]:
+    def _update(self, learning_rate: float) -> tuple[float, bool]:
         """Clips and applies the gradients; returns their norm and whether they were dropped as not finite."""
+        offloaded = offloaded_experts(self.engine)
+        squares = 0.0 if offloaded is None else offloaded.measure()
+        loss_scale = 1.0
         if self.config.deepspeed.zero_stage == 0:
-            norm = clip_gradients(self.engine.module, self.config.deepspeed.gradient_clipping, self.expert_group)
+            max_norm = self.config.deepspeed.gradient_clipping
+            norm = clip_gradients(self.engine.module, max_norm, self.expert_group, squares)
             skipped = not torch.isfinite(torch.tensor(norm)).item()
             if skipped:
                 self.engine.module.zero_grad(set_to_none=True)  # the engine's step then has nothing to apply
             self.engine.step()
-            return norm, skipped
-        self.engine.step()
-        skipped = bool(self.engine.optimizer.overflow)
-        norm = self.engine.get_global_grad_norm()
-        return float("inf") if skipped or norm is None else float(norm), skipped
+        else:
+            loss_scale = float(self.engine.optimizer.loss_scale)
+            self.engine.step()
+            skipped = bool(self.engine.optimizer.overflow)
+            reported = self.engine.get_global_grad_norm()
+            norm = float("inf") if skipped or reported is None else float(reported)
+        if offloaded is not None:
+            offloaded.update(learning_rate, norm, loss_scale)
+        return norm, skipped

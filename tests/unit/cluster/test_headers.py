@@ -33,7 +33,7 @@ def body(name: str) -> list[str]:
 def test_all_scripts_are_listed():
     found = {path.stem for path in (ROOT / "scripts" / "slurm").glob("*.sbatch")} - {"pretrain"}
     assert found == set(SCRIPTS)
-    assert {path.stem for path in (ROOT / "configs" / "clusters").glob("*.json")} == {
+    assert {path.stem for path in (ROOT / "configs" / "jobs").glob("*.json")} == {
         name for name, _ in SCRIPTS.values()
     }
 
@@ -41,7 +41,7 @@ def test_all_scripts_are_listed():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_header_and_configuration(name: str):
     cluster_name, overrides = SCRIPTS[name]
-    cluster = load_cluster(ROOT / "configs" / "clusters" / f"{cluster_name}.json")
+    cluster = load_cluster(ROOT / "configs" / "jobs" / f"{cluster_name}.json")
     options = {re.sub(r"=(\d+):00:00$", lambda hours: f"={int(hours[1]) * 60}", option) for option in header(name)}
     options = {option.replace("=00:30:00", "=30") for option in options}
     wanted = {option for option in cluster.options() if option != "--mem=0" or cluster.exclusive}

@@ -1,0 +1,310 @@
+"""Which chunks the device owns, and which it keeps from one use to the next, under the byte budget.
+
+Per chunk c: y_c = 1 where the device owns it, with its optimizer state, so that nothing of it ever moves. Per
+interval i between two uses of a chunk in a step: x_i = 1 where it stays, so that one upload is saved. At each moment
+t, and outside of the uses,
+
+    sum over c: owned_bytes_c y_c  +  sum over i that span t: weight_bytes_i x_i  <=  budget - non-model_t - window
+
+and y_c + x_i <= 1. What is saved is maximised: a linear programme, whose vertices have few fractional values. They
+are rounded down and the room that is left is filled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.trace import Interval, Trace
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """Sizes of a chunk.
+
+    Attributes:
+        weight: one upload.
+        gradient: one download.
+        owned: all that the device holds of a chunk that it owns.
+    """
+
+    weight: int
+    gradient: int
+    owned: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second; they weigh a byte up, a byte down, and a byte of the host's update against each other."""
+
+    upload: float = 12e9
+    download: float = 12e9
+    host: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        trace: the step that it is for.
+        owned: numbers of the chunks that live on the device.
+        keep: per moment of the trace, whether its chunk stays on the device until it is used again.
+        upload_bytes, download_bytes: moved per step.
+        bound_bytes: the least that any plan moves, the optimum of the linear programme: uploads and downloads.
+        prefetch_depth: uploads that are under way ahead of their use.
+    """
+
+    trace: Trace
+    owned: frozenset[int]
+    keep: tuple[bool, ...]
+    upload_bytes: int
+    download_bytes: int
+    bound_bytes: float
+    prefetch_depth: int = 1
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.upload_bytes + self.download_bytes
+
+
+def window_bytes(sizes: Sequence[ChunkBytes], prefetch_depth: int) -> int:
+    """What streaming needs whatever is kept: the chunk in use, those on their way, and two gradients."""
+    return (1 + prefetch_depth) * max(size.weight for size in sizes) + 2 * max(size.gradient for size in sizes)
+
+
+def solve(
+    trace: Trace,
+    sizes: Sequence[ChunkBytes],
+    budget_bytes: int,
+    prefetch_depth: int = 1,
+    rates: Rates | None = None,
+    host_budget_bytes: int | None = None,
+) -> Plan:
+    """The plan that moves the fewest weighted bytes.
+
+    Args:
+        sizes: of the chunks, by number.
+        budget_bytes: of the device.
+        rates: without host rate, the update on the host costs nothing.
+        host_budget_bytes: what the chunks that the device does not own may occupy there, each as many as
+            ``ChunkBytes.owned``.
+
+    Raises:
+        ValueError: a budget is too small; the message has the smallest that would do.
+    """
+    problem = _Problem(trace, sizes, budget_bytes, prefetch_depth, rates or Rates())
+    least_owned = 0
+    if host_budget_bytes is not None:
+        least_owned = max(0, sum(size.owned for size in sizes) - host_budget_bytes)
+        if least_owned > problem.room_for_owned:
+            raise ValueError(
+                f"the host's budget of {host_budget_bytes} bytes is too small: beside what the device can own, the "
+                f"host has to hold {sum(size.owned for size in sizes) - problem.room_for_owned}"
+            )
+    owned_share, _, bound = problem.relax(least_owned)
+    owned = problem.round_owned(owned_share, least_owned)
+    _, kept_share, _ = problem.relax(0, owned)
+    kept = problem.round_kept(owned, kept_share)
+    return problem.plan(owned, kept, bound)
+
+
+class _Problem:
+    """The numbers of the programme, and the steps of its solution."""
+
+    def __init__(
+        self, trace: Trace, sizes: Sequence[ChunkBytes], budget_bytes: int, prefetch_depth: int, rates: Rates
+    ) -> None:
+        self.trace, self.sizes, self.rates, self.prefetch_depth = trace, sizes, rates, prefetch_depth
+        self.intervals = list(trace.intervals())
+        window = window_bytes(sizes, prefetch_depth)
+        moments = trace.moments
+        # Pinned chunks need their room whatever is planned; that of an interval that is forced is counted here.
+        self.room = [
+            budget_bytes - moment.nonmodel_bytes - window - sum(sizes[chunk].weight for chunk in moment.pinned)
+            for moment in moments
+        ]
+        self.room.append(budget_bytes - trace.outside_bytes)
+        tightest = min(self.room, default=0)
+        if tightest < 0:
+            raise ValueError(
+                f"the device's budget of {budget_bytes} bytes is too small for one window of chunks of {window} bytes "
+                f"beside the rest of the model; the smallest that would do is {budget_bytes - tightest}"
+            )
+        self.room_for_owned = tightest
+        uses = [0] * len(sizes)
+        for moment in moments:
+            uses[moment.chunk] += 1
+        self.uses = uses
+        self.arrivals = trace.gradient_arrivals()
+        self.interval_seconds = [
+            0.0 if interval.forced else sizes[interval.chunk].weight / rates.upload for interval in self.intervals
+        ]
+        forced = [0] * len(sizes)
+        for interval in self.intervals:
+            forced[interval.chunk] += interval.forced
+        self.forced = forced
+        self.owned_seconds = [
+            (uses[chunk] - forced[chunk]) * size.weight / rates.upload
+            + self.arrivals.get(chunk, 0) * size.gradient / rates.download
+            + size.owned / rates.host
+            for chunk, size in enumerate(sizes)
+        ]
+
+    def relax(self, least_owned: int, owned: set[int] | None = None) -> tuple[list[float], list[float], float]:
+        """The linear programme: shares of chunks owned and of intervals kept, and the bytes of its optimum.
+
+        Args:
+            owned: the chunks owned, where that is decided.
+        """
+        if not self.sizes:
+            return [], [], 0.0
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_array
+
+        num_chunks, num_moments = len(self.sizes), len(self.room)
+        rows: list[int] = []
+        columns: list[int] = []
+        values: list[float] = []
+        unit = max(size.owned for size in self.sizes)  # keeps the matrix well scaled
+
+        def add(row: int, column: int, value: float) -> None:
+            rows.append(row)
+            columns.append(column)
+            values.append(value)
+
+        for chunk, size in enumerate(self.sizes):
+            for moment in range(num_moments):
+                add(moment, chunk, size.owned / unit)
+        limits = [room / unit for room in self.room]
+        for index, interval in enumerate(self.intervals):
+            column = num_chunks + index
+            if not interval.forced:
+                for moment in range(interval.begin + 1, interval.end):
+                    add(moment, column, self.sizes[interval.chunk].weight / unit)
+            add(len(limits), interval.chunk, 1.0)
+            add(len(limits), column, 1.0)
+            limits.append(1.0)
+        if least_owned:
+            for chunk, size in enumerate(self.sizes):
+                add(len(limits), chunk, -size.owned / unit)
+            limits.append(-least_owned / unit)
+        gains = [*self.owned_seconds, *self.interval_seconds]
+        most = max(gains) or 1.0
+        matrix = coo_array((values, (rows, columns)), shape=(len(limits), len(gains))).tocsr()
+        bounds = [(0, 1)] * len(gains)
+        if owned is not None:
+            bounds[:num_chunks] = [(int(chunk in owned),) * 2 for chunk in range(num_chunks)]
+        solution = linprog([-gain / most for gain in gains], A_ub=matrix, b_ub=limits, bounds=bounds, method="highs-ds")
+        if not solution.success:
+            raise ValueError(f"no plan meets both budgets: {solution.message}")
+        shares = solution.x.tolist()
+        own, keep = shares[:num_chunks], shares[num_chunks:]
+        return own, keep, self._bytes(own, keep)
+
+    def _bytes(self, owned: Sequence[float], kept: Sequence[float]) -> float:
+        moved = 0.0
+        for chunk, size in enumerate(self.sizes):
+            every = (self.uses[chunk] - self.forced[chunk]) * size.weight
+            moved += (1 - owned[chunk]) * (every + self.arrivals.get(chunk, 0) * size.gradient)
+        for interval, share in zip(self.intervals, kept, strict=True):
+            moved -= 0 if interval.forced else share * self.sizes[interval.chunk].weight
+        return moved
+
+    def round_owned(self, shares: Sequence[float], least_owned: int) -> set[int]:
+        """Whole chunks: in the order of their shares, then of what a byte saves, while they fit."""
+        order = sorted(
+            (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6),
+            key=lambda chunk: (-round(shares[chunk], 6), -self.owned_seconds[chunk] / self.sizes[chunk].owned, chunk),
+        )
+        if least_owned:  # whatever it costs, the host must not hold more
+            chosen = set(order)
+            order += [chunk for chunk in range(len(self.sizes)) if chunk not in chosen]
+        owned: set[int] = set()
+        used, planned = 0, sum(share * size.owned for share, size in zip(shares, self.sizes, strict=True))
+        for chunk in order:
+            size = self.sizes[chunk].owned
+            wanted = used + size <= planned * (1 + 1e-9) or used < least_owned
+            if wanted and used + size <= self.room_for_owned:
+                owned.add(chunk)
+                used += size
+        if used < least_owned:
+            raise ValueError("no plan meets both budgets with whole chunks; smaller chunks may")
+        return owned
+
+    def round_kept(self, owned: set[int], shares: Sequence[float]) -> set[int]:
+        """Whole intervals, each that fits: those of the relaxation first, then the shortest.
+
+        Chunks of equal size make the intervals' matrix one of consecutive ones, whose vertices are whole where the
+        room is a multiple of the size; the repair then changes little.
+        """
+        room = [value - sum(self.sizes[chunk].owned for chunk in owned) for value in self.room]
+        best: tuple[float, set[int]] = (-1.0, set())
+        candidates = [index for index, interval in enumerate(self.intervals) if interval.chunk not in owned]
+        by_length = sorted(candidates, key=lambda index: self.intervals[index].end - self.intervals[index].begin)
+        by_share = sorted(by_length, key=lambda index: -round(shares[index], 6))
+        for kept in (_fill(self, by_share, room), _fill(self, by_length, room), _sweep(self, set(candidates), room)):
+            gain = sum(self.interval_seconds[index] for index in kept)
+            if gain > best[0]:
+                best = (gain, kept)
+        return best[1]
+
+    def plan(self, owned: set[int], kept: set[int], bound: float) -> Plan:
+        keep = [False] * len(self.trace.moments)
+        for index, interval in enumerate(self.intervals):
+            keep[interval.begin] = index in kept or interval.forced
+        upload = download = 0
+        last: set[int] = set()
+        for number, moment in enumerate(self.trace.moments):
+            if moment.chunk not in owned:
+                upload += 0 if moment.chunk in last else self.sizes[moment.chunk].weight
+                download += self.sizes[moment.chunk].gradient if moment.backward else 0
+                (last.add if keep[number] else last.discard)(moment.chunk)
+        return Plan(self.trace, frozenset(owned), tuple(keep), upload, download, bound, self.prefetch_depth)
+
+
+def _fill(problem: _Problem, order: Sequence[int], room: Sequence[int]) -> set[int]:
+    """Keeps each interval, in this order, where it fits."""
+    left, kept = list(room), set()
+    for index in order:
+        interval = problem.intervals[index]
+        size = problem.sizes[interval.chunk].weight
+        span = range(interval.begin + 1, interval.end)
+        if interval.forced or all(left[moment] >= size for moment in span):
+            kept.add(index)
+            if not interval.forced:
+                for moment in span:
+                    left[moment] -= size
+    return kept
+
+
+def _sweep(problem: _Problem, candidates: set[int], room: Sequence[int]) -> set[int]:
+    """Keeps everything, and drops what is used last where there is no room (Belady 1966)."""
+    starts: dict[int, list[int]] = {}
+    for index in candidates:
+        starts.setdefault(problem.intervals[index].begin, []).append(index)
+    held: set[int] = set()
+    kept: set[int] = set()
+    used = 0
+
+    def size(index: int) -> int:
+        interval: Interval = problem.intervals[index]
+        return 0 if interval.forced else problem.sizes[interval.chunk].weight
+
+    for moment in range(len(problem.trace.moments)):
+        for index in [index for index in held if problem.intervals[index].end <= moment]:
+            held.remove(index)
+            kept.add(index)
+            used -= size(index)
+        for index in starts.get(moment - 1, []):
+            if problem.intervals[index].end == moment:
+                kept.add(index)
+            else:
+                held.add(index)
+                used += size(index)
+        while used > room[moment]:
+            worst = max(
+                (index for index in held if size(index)), key=lambda index: (problem.intervals[index].end, index)
+            )
+            held.remove(worst)
+            used -= size(worst)
+    return kept

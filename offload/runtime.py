@@ -1,0 +1,361 @@
+"""Brings chunks to the device in time, takes their gradients away, and updates them on the host meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from offload.chunks import Chunk, HostBlock, Layout, Stack, cut, flat
+from offload.device import Device
+from offload.gradients import GradientPath
+from offload.plan import ChunkBytes, Plan, window_bytes
+from offload.slots import WEIGHT, Slot
+from offload.trace import Moment, Trace
+from offload.update import OptimizerSettings
+from offload.worker import HostWorkers
+
+
+@dataclass
+class Statistics:
+    """
+    Attributes:
+        num_uploads: of chunks, since the construction.
+        num_misses: uses that the plan did not foresee.
+        num_evictions: chunks that had to leave though the plan kept or fetched them.
+    """
+
+    num_uploads: int = 0
+    num_misses: int = 0
+    num_evictions: int = 0
+
+
+class OffloadRuntime:
+    """Holds the experts of a model under a byte budget: parameters, gradients and optimizer state.
+
+    A step is: ``hold`` and ``begin_backward`` / ``end_backward`` around every use of a chunk, in any order;
+    ``sum_of_squares`` for the gradients' norm; ``step``, or ``skip``. Where the chunks lie changes no result: losses,
+    norms and weights are equal to the bit for every budget, chunk size, plan and delay of copies.
+
+    Without a plan (the first step, which is traced) a chunk is dropped as soon as it is not in use. A use that the
+    plan does not foresee is fetched when it comes, and counted.
+
+    Args:
+        stacks: the layers' experts; a stack that several layers use is given once.
+        dtype: of the weights on the device, and of gradients when they move.
+        gradient_dtype: in which gradients add up over micro-batches and uses; None: ``dtype``.
+        chunk_bytes: the most that one upload moves, see ``cut``.
+        num_threads: of the host that update chunks.
+        host_budget_bytes: None for no limit.
+        reduce: combines a gradient [N, rows, columns] in place with those of other ranks, on the device, at every use;
+            called in the order of the backward pass, the same on all ranks whatever their plans.
+
+    Attributes:
+        trace: the last complete step's.
+        num_updates: Adam's bias correction and Adafactor's decay depend on it.
+        host_bytes: what all chunks need on the host, landings included.
+
+    Raises:
+        ValueError: the host's budget is too small, or the device's does not hold one window of chunks.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[Stack],
+        device: Device,
+        optimizer: OptimizerSettings,
+        *,
+        dtype: torch.dtype,
+        chunk_bytes: int,
+        gradient_dtype: torch.dtype | None = None,
+        num_threads: int = 1,
+        host_budget_bytes: int | None = None,
+        reduce: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.device, self.optimizer = device, optimizer
+        gradient_dtype = gradient_dtype or dtype
+        chunks = cut(stacks, chunk_bytes, dtype)
+        layouts = [Layout(chunk, dtype, gradient_dtype, optimizer) for chunk in chunks]
+        moved = [chunk.numel * dtype.itemsize for chunk in chunks]
+        self.sizes = [ChunkBytes(size, size, layout.num_bytes) for size, layout in zip(moved, layouts, strict=True)]
+        self.host_bytes = sum(size.owned for size in self.sizes) + 2 * max(moved)
+        if host_budget_bytes is not None and self.host_bytes > host_budget_bytes:
+            raise ValueError(
+                f"the host's budget of {host_budget_bytes} bytes is too small: the experts need {self.host_bytes}"
+            )
+        window = window_bytes(self.sizes, 0)
+        if window > device.budget_bytes:
+            raise ValueError(
+                f"the device's budget of {device.budget_bytes} bytes is too small; the smallest for one window of "
+                f"chunks is {window}"
+            )
+        self._slots = [Slot(chunk, layout, device) for chunk, layout in zip(chunks, layouts, strict=True)]
+        self._stacks = {stack.name: [slot for slot in self._slots if slot.chunk.stack is stack] for stack in stacks}
+        self._workers = HostWorkers(device, num_threads)
+        self._gradients = GradientPath(device, self._workers, dtype, max(moved), gradient_dtype == dtype, reduce)
+        self.statistics = Statistics()
+        self.num_updates = 0
+        self.plan: Plan | None = None
+        self.trace = Trace(())
+        self._evaluating = False
+        self._moments: list[Moment] = []
+        self._outside_bytes = 0
+        self._position = 0
+
+    def chunks_of(self, stack: str) -> list[Chunk]:
+        return [slot.chunk for slot in self._stacks[stack]]
+
+    def matrices_of(self, stack: str) -> dict[str, tuple[int, int]]:
+        return self._stacks[stack][0].chunk.stack.matrices
+
+    # Uses
+
+    @contextmanager
+    def hold(self, chunk: Chunk) -> Iterator[list[Tensor]]:
+        """Keeps a chunk on the device for a computation; gives its weights, one [N, rows, columns] a parameter."""
+        slot = self._slots[chunk.number]
+        self._pin(slot, backward=False)
+        try:
+            yield slot.device_weights()
+        finally:
+            self._unpin(slot)
+
+    def begin_backward(self, chunk: Chunk) -> None:
+        """Brings the chunk's weights back into the memory that autograd has saved views of."""
+        self._pin(self._slots[chunk.number], backward=True)
+
+    def end_backward(self, chunk: Chunk, gradients: Sequence[Tensor]) -> None:
+        """Takes over the gradients of a use that ``begin_backward`` opened."""
+        slot = self._slots[chunk.number]
+        self._gradients.take(slot, gradients)
+        self._unpin(slot)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Between two steps: uses inside belong to no step."""
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
+
+    def _pin(self, slot: Slot, backward: bool) -> None:
+        now = 0 if self._evaluating else self._arrive(slot, backward)
+        if not slot.owned:
+            if not slot.replica.present:
+                self._upload(slot)
+            if slot.ready is not None:
+                self.device.compute_waits(slot.ready)
+                slot.ready = None
+            assert slot.replica_version == slot.version, "a replica of old weights"
+        slot.pins += 1
+        slot.last_use = now
+        self.device.computes_on(slot.device_memory, write=False)
+        if self.plan is not None and not self._evaluating:
+            self._prefetch(self.plan, now)
+
+    def _unpin(self, slot: Slot) -> None:
+        slot.pins -= 1
+        kept = self.plan is not None and not self._evaluating and self.plan.keep[slot.last_use]
+        if slot.pins == 0 and not slot.owned and not kept:
+            self._drop(slot)
+
+    def _arrive(self, slot: Slot, backward: bool) -> int:
+        """Notes the use, makes room for what it needs beside chunks, and returns its number in the plan's step."""
+        now = 0
+        if self.plan is not None:
+            now = self._locate(self.plan, slot.number)
+            room = self.device.budget_bytes - self.plan.trace.moments[now].nonmodel_bytes
+            fetched = 0 if slot.owned or slot.replica.present else self.sizes[slot.number].weight
+            self._evict_to(room - fetched, self.plan, now)
+        peak = self.device.begin_moment(len(self._moments))
+        self._note_peak(peak)
+        pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
+        self._moments.append(Moment(slot.number, backward, pinned))
+        return now
+
+    def _note_peak(self, peak_bytes: int) -> None:
+        if self._moments:
+            self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peak_bytes)
+        else:
+            self._outside_bytes = peak_bytes
+
+    def _locate(self, plan: Plan, number: int) -> int:
+        """Where in the plan's step this use is, at or behind where it should be, or at that place."""
+        moments = plan.trace.moments
+        for offset in range(len(moments)):
+            position = (self._position + offset) % len(moments)
+            if moments[position].chunk == number:
+                self.statistics.num_misses += offset > 0
+                self._position = position + 1
+                return position
+        self.statistics.num_misses += 1
+        return self._position % len(moments)
+
+    # Uploads
+
+    def _upload(self, slot: Slot) -> None:
+        self._workers.wait(slot.job)
+        assert isinstance(slot.home, HostBlock)
+        self.device.acquire(slot.replica)
+        source = flat(slot.home, slot.layout.planes[WEIGHT])
+        target = slot.replica.view(source.dtype, 0, source.shape)
+        slot.ready = slot.uploaded = self.device.upload(source, target, slot.replica, [self.device.compute_event()])
+        slot.replica_version = slot.version
+        self.statistics.num_uploads += 1
+
+    def _prefetch(self, plan: Plan, now: int) -> None:
+        """Starts the uploads of the next uses, as far as they fit and the host has finished their update."""
+        moments = plan.trace.moments
+        peak = moments[now].nonmodel_bytes
+        for moment in moments[now + 1 : now + 1 + plan.prefetch_depth]:
+            slot = self._slots[moment.chunk]
+            peak = max(peak, moment.nonmodel_bytes)
+            if slot.owned or slot.replica.present:
+                continue
+            late = slot.job is not None and not slot.job.done()
+            if late or self.device.used_bytes + slot.replica.num_bytes > self.device.budget_bytes - peak:
+                return
+            self._upload(slot)
+
+    def _evict_to(self, room_bytes: int, plan: Plan, now: int) -> None:
+        """Drops chunks that are not in use, the one that is used last first, until the others fit into the room."""
+        while self.device.used_bytes > room_bytes:
+            idle = [slot for slot in self._slots if slot.replica.present and slot.pins == 0]
+            if not idle:
+                return  # what is missing then is for the device to say
+            moments = plan.trace.moments
+            next_use = {moments[time].chunk: time for time in range(len(moments) - 1, now - 1, -1)}
+            self._drop(max(idle, key=lambda slot: next_use.get(slot.number, len(moments))))
+            self.statistics.num_evictions += 1
+
+    def _drop(self, slot: Slot) -> None:
+        """The host has the same weights: nothing is written back."""
+        if slot.ready is not None:
+            self.device.compute_waits(slot.ready)
+            slot.ready = None
+        self.device.release(slot.replica)
+
+    # The end of a step
+
+    def sum_of_squares(self) -> float:
+        """Of all gradients of the step on this rank; infinite where one of them is not finite."""
+        return self._gradients.sum_of_squares(self._slots)
+
+    def step(self, learning_rate: float, coefficient: float = 1.0) -> None:
+        """Updates all chunks that got gradients; those of the host one after the other, during the next forward pass.
+
+        Args:
+            coefficient: multiplies the gradients: one over the loss scale, times what clipping makes of them.
+        """
+        self.num_updates += 1
+        for slot in self._end_step():
+            arguments = (self.optimizer, self.num_updates, learning_rate, coefficient)
+            slot.version += 1
+            if slot.owned:
+                self.device.computes_on(slot.device_memory, write=True)
+                slot.update(*arguments)
+                continue
+
+            def work(slot: Slot = slot, arguments: tuple[OptimizerSettings, int, float, float] = arguments) -> None:
+                assert isinstance(slot.home, HostBlock)
+                self.device.host_accesses(flat(slot.home, slot.layout.planes[WEIGHT]), write=True)
+                self.device.host_accesses(flat(slot.home, slot.layout.planes["gradient"]), write=False)
+                slot.update(*arguments)
+
+            # Not before the last upload has read the old weights.
+            slot.job = self._workers.submit(work, [slot.job], [slot.uploaded])
+
+    def skip(self) -> None:
+        """Ends the step without an update, as when the gradients are not finite."""
+        self._end_step()
+
+    def _end_step(self) -> list[Slot]:
+        """Empties the device of replicas and closes the trace; returns the chunks with gradients, in order of use."""
+        for slot in self._slots:
+            if slot.pins:
+                raise RuntimeError(f"the step ends while chunk {slot.number} of {slot.chunk.stack.name} is in use")
+            if slot.replica.present:
+                self._drop(slot)
+        self._gradients.free()
+        if self._moments:
+            self._note_peak(self.device.begin_moment(len(self._moments)))
+            self.trace = Trace(tuple(self._moments), self._outside_bytes)
+        first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self._moments)))}
+        self._moments, self._position = [], 0
+        came = sorted((slot for slot in self._slots if slot.arrivals), key=lambda slot: first_use[slot.number])
+        for slot in came:
+            slot.arrivals, slot.squares_job = 0, None
+        return came
+
+    def drain(self) -> None:
+        """Returns when all updates are done: before anything else reads, moves or saves the state.
+
+        Raises:
+            WorkerFailure: one of them failed.
+        """
+        for slot in self._slots:
+            self._workers.wait(slot.job)
+            if slot.uploaded is not None:
+                self.device.host_waits(slot.uploaded)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.close()
+
+    # Placement and state, between two steps
+
+    def adopt(self, plan: Plan) -> None:
+        """Follows ``plan`` from the next step on.
+
+        Raises:
+            DeviceOutOfMemory: the device does not hold what the plan wants it to own.
+        """
+        self.drain()
+        for slot in self._slots:
+            if slot.owned and slot.number not in plan.owned:
+                slot.move(HostBlock(slot.layout.num_bytes, self.device), self.device)
+        for slot in self._slots:
+            if not slot.owned and slot.number in plan.owned:
+                buffer = self.device.buffer(slot.layout.num_bytes)
+                self.device.acquire(buffer)
+                slot.move(buffer, self.device)
+        self.plan, self._position = plan, 0
+        self._gradients.expected = plan.trace.gradient_arrivals()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of a parameter's values: its weight and the optimizer's states."""
+        return (WEIGHT, *self._slots[0].layout.state_names)
+
+    def read(self, kind: str, stack: str) -> dict[str, Tensor]:
+        """The fp32 values of a stack on the host: parameter name -> [experts, rows, columns] or a state's shape."""
+        self.drain()
+        pieces = [slot.read(kind) for slot in self._stacks[stack]]
+        return {
+            name: torch.cat(values)
+            for name, values in zip(self.matrices_of(stack), zip(*pieces, strict=True), strict=True)
+        }
+
+    def write(self, kind: str, stack: str, values: dict[str, Tensor]) -> None:
+        """Sets what ``read`` gives.
+
+        Raises:
+            ValueError: a parameter is missing or has another shape.
+        """
+        self.drain()
+        slots = self._stacks[stack]
+        matrices, num_experts = self.matrices_of(stack), slots[0].chunk.stack.num_experts
+        for name, shape in matrices.items():
+            expected: tuple[int, ...] = (num_experts, *shape)
+            if kind != WEIGHT:
+                expected = self.optimizer.states(expected)[kind]
+            found = tuple(values[name].shape) if name in values else None
+            if found != expected:
+                raise ValueError(f"{kind} of {stack}.{name}: expected the shape {expected}, found {found}")
+        for slot in slots:
+            first, end = slot.chunk.first_expert, slot.chunk.first_expert + slot.chunk.num_experts
+            slot.write(kind, [values[name][first:end] for name in matrices])

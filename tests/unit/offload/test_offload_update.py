@@ -1,0 +1,110 @@
+"""The optimizers' arithmetic: against PyTorch's optimizers, and the compiled kernel against the PyTorch code."""
+
+import pytest
+import torch
+
+import offload.update
+from offload.kernel import load_kernel
+from offload.update import OptimizerSettings, read_master, rest_dtype, sum_of_squares, update, write_master
+
+SHAPE = (3, 7, 19)
+SETTINGS = [
+    OptimizerSettings("adamw", weight_decay=0.1),
+    OptimizerSettings("adafactor", weight_decay=0.1),
+    OptimizerSettings("sgd", momentum=0.9),
+    OptimizerSettings("sgd"),
+]
+
+
+def run(settings, dtype, gradient_dtype=torch.float32, num_steps=20, coefficient=0.5):
+    """A few steps from random weights on random gradients; returns weight, rest, states and fp32 masters."""
+    generator = torch.Generator().manual_seed(3)
+    weight, rest = torch.empty(SHAPE, dtype=dtype), None
+    if rest_dtype(dtype) is not None:
+        rest = torch.empty(SHAPE, dtype=rest_dtype(dtype))
+    write_master(torch.randn(SHAPE, generator=generator), weight, rest)
+    states = {name: torch.zeros(shape) for name, shape in settings.states(SHAPE).items()}
+    for step in range(1, num_steps + 1):
+        gradient = torch.randn(SHAPE, generator=generator).to(gradient_dtype)
+        update(settings, step, 0.01, coefficient, weight, rest, gradient, states)
+    return [weight, *([] if rest is None else [rest]), *states.values()], read_master(weight, rest)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_fp32_agrees_with_pytorch(settings):
+    """To a few roundings of fp32 in each of 20 steps on values of size 1: PyTorch orders the operations differently.
+
+    Its optimizers run in double, as the more precise reference.
+    """
+    _, got = run(settings, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    parameters = [torch.nn.Parameter(part.double()) for part in torch.randn(SHAPE, generator=generator)]
+    make = {
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01, weight_decay=settings.weight_decay),
+        "adafactor": lambda: torch.optim.Adafactor(
+            parameters, lr=0.01, weight_decay=settings.weight_decay, eps=(torch.finfo(torch.float32).eps, 1e-3)
+        ),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.01, momentum=settings.momentum),
+    }
+    optimizer = make[settings.kind]()
+    for _ in range(20):
+        for parameter, gradient in zip(parameters, torch.randn(SHAPE, generator=generator), strict=True):
+            parameter.grad = 0.5 * gradient.double()
+        optimizer.step()
+    torch.testing.assert_close(got, torch.stack([*parameters]).detach().float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernel_and_pytorch_agree_to_the_bit(settings, dtype, gradient_dtype, monkeypatch):
+    assert load_kernel() is not None, "this machine has a compiler"
+    compiled, _ = run(settings, dtype, gradient_dtype)
+    if settings.kind == "adafactor":
+        return  # it is PyTorch code in both; sums of squares may differ in the last bit, so nothing to compare
+    monkeypatch.setattr(offload.update, "load_kernel", lambda: None)
+    fallback, _ = run(settings, dtype, gradient_dtype)
+    for left, right in zip(compiled, fallback, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_split_master_is_fp32(settings):
+    """bfloat16 with the lower halves beside it trains to the same fp32 bits as fp32 itself."""
+    _, split = run(settings, torch.bfloat16)
+    _, whole = run(settings, torch.float32)
+    assert torch.equal(split, whole)
+
+
+def test_split_master_holds_every_finite_value():
+    bits = torch.randint(-(2**31), 2**31, (1_000_000,), dtype=torch.int64).to(torch.int32)
+    edges = [0, 0x8000, 0x7FFF, 0x18000, 0x17FFF, 0x7F7FFFFF, 0x00000001, 0x80000000 - 2**32, 0xFF7FFFFF - 2**32]
+    values = torch.cat([bits, torch.tensor(edges, dtype=torch.int32)]).view(torch.float32)
+    values = values[values.isfinite()]
+    weight, rest = torch.empty(values.shape, dtype=torch.bfloat16), torch.empty(values.shape, dtype=torch.int16)
+    write_master(values, weight, rest)
+    assert torch.equal(read_master(weight, rest).view(torch.int32), values.view(torch.int32))
+    differs = weight.view(torch.int16) != values.bfloat16().view(torch.int16)
+    ties = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    assert not (differs & ~ties).any(), "the rounding differs from PyTorch's at exact ties only"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 1000, 4099])
+def test_sum_of_squares(dtype, count):
+    values = torch.randn(count).to(dtype)
+    assert sum_of_squares(values) == pytest.approx(float(values.double().square().sum()), rel=1e-13)
+
+
+def test_infinite_gradients_show_in_the_sum():
+    assert sum_of_squares(torch.tensor([1.0, float("inf")])) == float("inf")
+    assert not sum_of_squares(torch.tensor([1.0, float("nan")])) >= 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"kind": "adam"}, "kind is 'adam'"), ({"beta1": 1.0}, "beta1 is 1.0"), ({"epsilon": -1}, "epsilon is -1")],
+)
+def test_bad_settings(values, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerSettings(**values)
