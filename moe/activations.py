@@ -56,8 +56,9 @@ class SwiGlu:
     def backward(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
         gate, up = h.chunk(2, dim=-1)
         out_gate, out_up = out.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=out_up)
-        out_gate.copy_(aten.silu_backward(grad * up, gate))
+        torch.mul(grad, up, out=out_gate)
+        aten.silu_backward.grad_input(out_gate, gate, grad_input=out_gate)
+        aten.silu.out(gate, out=out_up).mul_(grad)
         return out
 
 
