@@ -31,7 +31,7 @@ def why_not() -> str:
     return ""
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 150) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
     """Returns once ``condition()`` is true.
 
     Raises:
