@@ -31,7 +31,7 @@ def why_not() -> str:
     return ""
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 150) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
     """Returns once ``condition()`` is true.
 
     Raises:
@@ -49,6 +49,7 @@ class LocalCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._started_munge = False
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         for name in [
             name for name in self.environment if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
@@ -56,7 +57,7 @@ class LocalCluster:
             del self.environment[name]
 
     def start(self) -> None:
-        _start_munge()
+        self._started_munge = _start_munge()
         for name in ("state", "log", *(f"spool_{node}" for node in ALL_NODES)):
             (self.folder / name).mkdir(parents=True)
         (self.folder / "slurm.conf").write_text(self._configuration(), encoding="utf-8")
@@ -76,6 +77,8 @@ class LocalCluster:
             _kill(self._pid(name), signal.SIGTERM)
         for process in self._processes():
             _kill(process, signal.SIGKILL)
+        if self._started_munge:
+            subprocess.run(["munged", "--stop"], env=_with_sbin(), capture_output=True, timeout=60)
 
     def lose_node(self, node: str) -> None:
         """What a power cut does: the node's daemon, its step daemons and every process of theirs are gone."""
@@ -179,9 +182,10 @@ PartitionName=fragile Nodes={",".join(FRAGILE_NODES)} MaxTime=INFINITE
 """
 
 
-def _start_munge() -> None:
+def _start_munge() -> bool:
+    """Starts munge unless it runs; whether it did."""
     if _munge_works():
-        return
+        return False
     if not _MUNGE_KEY.exists():
         _MUNGE_KEY.write_bytes(os.urandom(1024))
         _MUNGE_KEY.chmod(0o400)
@@ -192,6 +196,7 @@ def _start_munge() -> None:
         shutil.chown(folder, "munge", "munge")
     subprocess.run(["runuser", "-u", "munge", "--", str(_find("munged"))], check=True, timeout=30)
     wait_until(_munge_works, "munge")
+    return True
 
 
 def _munge_works() -> bool:
@@ -202,8 +207,12 @@ def _munge_works() -> bool:
     )
 
 
+def _with_sbin() -> dict[str, str]:
+    return {**os.environ, "PATH": os.pathsep.join((os.environ.get("PATH", ""), *_SBIN))}
+
+
 def _find(name: str) -> str | None:
-    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *_SBIN)))
+    return shutil.which(name, path=_with_sbin()["PATH"])
 
 
 def _free_ports(count: int) -> list[int]:

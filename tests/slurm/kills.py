@@ -40,8 +40,8 @@ class Kill:
 
 
 def steps_for(kills: int) -> int:
-    """A run that is still under way after so many kills: an attempt gets through three intervals at most."""
-    return 3 * INTERVAL * (kills + 1)
+    """A run that is still under way after so many kills: an attempt leaves at most two more checkpoints."""
+    return 2 * INTERVAL * (kills + 1)
 
 
 def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:

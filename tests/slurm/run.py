@@ -144,6 +144,6 @@ class ClusterRun:
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Returns once ``condition()`` is true; an error shows what the run's jobs and ranks said."""
         try:
-            wait_until(condition, f"{what} of {self.root.name}", timeout_s=240)
+            wait_until(condition, f"{what} of {self.root.name}")
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.log()}") from None

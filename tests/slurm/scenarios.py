@@ -164,7 +164,7 @@ def corrupt_checkpoint(make_run: MakeRun) -> dict:
     run.submit()
     run.wait_for_step(12)
     (run.root / "SAVE").touch()
-    wait_until(lambda: not (run.root / "SAVE").exists(), "SAVE to be granted", timeout_s=60)
+    wait_until(lambda: not (run.root / "SAVE").exists(), "SAVE to be granted")
     granted = next((step for step in run.checkpoints() if step % INTERVAL), 0)
     run.wait_for_step(MIDDLE)
     (run.root / "STOP").touch()
