@@ -59,8 +59,11 @@ class Results:
         return {int(row["seed"]): float(row[column]) for row in self._rows if _is(row, case)}
 
     def speed(self, case: Case) -> str:
-        found = [f"{float(row['ms']):.0f} ({row['ms_10']} to {row['ms_90']})" for row in self._speed if _is(row, case)]
-        return found[0] if found else "-"
+        for row in self._speed:
+            if _is(row, case):
+                middle, low, high = (float(row[column]) for column in ("ms", "ms_10", "ms_90"))
+                return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+        return "-"
 
     def mean(self, case: Case, column: str) -> float:
         return float(np.mean(list(self.values(case, column).values())))
