@@ -37,6 +37,8 @@ def calibrate(device: torch.device, previous: Profile | None = None) -> Profile:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if previous is not None and previous.calibrated and world > 1:
         return previous.model_copy(update={"collectives": kept + collectives})
+    import m6.training.loop  # noqa: F401 - what a run imports is part of its process
+
     host_bytes = psutil.Process().memory_info().rss
     process_bytes = 0
     if device.type == "cuda":

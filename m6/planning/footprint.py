@@ -33,7 +33,8 @@ _STREAMED_HOST_BYTES = {"AdamW": 12, "Adafactor": 4}
 class Footprint:
     """Bytes; all but ``host`` and ``host_process`` in the memory of a device.
 
-    ``peak`` is a bound: gradients fill up while activations are freed.
+    ``peak`` is an upper estimate: gradients fill up while activations are freed. Not in it are the gradients within
+    a block that is computed anew, which can exceed that by half a percent.
     """
 
     weights: int = 0

@@ -239,6 +239,8 @@ class Planner:
 def smallest_cluster(planner: Planner, limit: int = 1 << 16) -> Cluster | None:
     """The smallest cluster of the same nodes that holds the run at all, by doubling; None up to ``limit`` devices."""
     nodes = planner.cluster.nodes[0]
+    if nodes.links.network is None:
+        limit = nodes.devices_per_node
     num_nodes = 1
     while num_nodes * nodes.devices_per_node <= limit:
         cluster = planner.cluster.resized(num_nodes * nodes.devices_per_node)

@@ -1,0 +1,66 @@
+"""``m6 plan`` as a user types it."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from m6.config import check_world_size, load_config
+from m6.errors import UserError
+from m6.planning.cli import app
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIG = str(CONFIGS / "m6_base.json")
+MACHINE = ("--cluster", "a100_80g_x128", "--set", "train_batch_size=128")
+
+
+def run(*arguments: str) -> str:
+    return CliRunner().invoke(app, [*arguments], catch_exceptions=False).stdout
+
+
+def test_plan_without_a_name_is_the_best(tmp_path: Path):
+    text = run(CONFIG, *MACHINE, "--world", "8", "--out", str(tmp_path))
+    assert "Why not otherwise" in text
+    config = load_config(tmp_path / "m6_base.json")
+    assert check_world_size(config, 8) >= 1
+    assert (tmp_path / "m6_base.sbatch").read_text().startswith("#SBATCH --job-name=m6_base\n#SBATCH --nodes=1\n")
+
+
+def test_explain_names_the_rule():
+    text = run("explain", CONFIG, *MACHINE, "--world", "8", "--force", "zero_stage=3", "--force", "micro_batch_size=1")
+    assert 'refused by "experts at stage 3"' in text
+    assert "| experts split |" in text
+
+
+def test_curve_and_frontier_list_numbers_of_devices(tmp_path: Path):
+    cheap = (
+        "--force",
+        "zero_stage=2",
+        "--force",
+        "offload_params=false",
+        "--force",
+        "tp_size=1",
+        "--force",
+        "pp_size=1",
+    )
+    lines = run("curve", CONFIG, *MACHINE, *cheap).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "2", "4", "8", "16", "32", "64", "128"]
+    png = tmp_path / "frontier.png"
+    assert str(png) in run("frontier", CONFIG, *MACHINE, *cheap, "--out", str(png))
+    assert png.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cluster", "a100_80g_128"), 'did you mean "a100_80g_x128"'),
+        (("--cluster", "a100_80g_x128", "--world", "12"), "nodes of 8; take whole nodes"),
+        (("--cluster", "a100_80g_x128", "--world", "256"), "256 devices: 128 x A100 80 GB has 128"),
+        (("--cluster", "a100_80g_x128", "--force", "zero=1"), "--force zero=1: expected NAME=VALUE"),
+        (("--cluster", "a100_80g_x128", "--profile", "none.json"), "none.json: no such file"),
+        (("--cluster", "cpu_laptop", "--memory-fraction", "0.01"), "no layout fits on CPU laptop"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], message: str):
+    with pytest.raises(UserError, match=message):
+        run(CONFIG, *arguments)
