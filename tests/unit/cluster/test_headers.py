@@ -33,9 +33,7 @@ def body(name: str) -> list[str]:
 def test_all_scripts_are_listed():
     found = {path.stem for path in (ROOT / "scripts" / "slurm").glob("*.sbatch")} - {"pretrain"}
     assert found == set(SCRIPTS)
-    assert {path.stem for path in (ROOT / "configs" / "jobs").glob("*.json")} == {
-        name for name, _ in SCRIPTS.values()
-    }
+    assert {path.stem for path in (ROOT / "configs" / "jobs").glob("*.json")} == {name for name, _ in SCRIPTS.values()}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
