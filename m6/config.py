@@ -275,6 +275,8 @@ def _check_offload(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
         reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
     elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):
         reason = "experts are kept in the precision they compute in: use bf16 instead of torch_autocast"
+    elif settings.moe.get("expert_dropout"):
+        reason = "expert_dropout draws other numbers for other sizes of chunks, and budgets would change results"
     elif settings.pseudo_to_real is not None:
         reason = (
             "layers that share experts cannot be offloaded yet; leave out m6.pseudo_to_real or delink the run first"
