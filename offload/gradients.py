@@ -117,6 +117,11 @@ class GradientPath:
             squares.extend(slot.squares)
         return math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
 
+    @property
+    def absent_bytes(self) -> int:
+        """What the landings do not occupy yet."""
+        return sum(landing.buffer.num_bytes for landing in self._landings if not landing.buffer.present)
+
     def free(self) -> None:
         """Gives the landings' memory on the device back."""
         for landing in self._landings:

@@ -170,7 +170,7 @@ class OffloadRuntime:
             now = self._locate(self.plan, slot.number)
             room = self.device.budget_bytes - self.plan.trace.moments[now].nonmodel_bytes
             fetched = 0 if slot.owned or slot.replica.present else self.sizes[slot.number].weight
-            self._evict_to(room - fetched, self.plan, now)
+            self._evict_to(room - fetched - self._gradients.absent_bytes, self.plan, now)
         peak = self.device.begin_moment(len(self._moments))
         self._note_peak(peak)
         pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
@@ -217,7 +217,8 @@ class OffloadRuntime:
             if slot.owned or slot.replica.present:
                 continue
             late = slot.job is not None and not slot.job.done()
-            if late or self.device.used_bytes + slot.replica.num_bytes > self.device.budget_bytes - peak:
+            need = slot.replica.num_bytes + self._gradients.absent_bytes
+            if late or self.device.used_bytes + need > self.device.budget_bytes - peak:
                 return
             self._upload(slot)
 
