@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any] | None] = {
 # many Pseudo steps.
 RUNS["long Pseudo"] = {**HALF, "switch_step": 3 * STEPS // 2}
 TOTAL_STEPS = {"long Pseudo": 2 * STEPS}
-SEEDS = {"real": (0, 1, 2), "switch 50 %": (0, 1, 2)}
+SEEDS = {"real": (0, 1, 2), "switch 50 %": (0, 1, 2), "long Pseudo": (0, 1, 2)}
 
 
 class TimedStep:
