@@ -53,7 +53,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "streamed experts",
         "no engine here keeps experts in host memory and brings them layer by layer",
-        "test_rules.py::test_nothing_streams_experts",
+        "test_rules.py::test_experts_stream_on_a_simulated_device_alone",
         lambda config, layout: layout.stream_experts,
     ),
     Rule(

@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import m6.planning.rules as rules_module
-from m6.config import M6Settings, load_config
+from m6.config import load_config, parse_config
 from m6.deepspeed_keys import REFUSED
 from m6.errors import UserError
 from m6.planning.layout import Layout, configure, configured, divisors
 from m6.planning.rules import RULES, capability_matrix, refusal
+from m6.training.engine import build_engine
+from m6.training.runtime import Runtime
+from tests.fixtures.tiny_run import tiny_document
 
 ROOT = Path(__file__).parents[3]
 CONFIG = load_config(ROOT / "configs" / "m6_100b.json")
@@ -51,8 +55,10 @@ def test_the_model_has_no_other_parallelism():
             configure(CONFIG, changed)
 
 
-def test_nothing_streams_experts():
-    assert "offload" not in M6Settings.model_fields, "experts can be streamed now: change the rule"
+def test_experts_stream_on_a_simulated_device_alone(tmp_path):
+    document = tiny_document(tmp_path, m6__offload__device_budget_mib=1.0)
+    with pytest.raises(UserError, match="there is a simulated device only, and this machine has cuda"):
+        build_engine(parse_config(document), Runtime(0, 1, 0, torch.device("cuda", 0)))
 
 
 def test_arithmetic():
