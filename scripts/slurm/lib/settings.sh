@@ -21,8 +21,7 @@ settings() {
     RUN_DIR=$(cd "$RUN_DIR" && pwd)
     export RUN_DIR PYTHONPATH="$M6_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-    MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a node do not share a port
-    export MASTER_ADDR MASTER_PORT
+    export MASTER_ADDR
 
     # srun stopped taking this over from the job in Slurm 22.05.
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
