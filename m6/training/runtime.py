@@ -59,6 +59,8 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     if cuda:
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
+        if "MASTER_PORT" not in os.environ:  # not before now: somebody else may take a port that is merely free
+            os.environ["MASTER_PORT"] = str(_free_port())
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
             timeout=timedelta(seconds=timeout_s),
@@ -98,8 +100,6 @@ def _complete_environment() -> None:
         os.environ.setdefault(name, os.environ[slurm_name] if under_srun else fallback)
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
 
 
 def _free_port() -> int:

@@ -1,5 +1,7 @@
 """Runs a function on several local processes, as the launcher would start them."""
 
+import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -13,8 +15,10 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException
 
+_OFFSETS = itertools.count()
 
-def run_distributed(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120) -> None:
+
+def run_distributed(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 240) -> None:
     """Calls ``function(*args)`` on ``world_size`` fresh processes and waits for all of them.
 
     ``function`` is at the top level of a test module and finds its rank in the environment (RANK, LOCAL_RANK,
@@ -28,7 +32,7 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: Any, 
     """
     failures = torch.multiprocessing.get_context("spawn").SimpleQueue()
     context = torch.multiprocessing.spawn(
-        _child, (function, world_size, _free_port(), failures, args), nprocs=world_size, join=False
+        _child, (function, world_size, free_port(), failures, args), nprocs=world_size, join=False
     )
     deadline = time.monotonic() + timeout_s
     try:
@@ -84,7 +88,11 @@ def _child(
         torch.distributed.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def free_port() -> int:
+    """A port that nobody takes before the ranks do: below those that the kernel hands out, and of this worker alone."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in itertools.islice(_OFFSETS, 1000):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", 10_000 + 1000 * worker + port % 1000))
+            return int(listener.getsockname()[1])
+    raise RuntimeError("no port is free")

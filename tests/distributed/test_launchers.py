@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.spawn import free_port
 from tests.fixtures.tiny_run import write_tiny_config
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -30,12 +30,6 @@ def finish(*processes: subprocess.Popen) -> None:
     for process in processes:
         output, _ = process.communicate(timeout=250)
         assert process.returncode == 0, output
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
