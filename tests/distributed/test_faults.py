@@ -216,6 +216,7 @@ def test_ctrl_c_saves_and_ends_in_peace(tmp_path: Path):
     deadline = time.monotonic() + 200
     while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert process.poll() is None, process.communicate()[1]
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the data worker too
     _, said = process.communicate(timeout=100)
     assert process.returncode == 0, said

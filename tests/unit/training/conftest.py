@@ -21,7 +21,10 @@ from tests.fixtures.tiny_run import tiny_document
 def runtime() -> Iterator[Runtime]:
     """This process as the only rank."""
     with mock.patch.dict(os.environ):
-        yield start()
+        runtime = start()
+        # This fixture may outlive the tests of this folder, and the port is not free for processes of later ones.
+        del os.environ["MASTER_PORT"]
+        yield runtime
         torch.distributed.destroy_process_group()
 
 
