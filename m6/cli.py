@@ -172,7 +172,9 @@ def export(
 @app.command()
 def submit(
     config: ConfigFile,
-    cluster: Annotated[Path, typer.Option(help="JSON with the job's nodes and limits, see configs/jobs")],
+    cluster: Annotated[
+        Path, typer.Option(help="JSON with the job's nodes and limits: see configs/jobs, or by m6 plan --out")
+    ],
     run: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--run-dir", help="folder of the run, which all nodes share; default runs/NAME of the JSON"),
