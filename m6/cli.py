@@ -86,6 +86,36 @@ def pretrain(
 
 
 @app.command()
+def train_image_tokenizer(
+    config: Annotated[Path, typer.Argument(help="the JSON, for example configs/image_tokenizer/pictures_64.json")],
+    out: Annotated[Path, typer.Option(help="folder of the tokenizer; a run that is there already goes on")],
+    overrides: Overrides = None,
+) -> None:
+    """Trains a VQ autoencoder that turns pictures into codes, and measures it on held-out pictures."""
+    from m6.training.signals import StopFlag
+
+    stop_flag = StopFlag()
+    from m6.tokenizers.image.settings import load_settings
+
+    settings = load_settings(config, tuple(overrides or ()))
+    import torch
+
+    from m6.tokenizers.image.training import train_image_tokenizer as train
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measures = train(settings, out, device, stopped=lambda: stop_flag.raised)
+    stop_flag.ignore()
+    if measures is None:
+        print(f"stopped; the same command goes on in {out}")
+        return
+    print(measures.table())
+    print(
+        f"{measures.codebook_usage:.1%} of {settings.model.codebook_size:,} codes are used, perplexity "
+        f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows originals and what came back"
+    )
+
+
+@app.command()
 def delink(
     run: RunFolder,
     out: Annotated[Path, typer.Option("--out", help="folder of the Real run; must not exist or be empty")],
@@ -230,10 +260,12 @@ def _open_picture(path: Path) -> Image:
 @functools.cache
 def _mount_commands() -> None:
     from m6.data.cli import app as data_app
+    from m6.data.codes_cli import codes
     from m6.data.tokenizer_cli import tokenizer
     from m6.planning.cli import app as plan_app
 
     data_app.command()(tokenizer)
+    data_app.command()(codes)
 
     app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
     app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster: does it fit, how fast is it.")

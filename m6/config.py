@@ -20,7 +20,7 @@ from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.model.sharing import PARTS, Part, Sharing
-from m6.validation import Section, check_keys, describe, parse_json, validate
+from m6.validation import Section, check_keys, describe, read_document, validate
 from moe.config import MoEConfig
 from moe.expert_parallel import exchange_steps
 
@@ -198,18 +198,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     Raises:
         UserError: for a missing file, broken JSON, or any key or value that is wrong; the message names it.
     """
-    try:
-        document = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(document).__name__}")
-    for override in overrides:
-        _apply_override(document, override)
+    document = read_document(path, overrides)
     try:
         return parse_config(document)
     except UserError as error:
@@ -322,24 +311,3 @@ def _model_config(settings: M6Settings) -> M6Config:
         return M6Config(**settings.model, moe=settings.moe)
     except (ValueError, TypeError) as error:
         raise UserError(f"m6.model: {error}") from None
-
-
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
-    try:
-        value = parse_json(text)
-    except UserError as error:
-        raise UserError(f"--set {override}: {error}") from None
-    except (ValueError, RecursionError):
-        value = text  # a plain string
-    *parents, last = key.split(".")
-    if not all((*parents, last)):
-        raise UserError(f"--set {override}: an empty name in {key}")
-    node = document
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise UserError(f"--set {override}: {parent} is not a section")
-    node[last] = value
