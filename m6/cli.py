@@ -157,6 +157,30 @@ def generate(
 
 
 @app.command()
+def serve(
+    checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
+    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 is every one of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="most requests that run together")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=1, help="most requests that wait; one more gets status 429")] = 64,
+    deadline: Annotated[float, typer.Option(min=0.001, help="longest that a request may take, in seconds")] = 60.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest description")] = 48,
+) -> None:
+    """Serves a model over HTTP, with a page to try it on, until Ctrl-C or SIGTERM."""
+    from m6.serving.server import serve as serve_folder
+
+    serve_folder(
+        checkpoint,
+        host=host,
+        port=port,
+        max_batch_size=max_batch_size,
+        max_waiting=max_waiting,
+        deadline_s=deadline,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+@app.command()
 def export(
     run: RunFolder,
     hf: Annotated[Path, typer.Option("--hf", help="folder to write; must not exist or be empty")],

@@ -21,6 +21,8 @@ from m6.tokenizers.text import M6Tokenizer
 
 # A shorter text leaves nothing to learn from: a mask and a few tokens around it.
 MIN_TEXT_TOKENS = 8
+# What the target of image_text_matching says.
+MATCH, NO_MATCH = "是", "不是"
 
 
 class _Settings(BaseModel):
