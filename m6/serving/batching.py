@@ -1,8 +1,8 @@
 """Which waiting requests run together: length-aware batching by dynamic programming.
 
 A batch is padded to its longest request, so mixed lengths waste work, and single requests waste what a batch shares.
-TurboTransformers (arXiv 2010.05680) sorts the requests that wait by length and cuts the sorted list where the total time
-is least. With lengths l_1 <= ... <= l_n and t(l, b) the measured time of b requests padded to l, its recurrence is
+TurboTransformers (arXiv 2010.05680) sorts the requests that wait by length and cuts the sorted list where the total
+time is least. With lengths l_1 <= ... <= l_n and t(l, b) the measured time of b requests padded to l,
 
     T(0) = 0,    T(i) = min over 1 <= b <= min(i, max_batch_size) of T(i - b) + t(l_i, b)
 
