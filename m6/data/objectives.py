@@ -94,12 +94,10 @@ class ObjectivesSettings(_Settings):
     text_to_image: TextToImageSettings = Field(
         default=TextToImageSettings(), description="text -> the image codes of its picture; fine-tuning"
     )
-    text_classification: TaskSettings = Field(
-        default=TaskSettings(), description="text -> its label; fine-tuning"
-    )
+    text_classification: TaskSettings = Field(default=TaskSettings(), description="text -> its label; fine-tuning")
     image_text_matching: TaskSettings = Field(
         default=TaskSettings(),
-        description="picture and its text, or as often that of another row -> whether they belong together; fine-tuning",
+        description="picture and its text, or as often another row's -> whether they belong together; fine-tuning",
     )
 
     def of(self, objective: str) -> ObjectiveSettings:

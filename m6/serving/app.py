@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from m6.data.sources.pictures import BadPicture, encode_bitmap
+from m6.errors import UserError
 from m6.serving.batcher import Batcher, DeadlinePassed, QueueFull, Stopping
-from m6.serving.tasks import Captioning, CaptionJob
+from m6.serving.tasks import Captioning, CaptionJob, Drawing, DrawJob
+from m6.validation import describe
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -29,12 +32,25 @@ class BadInput(ValueError):
     """What a client sent cannot be used; the message says why."""
 
 
-def create_app(batcher: Batcher, captioning: Captioning, *, deadline_s: float) -> FastAPI:
+class DrawRequest(BaseModel):
+    """The body of a request for a picture."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: str
+    seed: int = 0
+    index: int = Field(0, ge=0, description="number of the picture among those of this text and seed")
+
+
+def create_app(
+    batcher: Batcher, captioning: Captioning, drawing: Drawing | None = None, *, deadline_s: float
+) -> FastAPI:
     """The service around a queue.
 
     Args:
-        batcher: with the lane "caption"; entered and left with the application.
-        captioning: the task of that lane.
+        batcher: with the lane "caption", and "generate" if there is ``drawing``; entered and left with the application.
+        captioning: the task of the former.
+        drawing: the task of the latter; None where the model does not draw.
         deadline_s: the longest that a request may take; it may ask for less.
     """
 
@@ -68,6 +84,21 @@ def create_app(batcher: Batcher, captioning: Captioning, *, deadline_s: float) -
         # Beside the event loop: a large picture takes a while to decode.
         picture = await asyncio.to_thread(open_picture, data, captioning.model.config.image_size)
         return {"text": await batcher.submit("caption", CaptionJob(picture, max_new_tokens), deadline)}
+
+    if drawing is not None:
+
+        @app.post("/generate", response_class=Response)
+        async def generate(request: Request, deadline: Deadline = deadline_s) -> Response:
+            """Draws the ``text`` of the JSON in the body; answers with one PNG."""
+            try:
+                body = DrawRequest.model_validate_json(await _read_body(request))
+                job = DrawJob(body.text, body.seed, body.index)
+                drawing.check(job)
+            except ValidationError as error:
+                raise BadInput(describe(error, DrawRequest, "")) from None
+            except UserError as error:
+                raise BadInput(str(error)) from None
+            return Response(await batcher.submit("generate", job, deadline), media_type="image/png")
 
     statuses = {BadInput: 422, QueueFull: 429, Stopping: 503, DeadlinePassed: 504}
     for kind, status in statuses.items():

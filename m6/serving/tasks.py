@@ -1,7 +1,8 @@
-"""What the service does with a batch: describe pictures."""
+"""What the service does with a batch: describe pictures, draw pictures."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from m6.errors import UserError
 from m6.generation.captioning import caption
+from m6.generation.pipeline import M6TextToImagePipeline, paint
+from m6.generation.text_to_image import Sampling, check_captions, draw_codes, uniform_numbers
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration
@@ -46,6 +49,10 @@ class Captioning:
                 f"{model.config.max_position_embeddings}"
             )
         self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
+
+    @property
+    def max_length(self) -> int:
+        return self.max_new_tokens
 
     def length(self, job: CaptionJob) -> int:
         return job.max_new_tokens
@@ -82,3 +89,60 @@ class RowLimits(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
         begins = (input_ids == self.bos_token_id).int().argmax(dim=1)
         return input_ids.shape[1] - 1 - begins >= self.limits.to(input_ids.device)
+
+
+@dataclass(frozen=True)
+class DrawJob:
+    """A text to draw: the picture that ``m6 generate`` draws as number ``index`` with this seed."""
+
+    text: str
+    seed: int
+    index: int
+
+
+class Drawing:
+    """Pictures of texts, as PNG. All are of one number of codes, so the texts are what is padded.
+
+    Args:
+        pipeline: the model and its image tokenizer.
+        sampling: how codes are drawn.
+    """
+
+    def __init__(self, pipeline: M6TextToImagePipeline, sampling: Sampling) -> None:
+        self.pipeline, self.sampling = pipeline, sampling
+
+    @property
+    def max_length(self) -> int:
+        return self.pipeline.model.config.max_position_embeddings
+
+    def check(self, job: DrawJob) -> None:
+        """Raises UserError for a text that is empty or too long for the model."""
+        tokenizer, num_codes = self.pipeline.processor.tokenizer, self.pipeline.image_tokenizer.num_codes
+        check_captions(self.pipeline.model.config, tokenizer, [job.text], num_codes)
+
+    def length(self, job: DrawJob) -> int:
+        return len(self.pipeline.processor.tokenizer.encode_ids(job.text))
+
+    def run(self, jobs: Sequence[DrawJob]) -> list[bytes]:
+        image_tokenizer = self.pipeline.image_tokenizer
+        numbers = [uniform_numbers(job.seed, job.text, job.index, image_tokenizer.num_codes) for job in jobs]
+        codes = draw_codes(
+            self.pipeline.model,
+            self.pipeline.processor,
+            [job.text for job in jobs],
+            torch.stack(numbers),
+            codebook_size=image_tokenizer.codebook_size,
+            sampling=self.sampling,
+        )
+        return [_png(picture) for picture in paint(image_tokenizer, codes)]
+
+    def try_out(self, length: int, batch_size: int) -> None:
+        """Draws a batch of that size from texts of ``length`` tokens."""
+        # The tokenizer makes each digit a token.
+        self.run([DrawJob("7" * length, 0, index) for index in range(batch_size)])
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -17,17 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from m6.export import load_run_model
 from m6.generation.captioning import caption
+from m6.generation.pipeline import M6TextToImagePipeline
+from m6.generation.text_to_image import Sampling
 from m6.serving import app as app_module
 from m6.serving.app import create_app
 from m6.serving.batcher import Batcher
 from m6.serving.batching import plan_by_arrival
-from m6.serving.tasks import Captioning, CaptionJob
+from m6.serving.tasks import Captioning, CaptionJob, Drawing
+from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer, draw_shape
 from tests.unit.evaluation.fabricated_run import run_document, write_run
@@ -66,18 +70,16 @@ class Gated(Captioning):
 
 def with_client(task: Captioning, scenario: Callable[[httpx.AsyncClient], Awaitable[Any]], **options: Any) -> Any:
     """Runs a scenario against the application, which starts and stops around it."""
-    options = {"max_waiting": 4, "deadline_s": 30.0, **options}
+    options = {"max_waiting": 4, "deadline_s": 30.0, "drawing": None, **options}
     plan = functools.partial(plan_by_arrival, max_batch_size=4)
+    lanes = {"caption": (task, plan)} | ({"generate": (options["drawing"], plan)} if options["drawing"] else {})
 
     async def main() -> Any:
-        app = create_app(
-            Batcher({"caption": (task, plan)}, options["max_waiting"]), task, deadline_s=options["deadline_s"]
-        )
+        batcher = Batcher(lanes, options["max_waiting"])
+        app = create_app(batcher, task, options["drawing"], deadline_s=options["deadline_s"])
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://m6") as client,
-        ):
+        client = httpx.AsyncClient(transport=transport, base_url="http://m6")
+        async with app.router.lifespan_context(app), client:
             return await scenario(client)
 
     return asyncio.run(main())
@@ -206,6 +208,55 @@ def test_the_page(captioning: Captioning):
     assert "/caption" in with_client(captioning, scenario)
 
 
+@pytest.fixture(scope="module")
+def drawing(captioning: Captioning) -> Drawing:
+    torch.manual_seed(0)
+    config = ImageTokenizerConfig(image_size=32, patch_size=8, channels=[8], codebook_size=16, codebook_dim=4)
+    image_tokenizer = M6ImageTokenizer(config)
+    return Drawing(M6TextToImagePipeline(captioning.model, captioning.processor, image_tokenizer), Sampling())
+
+
+def test_pictures_that_wait_share_a_batch_and_are_those_of_the_pipeline(captioning: Captioning, drawing: Drawing):
+    texts = ["红色的圆形", "一个大的蓝色三角形，和今天早上公园里的熊猫。"]
+    expected = [drawing.pipeline(text, num_images=2, seed=7, progress=False).images for text in texts]
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        bodies = [{"text": text, "seed": 7, "index": index} for text in texts for index in range(2)]
+        answers = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+        assert {answer.headers["content-type"] for answer in answers} == {"image/png"}
+        pictures = [np.asarray(Image.open(io.BytesIO(answer.content)), dtype=int) for answer in answers]
+        for got, wanted in zip(pictures, [picture for row in expected for picture in row], strict=True):
+            # The sums of a batch are rounded in another order, which may turn a grey value over.
+            assert np.abs(got - np.asarray(wanted, dtype=int)).max() <= 1
+        assert len({picture.tobytes() for picture in pictures}) == 4
+        health = (await client.get("/health")).json()
+        assert health["tasks"] == ["caption", "generate"]
+        assert health["batches"] < 4
+        for body, reason in (
+            ({"text": ""}, "is empty"),
+            ({"text": " \u3000 "}, "is empty"),
+            ({"text": "七" * 300}, "the model reads 96"),
+            ({"text": 5}, "text: input should be a valid string"),
+            ({}, "text: missing"),
+            ({"text": "红", "index": -1}, "index: "),
+            ({"text": "红", "sed": 1}, 'sed: unknown key; did you mean "seed"?'),
+        ):
+            answer = await client.post("/generate", json=body)
+            assert answer.status_code == 422, body
+            assert reason in answer.json()["detail"]
+        for content in (b"", b"[", b'{"text": "\\ud800"}', b"\xff"):
+            assert (await client.post("/generate", content=content)).status_code == 422
+
+    with_client(captioning, scenario, drawing=drawing)
+
+
+def test_a_model_that_does_not_draw_has_no_such_route(captioning: Captioning):
+    async def scenario(client: httpx.AsyncClient) -> int:
+        return (await client.post("/generate", json={"text": "红色"})).status_code
+
+    assert with_client(captioning, scenario) == 404
+
+
 def test_a_process_answers_and_ends_cleanly(run: Path):
     """SIGTERM while a request is on its way: it is answered, and the exit code is 0."""
     command = [sys.executable, "-m", "m6.cli", "serve", "--checkpoint", run, "--port", "0", "--max-new-tokens", "8"]
@@ -215,6 +266,7 @@ def test_a_process_answers_and_ends_cleanly(run: Path):
     ) as process:
         try:
             assert process.stdout is not None
+            assert process.stdout.readline().startswith("measuring")
             line = process.stdout.readline()
             address = re.fullmatch(r"serving .* at (http://127\.0\.0\.1:\d+)\n", line)
             assert address, (line, process.stderr)
