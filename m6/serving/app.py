@@ -26,6 +26,8 @@ from m6.serving.tasks import Captioning, CaptionJob, Drawing, DrawJob
 from m6.validation import describe
 
 MAX_BODY_BYTES = 16 << 20
+# A picture of 16 MiB may be 200 MB when it is decoded.
+MAX_DECODED_AT_ONCE = 2
 
 
 class BadInput(ValueError):
@@ -59,6 +61,7 @@ def create_app(
         async with batcher:
             yield
 
+    decoding = asyncio.Semaphore(MAX_DECODED_AT_ONCE)
     app = FastAPI(title="m6-recipes", lifespan=lifespan)
     # Annotations of this file are values, not strings: FastAPI reads them, and they depend on the arguments above.
     Deadline = Annotated[
@@ -81,8 +84,8 @@ def create_app(
     ) -> dict[str, str]:
         """Describes the picture (PNG, JPEG, WebP, GIF, BMP or TIFF) that is the body of the request."""
         data = await _read_body(request)
-        # Beside the event loop: a large picture takes a while to decode.
-        picture = await asyncio.to_thread(open_picture, data, captioning.model.config.image_size)
+        async with decoding:  # in a thread, because a large picture takes a while
+            picture = await asyncio.to_thread(open_picture, data, captioning.model.config.image_size)
         return {"text": await batcher.submit("caption", CaptionJob(picture, max_new_tokens), deadline)}
 
     if drawing is not None:
@@ -112,7 +115,10 @@ def open_picture(data: bytes, image_size: int) -> Image.Image:
     try:
         return Image.open(io.BytesIO(encode_bitmap(data, image_size)))
     except BadPicture as problem:
-        raise BadInput(f"the body of the request is not a usable picture: {problem}") from None
+        reason = str(problem)
+    except Exception:  # some of Pillow's decoders raise what nobody expects, such as struct.error
+        reason = "corrupt image"
+    raise BadInput(f"the body of the request is not a usable picture: {reason}")
 
 
 async def _read_body(request: Request) -> bytes:

@@ -127,7 +127,7 @@ class Batcher:
         except asyncio.TimeoutError:
             self.counters.expired += 1
             raise DeadlinePassed(f"not done within {deadline_s:g} seconds") from None
-        finally:  # also when the client has gone away
+        finally:  # also when the request is cancelled
             if request in self._waiting:
                 self._waiting.remove(request)
 

@@ -1,5 +1,6 @@
 """Every shipped configuration parses, fits its number of ranks, and has the stated number of parameters."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from m6.config import check_world_size, load_config
 from m6.model import M6ForConditionalGeneration, num_parameters
+from m6.training.initial_weights import load_finetuning_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -37,3 +39,11 @@ def test_configuration(name: str):
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == counts["total"]
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "finetune").glob("*.json")), ids=lambda path: path.stem)
+def test_finetuning_configuration(path: Path, tmp_path: Path):
+    shutil.copy(CONFIGS / "m6_cpu.json", tmp_path / "config.json")
+    config = load_finetuning_config(path, tmp_path)
+    assert check_world_size(config, 8 if path.stem.endswith("_base") else 1) >= 1
+    assert config.m6.init == tmp_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from m6.data.objectives import Example
 from m6.evaluation.downstream.scoring import target_log_likelihoods
@@ -84,4 +85,4 @@ def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, t
         return classifier.score(validation.texts, validation.labels), classifier
 
     _, best = max((fit(strength) for strength in _STRENGTHS), key=lambda fitted: fitted[0])
-    return [str(label) for label in best.predict(texts)]  # type: ignore[attr-defined]
+    return [str(label) for label in best.predict(texts)]

@@ -111,7 +111,7 @@ def test_what_waited_past_its_deadline_never_runs():
     run(scenario)
 
 
-def test_a_client_that_goes_away_leaves_the_queue():
+def test_a_cancelled_request_leaves_the_queue():
     async def scenario(batcher: Batcher, task: Doubling) -> None:
         await occupied(batcher, task)
         gone, stays = await waiting(batcher, 2, 3)
