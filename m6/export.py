@@ -65,7 +65,7 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         _write_weights(temporary, reader, model_config, DTYPES[dtype], max_shard_bytes)
         model_config.save_pretrained(temporary)
         processor.save_pretrained(temporary)
-        if config.m6.data.image_tokenizer is not None:
+        if reader.state.get("image_tokenizer") is not None:
             load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
         mode = (temporary / "config.json").stat().st_mode
         for file in (path for path in temporary.rglob("*") if path.is_file()):
@@ -104,15 +104,6 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     return model.eval(), processor
 
 
-def open_image_tokenizer(config: RunConfig) -> ImageTokenizer:
-    """The image tokenizer of a run that learns to draw; UserError for another."""
-    from m6.tokenizers.image import load_image_tokenizer
-
-    if config.m6.data.image_tokenizer is None:
-        raise UserError("the model does not draw: m6.data.image_tokenizer is missing; fine-tune it for text_to_image")
-    return load_image_tokenizer(config.m6.data.image_tokenizer)
-
-
 def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
     """The image tokenizer of a run, or of an exported folder.
 
@@ -125,14 +116,13 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
         if not (folder / IMAGE_TOKENIZER).is_dir():
             raise UserError(f"{folder}: the model does not draw: it has no folder {IMAGE_TOKENIZER}")
         return load_image_tokenizer(folder / IMAGE_TOKENIZER)
-    config = load_config(folder / "config.json")
-    try:
-        image_tokenizer = open_image_tokenizer(config)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
+    path = load_config(folder / "config.json").m6.data.image_tokenizer
     trained_with = newest_complete_checkpoint(folder).state.get("image_tokenizer")
+    if path is None or trained_with is None:
+        raise UserError(f"{folder}: the model does not draw: it has not been trained with m6.objectives.text_to_image")
+    image_tokenizer = load_image_tokenizer(path)
     if image_tokenizer.checksum != trained_with:
-        raise UserError(f"{config.m6.data.image_tokenizer}: not the image tokenizer that {folder} was trained with")
+        raise UserError(f"{path}: not the image tokenizer that {folder} was trained with")
     return image_tokenizer
 
 

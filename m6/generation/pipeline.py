@@ -92,7 +92,8 @@ class M6TextToImagePipeline:
         """Draws pictures of each caption.
 
         A picture depends on its caption, its number and the seed, not on what else is drawn or on ``batch_size``
-        (but for the rounding of sums, which differs between shapes and devices).
+        (but for the rounding of sums, which differs between shapes and devices, and for experts with a capacity, for
+        which the tokens of a batch compete).
 
         Args:
             captions: a text, or B texts.

@@ -14,12 +14,13 @@ from tqdm import tqdm
 from m6.config import RunConfig, check_codes_fit, check_tokenizer, check_world_size
 from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
-from m6.export import make_processor, open_image_tokenizer
+from m6.export import make_processor
 from m6.generation.text_to_image import check_captions
 from m6.planning.activations import BatchShape
 from m6.planning.memory import describe, predict_memory
 from m6.planning.prediction import announce, outcome_line
 from m6.planning.profile import Profile
+from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpoint import Checkpointer, open_newest, open_together, restore
 from m6.training.engine import build_engine, release_engine
 from m6.training.evaluation import evaluate
@@ -152,12 +153,12 @@ class Trainer:
         self.train_step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, self.stage)
 
     def _open_sample_grids(self) -> SampleGrids | None:
-        settings = self.settings.samples
-        if settings is None:
+        settings, image_tokenizer = self.settings.samples, self.settings.data.image_tokenizer
+        if settings is None or image_tokenizer is None:
             return None
         processor = make_processor(self.config, self.data.tokenizer)
         folder = self.run.root / "samples"
-        return SampleGrids(settings, processor, open_image_tokenizer(self.config), folder, self.runtime)
+        return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), folder, self.runtime)
 
     def _resume(self) -> None:
         for problem in self.problems:
