@@ -84,10 +84,7 @@ def write_codes(
     folder = codes_folder(manifest, checksum)
     existing = _load(folder) if (folder / MANIFEST_NAME).is_file() else None
     shards = {
-        shard.file: shard.sha256
-        for name in names
-        for split in SPLITS
-        for shard in manifest.split(name, split).shards
+        shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
     }
     if existing is not None and existing.data.items() >= shards.items():
         return folder, existing
@@ -196,7 +193,9 @@ def _load(folder: Path) -> CodesManifest:
     try:
         return CodesManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
     except ValidationError as error:
-        raise UserError(f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {error.errors()[0]['msg']}") from None
+        raise UserError(
+            f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {error.errors()[0]['msg']}"
+        ) from None
 
 
 def _read_shard(path: Path, shard: Shard, checksum: str) -> pa.Table:
