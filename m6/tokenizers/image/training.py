@@ -1,11 +1,11 @@
 """``m6 train-image-tokenizer``: trains a VQ autoencoder on the pictures of a data folder.
 
-    OUT/config.json, model.safetensors   the tokenizer, as of the newest measurement; what from_pretrained reads
-    OUT/training/settings.json           the run's JSON
-    OUT/training/state.safetensors       weights and optimizer, from which the same command goes on
-    OUT/training/metrics.jsonl           one line per log interval
-    OUT/training/report.json             measures on held-out pictures
-    OUT/training/reconstructions.png     held-out pictures above what came back
+OUT/config.json, model.safetensors   the tokenizer, as of the newest measurement; what from_pretrained reads
+OUT/training/settings.json           the run's JSON
+OUT/training/state.safetensors       weights and optimizer, from which the same command goes on
+OUT/training/metrics.jsonl           one line per log interval
+OUT/training/report.json             measures on held-out pictures
+OUT/training/reconstructions.png     held-out pictures above what came back
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def _report(trainer: Trainer, held_out: PictureSet, out: Path) -> Measures:
     trainer.tokenizer.eval()
     measures = measure(trainer.tokenizer, held_out, trainer.device)
     trainer.tokenizer.save_pretrained(out)
-    draw_sheet(trainer.tokenizer, held_out, trainer.settings.report.sheet_pictures, out / "training/reconstructions.png")
+    draw_sheet(
+        trainer.tokenizer, held_out, trainer.settings.report.sheet_pictures, out / "training/reconstructions.png"
+    )
     checksum = trainer.tokenizer.checksum
     write_json(out / "training/report.json", {"step": trainer.step, "checksum": checksum, **measures.document()})
     save_state(out / "training", trainer)
