@@ -75,12 +75,9 @@ def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures
         raise UserError("--inception needs torch-fidelity: pip install torch-fidelity") from None
     except Exception as error:  # whatever torch.load and load_state_dict raise for another file
         raise UserError(f"{weights}: not the weights of Inception: {str(error).splitlines()[0]}") from None
-    features = [
-        torch.cat([network(_as_bytes(pictures, first)) for first in range(0, len(pictures), _AT_ONCE)])
-        for pictures in (found, expected)
-    ]
-    return distances_of_features(*features)
+    return distances_of_features(_apply(network, found), _apply(network, expected))
 
 
-def _as_bytes(pictures: CaptionedPictures, first: int) -> Tensor:
-    return torch.from_numpy(pictures.pixels[first : first + _AT_ONCE]).permute(0, 3, 1, 2)
+def _apply(network: nn.Module, pictures: CaptionedPictures) -> Tensor:
+    pixels = torch.from_numpy(pictures.pixels).permute(0, 3, 1, 2)
+    return torch.cat([network(batch) for batch in pixels.split(_AT_ONCE)])

@@ -32,7 +32,7 @@ class JudgeSettings(Section):
     """The judge's network and training."""
 
     image_size: PositiveInt = Field(64, description="side of a picture in pixels")
-    channels: list[PositiveInt] = Field([32, 64, 128, 256], min_length=1, description="each level halves the side")
+    channels: list[PositiveInt] = Field([16, 32, 64, 128], min_length=1, description="each level halves the side")
     epochs: PositiveInt = 12
     batch_size: PositiveInt = 32
     learning_rate: PositiveFloat = 2e-3
