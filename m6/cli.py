@@ -144,7 +144,7 @@ def train_image_tokenizer(
     print(measures.table())
     print(
         f"{measures.codebook_usage:.1%} of {settings.model.codebook_size:,} codes are used, perplexity "
-        f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows originals and what came back"
+        f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows what came back"
     )
 
 
@@ -307,9 +307,11 @@ def _mount_commands() -> None:
     from m6.data.cli import app as data_app
     from m6.data.codes_cli import codes
     from m6.data.tokenizer_cli import tokenizer
+    from m6.evaluation.pictures.cli import evaluate_pictures
     from m6.generation.cli import generate
     from m6.planning.cli import app as plan_app
 
+    app.command()(evaluate_pictures)
     app.command()(generate)
     data_app.command()(tokenizer)
     data_app.command()(codes)
