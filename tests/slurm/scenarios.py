@@ -75,6 +75,16 @@ def smoke_script(make_run: MakeRun) -> ClusterRun:
     return run
 
 
+def cancelled(make_run: MakeRun) -> ClusterRun:
+    run = make_run("cancelled")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    run.cluster.run("scancel", run.job)
+    run.wait_for_end()
+    run.wait_until(lambda: not run.ranks(), "the end of the ranks")
+    return run
+
+
 def rank_crash(make_run: MakeRun) -> tuple[ClusterRun, int]:
     run = make_run("rank_crash")
     run.submit()

@@ -65,6 +65,15 @@ def test_the_smoke_script_as_it_is(played: ClusterRun):
     assert played.cluster.job_fields(played.job)["NumNodes"] == "2"
 
 
+@pytest.mark.scenario("cancelled")
+def test_a_job_that_a_person_cancels(played: ClusterRun):
+    assert played.cluster.state(played.job) == "CANCELLED"
+    assert played.cluster.job_fields(played.job)["Restarts"] == "0"
+    assert len(played.attempts()) == 1, "not tried again"
+    assert played.step() < STEPS
+    assert not {"DONE", "FATAL"} & {path.name for path in played.root.iterdir()}
+
+
 @pytest.mark.scenario("rank_crash", "left_alone")
 def test_a_rank_that_dies(played: tuple[ClusterRun, int], whole: ClusterRun):
     run, checkpoint = played
