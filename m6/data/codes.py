@@ -3,8 +3,9 @@
     DATA/codes/CHECKSUM16/manifest.json
     DATA/codes/CHECKSUM16/{train,validation,test}/{source}-00000.parquet ...
 
-A shard of codes belongs to the shard of the data folder of the same name and has a row for every row of it, in the same
-order: the row's id, and N codes, or null where the picture cannot be decoded. Several tokenizers' codes lie side by side.
+A shard of codes belongs to the shard of the data folder of the same name and has a row for every row of it, in the
+same order: the row's id, and N codes, or null where the picture cannot be decoded. The codes of several tokenizers lie
+side by side.
 """
 
 from __future__ import annotations
@@ -84,10 +85,7 @@ def write_codes(
     folder = codes_folder(manifest, checksum)
     existing = _load(folder) if (folder / MANIFEST_NAME).is_file() else None
     shards = {
-        shard.file: shard.sha256
-        for name in names
-        for split in SPLITS
-        for shard in manifest.split(name, split).shards
+        shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
     }
     if existing is not None and existing.data.items() >= shards.items():
         return folder, existing
@@ -196,7 +194,9 @@ def _load(folder: Path) -> CodesManifest:
     try:
         return CodesManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
     except ValidationError as error:
-        raise UserError(f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {error.errors()[0]['msg']}") from None
+        raise UserError(
+            f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {error.errors()[0]['msg']}"
+        ) from None
 
 
 def _read_shard(path: Path, shard: Shard, checksum: str) -> pa.Table:

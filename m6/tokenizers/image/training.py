@@ -1,11 +1,11 @@
 """``m6 train-image-tokenizer``: trains a VQ autoencoder on the pictures of a data folder.
 
-    OUT/config.json, model.safetensors   the tokenizer, as of the newest measurement; what from_pretrained reads
-    OUT/training/settings.json           the run's JSON
-    OUT/training/state.safetensors       weights and optimizer, from which the same command goes on
-    OUT/training/metrics.jsonl           one line per log interval
-    OUT/training/report.json             measures on held-out pictures
-    OUT/training/reconstructions.png     held-out pictures above what came back
+OUT/config.json, model.safetensors   the tokenizer, as of the newest measurement; what from_pretrained reads
+OUT/training/settings.json           the run's JSON
+OUT/training/state.safetensors       weights and optimizer, from which the same command goes on
+OUT/training/metrics.jsonl           one line per log interval
+OUT/training/report.json             measures on held-out pictures
+OUT/training/reconstructions.png     held-out pictures above what came back
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ class Trainer:
         }
         if self.perceptual is not None:
             parts["perceptual"] = weights.perceptual * self.perceptual(reconstruction.pixels, pixels)
-        judged = self.discriminator is not None and self.step >= weights.adversarial_start_step
-        if judged:
-            parts["adversarial"] = -weights.adversarial * self.discriminator(reconstruction.pixels).mean()
+        discriminator = self.discriminator if self.step >= weights.adversarial_start_step else None
+        if discriminator is not None:
+            parts["adversarial"] = -weights.adversarial * discriminator(reconstruction.pixels).mean()
         loss = torch.stack(list(parts.values())).sum()
         if not torch.isfinite(loss):
             raise UserError(f"the loss is not finite at step {self.step}; lower optimizer.learning_rate")
         _update(self.optimizer, loss, options, self.step)
-        if judged:
-            self._train_discriminator(pixels, reconstruction.pixels.detach())
+        if discriminator is not None and self.judge_optimizer is not None:
+            reconstructed = reconstruction.pixels.detach()
+            _update(
+                self.judge_optimizer,
+                discriminator_loss(discriminator(pixels), discriminator(reconstructed)),
+                options,
+                self.step,
+            )
         self.step += 1
         return {"loss": loss.item()} | {name: part.item() for name, part in parts.items()}
-
-    def _train_discriminator(self, pixels: Tensor, reconstructed: Tensor) -> None:
-        assert self.discriminator is not None
-        assert self.judge_optimizer is not None
-        loss = discriminator_loss(self.discriminator(pixels), self.discriminator(reconstructed))
-        _update(self.judge_optimizer, loss, self.settings.optimizer, self.step)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """What a later process needs to go on to the bit, by part."""
@@ -152,7 +152,9 @@ def _report(trainer: Trainer, held_out: PictureSet, out: Path) -> Measures:
     trainer.tokenizer.eval()
     measures = measure(trainer.tokenizer, held_out, trainer.device)
     trainer.tokenizer.save_pretrained(out)
-    draw_sheet(trainer.tokenizer, held_out, trainer.settings.report.sheet_pictures, out / "training/reconstructions.png")
+    draw_sheet(
+        trainer.tokenizer, held_out, trainer.settings.report.sheet_pictures, out / "training/reconstructions.png"
+    )
     checksum = trainer.tokenizer.checksum
     write_json(out / "training/report.json", {"step": trainer.step, "checksum": checksum, **measures.document()})
     save_state(out / "training", trainer)
