@@ -3,8 +3,9 @@
     DATA/codes/CHECKSUM16/manifest.json
     DATA/codes/CHECKSUM16/{train,validation,test}/{source}-00000.parquet ...
 
-A shard of codes belongs to the shard of the data folder of the same name and has a row for every row of it, in the same
-order: the row's id, and N codes, or null where the picture cannot be decoded. Several tokenizers' codes lie side by side.
+A shard of codes belongs to the shard of the data folder of the same name and has a row for every row of it, in the
+same order: the row's id, and N codes, or null where the picture cannot be decoded. The codes of several tokenizers lie
+side by side.
 """
 
 from __future__ import annotations

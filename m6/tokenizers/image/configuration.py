@@ -19,7 +19,7 @@ class ImageTokenizerConfig(Section):
     codes has a side of ``image_size / (patch_size * 2 ** (len(channels) - 1))``.
     """
 
-    model_type: Literal["m6_image_tokenizer"] = "m6_image_tokenizer"
+    model_type: Literal["m6_image_tokenizer"] = Field("m6_image_tokenizer", description="the format of config.json")
     image_size: PositiveInt = Field(64, description="side of a picture in pixels")
     patch_size: PositiveInt = Field(2, description="pixels that the first convolution folds into one position")
     channels: list[PositiveInt] = Field([64, 128], min_length=1, description="width of each level, finest first")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def measure(tokenizer: ImageTokenizer, pictures: PictureSet, device: torch.devic
         codes = tokenizer.encode(pixels)
         decoded = tokenizer.decode(codes)
         use.add(codes)
-        similarity = ssim(decoded, pixels, data_range=1.0, reduction="none")
+        similarity = cast(Tensor, ssim(decoded, pixels, data_range=1.0, reduction="none"))
         found = torch.stack([psnr(decoded, pixels), similarity], dim=1).double().cpu()
         for row, value in zip(batch.rows, found, strict=True):
             values[pictures.locate(row)[0]].append(value)

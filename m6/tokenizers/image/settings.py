@@ -39,11 +39,11 @@ class LossSettings(Section):
 class OptimizerSettings(Section):
     """AdamW with a linear warm-up and a cosine to a tenth of the peak."""
 
-    total_steps: PositiveInt
+    total_steps: PositiveInt = Field(description="steps of the whole run")
     batch_size: PositiveInt = Field(description="pictures of a step")
-    learning_rate: PositiveFloat
-    warmup_steps: int = Field(50, ge=0)
-    gradient_clipping: PositiveFloat = 1.0
+    learning_rate: PositiveFloat = Field(description="its peak")
+    warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up from 0")
+    gradient_clipping: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     seed: int = Field(0, ge=0, description="fixes weights, order of pictures and restarts of codes")
 
 
@@ -57,7 +57,7 @@ class ReportSettings(Section):
 
 
 class ImageTokenizerTraining(Section):
-    """A whole run."""
+    """A run of ``m6 train-image-tokenizer``."""
 
     model: ImageTokenizerConfig
     data: PictureSettings

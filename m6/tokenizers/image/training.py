@@ -68,23 +68,23 @@ class Trainer:
         }
         if self.perceptual is not None:
             parts["perceptual"] = weights.perceptual * self.perceptual(reconstruction.pixels, pixels)
-        judged = self.discriminator is not None and self.step >= weights.adversarial_start_step
-        if judged:
-            parts["adversarial"] = -weights.adversarial * self.discriminator(reconstruction.pixels).mean()
+        discriminator = self.discriminator if self.step >= weights.adversarial_start_step else None
+        if discriminator is not None:
+            parts["adversarial"] = -weights.adversarial * discriminator(reconstruction.pixels).mean()
         loss = torch.stack(list(parts.values())).sum()
         if not torch.isfinite(loss):
             raise UserError(f"the loss is not finite at step {self.step}; lower optimizer.learning_rate")
         _update(self.optimizer, loss, options, self.step)
-        if judged:
-            self._train_discriminator(pixels, reconstruction.pixels.detach())
+        if discriminator is not None and self.judge_optimizer is not None:
+            reconstructed = reconstruction.pixels.detach()
+            _update(
+                self.judge_optimizer,
+                discriminator_loss(discriminator(pixels), discriminator(reconstructed)),
+                options,
+                self.step,
+            )
         self.step += 1
         return {"loss": loss.item()} | {name: part.item() for name, part in parts.items()}
-
-    def _train_discriminator(self, pixels: Tensor, reconstructed: Tensor) -> None:
-        assert self.discriminator is not None
-        assert self.judge_optimizer is not None
-        loss = discriminator_loss(self.discriminator(pixels), self.discriminator(reconstructed))
-        _update(self.judge_optimizer, loss, self.settings.optimizer, self.step)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """What a later process needs to go on to the bit, by part."""
