@@ -100,6 +100,12 @@ def test_a_finished_run_only_measures(trained, data):
     assert (out / "model.safetensors").read_bytes() == before
 
 
+def test_workers_change_nothing(trained, data, tmp_path):
+    changed = settings(data, data={"path": str(data), "num_workers": 1})
+    train_image_tokenizer(changed, tmp_path, CPU)
+    assert losses(tmp_path) == losses(trained[0])
+
+
 def test_dead_codes_come_back(data, tmp_path):
     trainer = Trainer(settings(data), CPU)
     codebook = trainer.tokenizer.quantizer._codebook
