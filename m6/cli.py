@@ -182,52 +182,58 @@ def evaluate(
 
 
 @app.command()
-def evaluate_pictures(
-    generated: Annotated[Path, typer.Argument(help="folder of PNG files with captions.jsonl, from generate --out-dir")],
-    data: Annotated[Path, typer.Option(help='the data folder with real pictures, made by "m6 data build"')],
-    source: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="a source of real pictures; may be given often; default all with pictures and captions"),
-    ] = None,
-    held_out_style: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="the drawing style that is kept from the judge: the last part of rows' ids, such as twemoji"),
-    ] = None,
-    judge: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="folder to keep the judge in; one that is there is used if it fits"),
-    ] = None,
-    judge_steps: Annotated[int, typer.Option(min=1, help="steps of 32 pictures that the judge is trained for")] = 1500,
-    inception: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="weights of Inception-v3 in torch-fidelity's format, for FID and KID on its features too"),
-    ] = None,
-    out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Markdown report, with JSON beside it; default GENERATED/report.md"),
+def serve(
+    checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
+    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 is every one of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="most requests that run together")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=1, help="most requests that wait; one more gets status 429")] = 64,
+    deadline: Annotated[float, typer.Option(min=0.001, help="longest that a request may take, in seconds")] = 60.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest description")] = 48,
+    guidance: Annotated[float, typer.Option(min=0.0, help="of pictures: classifier-free guidance; 1 is none")] = 3.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="of pictures; 0 is deterministic")] = 1.0,
+    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k best codes")] = None,  # noqa: UP045
+    top_p: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
 ) -> None:
-    """Judges generated pictures by a network trained on real ones; FID and KID; a search for copies."""
-    import torch
+    """Serves a model over HTTP, with a page to try it on, until Ctrl-C or SIGTERM."""
+    import importlib.util
 
-    from m6.data.manifest import Manifest
-    from m6.evaluation.pictures.generated import load_generated
-    from m6.evaluation.pictures.judge import JudgeSettings, obtain_judge
-    from m6.evaluation.pictures.real import load_real
-    from m6.evaluation.pictures.report import evaluate_pictures as compare
-    from m6.evaluation.pictures.report import markdown
-    from m6.files import write_json, write_text
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
+    from m6.generation.text_to_image import Sampling
+    from m6.serving.server import serve as serve_folder
 
-    settings = JudgeSettings(total_steps=judge_steps)
-    pictures, skipped = load_generated(generated, settings.image_size)
-    real = load_real(Manifest.load(data), source, held_out_style, settings.image_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = obtain_judge(real.judged, settings, judge, device)
-    report = compare(pictures, skipped, real, network, device, inception)
-    out = out or generated / "report.md"
-    write_json(out.with_suffix(".json"), report.document())
-    write_text(out, markdown(report))
-    print(markdown(report), end="")
+    serve_folder(
+        checkpoint,
+        host=host,
+        port=port,
+        max_batch_size=max_batch_size,
+        max_waiting=max_waiting,
+        deadline_s=deadline,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(guidance, temperature, top_k, top_p),
+    )
+
+
+@app.command()
+def downstream(
+    run: RunFolder,
+    out: Annotated[Optional[Path], typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,  # noqa: UP045
+    max_rows: Annotated[int, typer.Option(min=1, help="rows of each source's test split")] = 200,
+) -> None:
+    """Scores a fine-tuned run on captioning, classification and matching, against baselines on the same rows."""
+    import importlib.util
+
+    for package in ("sacrebleu", "sklearn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
+    from m6.evaluation.downstream.report import write_downstream
+
+    print(write_downstream(run, out or run / "downstream.md", max_rows).read_text(encoding="utf-8"))
 
 
 @app.command()
@@ -246,7 +252,9 @@ def export(
 @app.command()
 def submit(
     config: ConfigFile,
-    cluster: Annotated[Path, typer.Option(help="JSON with the job's nodes and limits, see configs/jobs")],
+    cluster: Annotated[
+        Path, typer.Option(help="JSON with the job's nodes and limits: see configs/jobs, or by m6 plan --out")
+    ],
     run: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--run-dir", help="folder of the run, which all nodes share; default runs/NAME of the JSON"),
@@ -299,9 +307,11 @@ def _mount_commands() -> None:
     from m6.data.cli import app as data_app
     from m6.data.codes_cli import codes
     from m6.data.tokenizer_cli import tokenizer
+    from m6.evaluation.pictures.cli import evaluate_pictures
     from m6.generation.cli import generate
     from m6.planning.cli import app as plan_app
 
+    app.command()(evaluate_pictures)
     app.command()(generate)
     data_app.command()(tokenizer)
     data_app.command()(codes)

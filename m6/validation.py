@@ -90,7 +90,7 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     if problem["type"] == "missing":
         return f"{name}: missing"
     if problem["type"] in ("value_error", "assertion_error"):  # a check of several fields, which names them itself
-        return f"{name}: {problem['ctx']['error']}"
+        return ": ".join(filter(None, (name, str(problem["ctx"]["error"]))))
     found = repr(problem["input"])
     if len(found) > _SHOWN_CHARACTERS:
         found = found[:_SHOWN_CHARACTERS] + "..."

@@ -1,10 +1,10 @@
-"""What a job asks of a cluster: one small JSON, independent of what is trained."""
+"""What a job asks of a cluster: one small JSON, by hand or by ``m6 plan``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from m6.errors import UserError
 from m6.validation import Section, parse_json, validate
@@ -34,6 +34,20 @@ class ClusterDescription(Section):
         default_factory=list,
         description="folders that all nodes share; empty: whatever lies on a network file system",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> ClusterDescription:
+        if self.gpus_per_node not in (0, self.ranks_per_node):
+            raise ValueError(
+                f"gpus_per_node {self.gpus_per_node} with ranks_per_node {self.ranks_per_node}; a rank has one GPU, so "
+                "the two are equal, or gpus_per_node is 0"
+            )
+        if self.time_limit_min * 60 <= self.signal_lead_s + SIGNAL_EARLY_S:
+            raise ValueError(
+                f"time_limit_min {self.time_limit_min} leaves no time to train: Slurm asks to stop signal_lead_s "
+                f"{self.signal_lead_s} before the limit, and up to {SIGNAL_EARLY_S} s earlier"
+            )
+        return self
 
     @property
     def world_size(self) -> int:
@@ -66,19 +80,8 @@ def load_cluster(path: Path) -> ClusterDescription:
         UserError: for a file that cannot be read, a wrong key, or values that contradict each other.
     """
     try:
-        cluster = validate(ClusterDescription, parse_json(path.read_text(encoding="utf-8")), "")
+        return validate(ClusterDescription, parse_json(path.read_text(encoding="utf-8")), "")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{path}: {error}") from None
-    if cluster.gpus_per_node not in (0, cluster.ranks_per_node):
-        raise UserError(
-            f"{path}: gpus_per_node {cluster.gpus_per_node} with ranks_per_node {cluster.ranks_per_node}; a rank has "
-            "one GPU, so the two are equal, or gpus_per_node is 0"
-        )
-    if cluster.time_limit_min * 60 <= cluster.signal_lead_s + SIGNAL_EARLY_S:
-        raise UserError(
-            f"{path}: time_limit_min {cluster.time_limit_min} leaves no time to train: Slurm asks to stop "
-            f"signal_lead_s {cluster.signal_lead_s} before the limit, and up to {SIGNAL_EARLY_S} s earlier"
-        )
-    return cluster

@@ -20,6 +20,7 @@ _GIB = 2**30
 _GPU_FIELDS = ("index", "temperature.gpu", "memory.used", "ecc.errors.uncorrected.volatile.total")
 # What NVIDIA's documentation of Xid errors asks a restart or an exchange for: memory, bus, NVLink, firmware.
 _BAD_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
+_XID_AGE_S = 86400.0  # the log goes back to the node's start; a node that was left out for a day is tried again
 
 
 def limit(name: str, default: float) -> float:
@@ -57,12 +58,13 @@ def expected_gpus() -> int:
     return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
 
 
-def check_gpus(query: str, kernel_log: str) -> list[str]:
+def check_gpus(query: str, kernel_log: str, uptime_s: float) -> list[str]:
     """GPUs that are missing, busy, hot, or have errors.
 
     Args:
         query: what nvidia-smi prints for _GPU_FIELDS, as CSV without header and units; a line for each GPU.
         kernel_log: what dmesg prints; empty where it may not be read.
+        uptime_s: seconds since the node's start, from which the log counts too.
     """
     problems = []
     rows = [[field.strip() for field in line.split(",")] for line in query.splitlines() if line.strip()]
@@ -75,7 +77,8 @@ def check_gpus(query: str, kernel_log: str) -> list[str]:
             problems.append(f"GPU {index}: not idle, {used} MiB are in use")
         if _number(errors) > 0:
             problems.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver was loaded")
-    xids = {int(number) for number in re.findall(r"NVRM: Xid .*?: (\d+),", kernel_log)} & _BAD_XIDS
+    found = re.findall(r"^\[ *([\d.]+)\].*NVRM: Xid .*?: (\d+),", kernel_log, re.MULTILINE)
+    xids = {int(number) for stamp, number in found if uptime_s - float(stamp) < _XID_AGE_S} & _BAD_XIDS
     if xids:
         problems.append(f"the kernel's log has Xid {', '.join(map(str, sorted(xids)))}")
     return problems
@@ -96,7 +99,7 @@ def check_node(reports: Path) -> list[str]:
     problems = [*check_clock(reports), *check_memory(), *check_site()]
     if expected_gpus():
         query = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
-        problems += check_gpus(query, _output("dmesg"))
+        problems += check_gpus(query, _output("dmesg"), time.clock_gettime(time.CLOCK_BOOTTIME))
     return problems
 
 

@@ -151,7 +151,7 @@ def _checked(
     rows: Iterable[Row], kind: Kind, settings: BuildSettings, workers: int
 ) -> Iterator[tuple[Row, str | None]]:
     """Checks rows in order; pictures in worker processes, with a bounded number of chunks in flight."""
-    if workers == 1 or kind == "text":
+    if workers == 1 or kind in ("text", "labelled_text"):
         yield from (check_row(row, kind, settings) for row in rows)
         return
     source = iter(rows)
@@ -185,7 +185,9 @@ def check_row(row: Row, kind: Kind, settings: BuildSettings) -> tuple[Row, str |
         return row, "empty text"
     if len(row.text) > settings.passage_chars:
         return row, "text too long"
-    if kind == "text":
+    if kind == "labelled_text" and not row.answer:
+        return row, "no label"
+    if kind in ("text", "labelled_text"):
         return row, None
     if row.image is None:
         return row, "missing image"

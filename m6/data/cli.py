@@ -48,6 +48,9 @@ def build(
     image_column: Annotated[
         str | None, typer.Option(help='Your own data: the column of pictures ("image" where there is one).')
     ] = None,
+    label_column: Annotated[
+        str | None, typer.Option(help="Your own tables: the column of labels, for classification of their texts.")
+    ] = None,
     licence: Annotated[str | None, typer.Option(help="Your own data: its licence, kept in the manifest.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where fetched packages are kept.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
@@ -66,6 +69,7 @@ def build(
         passage_chars=passage_chars,
         text_column=text_column,
         image_column=image_column,
+        label_column=label_column,
         licence=licence,
     )
     sources = [find_source(specifier, options) for specifier in source]

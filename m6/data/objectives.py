@@ -13,10 +13,12 @@ follows BART (arXiv 1910.13461): spans of tokens are replaced by one ``<mask>`` 
 Of fine-tuning, off unless a run gives them a weight; they mix with those of pretraining:
 
     text_to_image         text                      -> <boi>, the codes of its picture, <eoi>
+    text_classification   text                      -> its label
+    image_text_matching   picture + a text          -> whether the text is the picture's
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,10 @@ from m6.tokenizers.text import M6Tokenizer
 
 # A shorter text leaves nothing to learn from: a mask and a few tokens around it.
 MIN_TEXT_TOKENS = 8
+# Space that is kept for an answer; a longer one makes a bad row.
+MAX_ANSWER_TOKENS = 16
+# The answers of image_text_matching.
+MATCH, NO_MATCH = "是", "不是"
 
 
 class _Settings(BaseModel):
@@ -56,10 +62,15 @@ class TextDenoisingSettings(MaskingSettings):
     shuffle_sentences: bool = Field(default=True, description="whether the source holds the sentences in random order")
 
 
-class TextToImageSettings(ObjectiveSettings):
-    """Text-to-image."""
+class TaskSettings(ObjectiveSettings):
+    """What every objective of fine-tuning has."""
 
     weight: float = Field(default=0.0, ge=0, description="as of the others; off unless given")
+
+
+class TextToImageSettings(TaskSettings):
+    """Text-to-image."""
+
     caption_dropout: float = Field(
         default=0.1,
         ge=0,
@@ -82,6 +93,11 @@ class ObjectivesSettings(_Settings):
     )
     text_to_image: TextToImageSettings = Field(
         default=TextToImageSettings(), description="text -> the image codes of its picture; fine-tuning"
+    )
+    text_classification: TaskSettings = Field(default=TaskSettings(), description="text -> its label; fine-tuning")
+    image_text_matching: TaskSettings = Field(
+        default=TaskSettings(),
+        description="picture and its text, or as often another row's -> whether they belong together; fine-tuning",
     )
 
     def of(self, objective: str) -> ObjectiveSettings:
@@ -133,6 +149,15 @@ def _codes(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]:
     return [tokenizer.boi_token_id, *codes, tokenizer.eoi_token_id]
 
 
+def _answer(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]:
+    answer = tokenizer.encode_ids(sample.answer or "", MAX_ANSWER_TOKENS + 1)
+    if not answer:
+        raise BadRow("no answer")
+    if len(answer) > MAX_ANSWER_TOKENS:
+        raise BadRow(f"the answer has more than {MAX_ANSWER_TOKENS} tokens")
+    return answer
+
+
 @dataclass(frozen=True)
 class _Objective:
     kind: str
@@ -149,6 +174,10 @@ class _Objective:
     @property
     def has_codes(self) -> bool:
         return self.make_target is _codes
+
+    @property
+    def has_answer(self) -> bool:
+        return self.make_target is _answer
 
 
 def mask_spans(
@@ -183,6 +212,10 @@ def _nothing(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, s
     return []
 
 
+def _whole(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
+    return ids
+
+
 def _masked(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: MaskingSettings) -> list[int]:
     return mask_spans(
         ids,
@@ -213,18 +246,31 @@ _REGISTRY: dict[str, _Objective] = {
     "image_captioning": _Objective("image_text", _nothing, has_pixels=True),
     "image_text_denoising": _Objective("image_text", _masked, has_pixels=True, num_texts=2),
     "text_to_image": _Objective("image_text", _unless_dropped, _codes),
+    "text_classification": _Objective("labelled_text", _whole, _answer),
+    "image_text_matching": _Objective("image_text", _whole, _answer, has_pixels=True),
 }
 OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
 
 def source_kind(objective: str) -> str:
-    """The kind of source that an objective reads: "text" or "image_text"."""
+    """The kind of source that an objective reads: "text", "image_text" or "labelled_text"."""
     return _REGISTRY[objective].kind
 
 
 def reads_codes(objective: str) -> bool:
     """Whether an objective needs the image codes of its rows."""
     return _REGISTRY[objective].has_codes
+
+
+def judges_pairs(objective: str) -> bool:
+    """Whether an objective's rows have to be paired first, by ``pair``."""
+    return objective == "image_text_matching"
+
+
+def pair(sample: Sample, other_text: str, rng: np.random.Generator) -> Sample:
+    """The picture of a row with its own text or, as often, with another row's, and the answer to whether they match."""
+    text = sample.text if rng.random() < 0.5 else other_text
+    return replace(sample, text=text, answer=MATCH if text == sample.text else NO_MATCH)
 
 
 def max_text_tokens(objective: str, sequence_length: int, num_patches: int, num_codes: int = 0) -> int:
@@ -239,6 +285,8 @@ def max_text_tokens(objective: str, sequence_length: int, num_patches: int, num_
         space -= num_patches
     if _REGISTRY[objective].has_codes:
         space -= num_codes + 2  # <boi> and <eoi>
+    if _REGISTRY[objective].has_answer:
+        space -= MAX_ANSWER_TOKENS
     return space // _REGISTRY[objective].num_texts
 
 
@@ -246,7 +294,7 @@ def target_ids(objective: str, sample: Sample, tokenizer: M6Tokenizer, max_token
     """What an objective's model has to write about a row, without ``<bos>`` and ``<eos>``.
 
     Raises:
-        BadRow: when the text is empty, or the objective needs image codes and there are none.
+        BadRow: when the text is empty, or the objective needs image codes or an answer and there are none.
     """
     return _REGISTRY[objective].make_target(sample, _text_ids(sample, tokenizer, max_tokens), tokenizer)
 
@@ -264,7 +312,7 @@ def make_example(
     The text is cut to ``max_tokens`` first and corrupted then, so a target text is always what was corrupted.
 
     Raises:
-        BadRow: when the text is empty, or the objective needs a picture or its codes and there are none.
+        BadRow: when the text is empty, or the objective needs a picture, its codes or an answer and there is none.
     """
     kind = _REGISTRY[objective]
     ids = _text_ids(sample, tokenizer, max_tokens)

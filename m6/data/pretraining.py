@@ -20,8 +20,10 @@ from m6.data.objectives import (
     Example,
     ObjectivesSettings,
     Sample,
+    judges_pairs,
     make_example,
     max_text_tokens,
+    pair,
     reads_codes,
     source_kind,
     target_ids,
@@ -150,9 +152,12 @@ class PretrainingData:
         """
         if not self.manifest.files(source, split):
             return
-        for row, values in enumerate(_open_columns(self.manifest, source, split).remove_columns("image")):
+        rows = _open_columns(self.manifest, source, split).remove_columns("image")
+        for row, values in enumerate(rows):
+            sample = Sample(**values, codes=self._codes_of(objective, source, split, row))
+            if judges_pairs(objective):
+                sample = _paired(sample, rows, np.random.default_rng(row))
             try:
-                sample = Sample(**values, codes=self._codes_of(objective, source, split, row))
                 yield target_ids(objective, sample, self.tokenizer, self._max_tokens[objective])
             except BadRow:
                 continue
@@ -239,6 +244,8 @@ class PretrainingData:
         """Reads a row and makes its example and decoded picture; or appends to ``bad_rows`` and returns None."""
         sample = self._sample_of(objective, source, split, row)
         rng = np.random.default_rng(seed)
+        if judges_pairs(objective):
+            sample = _paired(sample, self._open[source, split], rng)
         try:
             example = make_example(objective, sample, rng, self.tokenizer, self.objectives, self._max_tokens[objective])
             if example.image is None:
@@ -363,6 +370,10 @@ def _open_columns(manifest: Manifest, source: str, split: str) -> "datasets.Data
     from m6.data.reader import open_split
 
     return open_split(manifest, source, split).select_columns(["id", "text", "image", "question", "answer"])
+
+
+def _paired(sample: Sample, rows: "datasets.Dataset", rng: np.random.Generator) -> Sample:
+    return pair(sample, rows[int(rng.integers(len(rows)))]["text"], rng)
 
 
 def _identity(batch: Any) -> Any:

@@ -54,14 +54,14 @@ def best(
     world: World = None,
     memory_fraction: Fraction = MEMORY_FRACTION,
     out: Annotated[
-        Path | None, typer.Option(help="folder for the run's JSON with the plan in it, and the sbatch header")
+        Path | None, typer.Option(help="folder for the run's JSON with the plan in it, the job's, and an sbatch header")
     ] = None,
-    time_limit: Annotated[str, typer.Option(help="of the sbatch header")] = "24:00:00",
+    time_limit_min: Annotated[int, typer.Option(min=1, help="of the job")] = 1440,
 ) -> None:
     """Finds the fastest layout that runs and fits, and says why each other is not better."""
     from m6.errors import UserError
     from m6.files import write_json, write_text
-    from m6.planning.emit import run_document, sbatch_header
+    from m6.planning.emit import job_description, run_document, sbatch_header
     from m6.planning.reports import no_plan_report, plan_report
 
     planner = _planner(config, cluster, overrides, force, profile, pseudo, memory_fraction)(world)
@@ -71,9 +71,12 @@ def best(
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}")
     print(plan_report(planner, result))
     if out is not None:
+        job = job_description(planner, result.best, time_limit_min)
         write_json(out / config.name, run_document(planner, result.best))
-        write_text(out / f"{config.stem}.sbatch", sbatch_header(planner, result.best, config.stem, time_limit))
-        print(f"\nwrote {out / config.name} and {out / config.stem}.sbatch")
+        write_json(out / f"{config.stem}.job.json", job.model_dump(exclude_defaults=True))
+        write_text(out / f"{config.stem}.sbatch", sbatch_header(job, config.stem))
+        print(f"\nwrote {out / config.stem}.json, .job.json and .sbatch; to submit it:")
+        print(f"m6 submit {out / config.name} --cluster {out / config.stem}.job.json --run-dir RUN")
 
 
 @app.command()

@@ -1,19 +1,18 @@
-"""A plan as files: the run's JSON, and the header of the job script."""
+"""A plan as files: the run's JSON, and what its job asks of the cluster."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from m6.cluster.description import SIGNAL_EARLY_S, ClusterDescription
 from m6.errors import UserError
 from m6.planning.layout import configured
 from m6.planning.search import Plan, Planner
+from m6.validation import validate
 
-_STOP_SIGNAL = "USR2"
-_EARLY_S = 60  # Slurm sends a signal up to so much early
 _MARGIN_S = 60
 _CHECKPOINT_BYTES_PER_S = 500e6  # of one rank, where nothing was measured
-_MEGA = 1 << 20
 
 
 def run_document(planner: Planner, plan: Plan) -> dict[str, Any]:
@@ -33,35 +32,37 @@ def checkpoint_s(planner: Planner, plan: Plan) -> float:
 
 def signal_lead_s(planner: Planner, plan: Plan) -> int:
     """How long before its end a job must be told: a step, a checkpoint, Slurm's earliness and a margin."""
-    return math.ceil((plan.time.total + checkpoint_s(planner, plan) + _EARLY_S + _MARGIN_S) / 60) * 60
+    return math.ceil((plan.time.total + checkpoint_s(planner, plan) + SIGNAL_EARLY_S + _MARGIN_S) / 60) * 60
 
 
-def sbatch_header(planner: Planner, plan: Plan, name: str, time_limit: str) -> str:
-    """The ``#SBATCH`` lines for one kind of node.
+def job_description(planner: Planner, plan: Plan, time_limit_min: int) -> ClusterDescription:
+    """What the job asks of one kind of node, as ``m6 submit --cluster`` takes it.
 
     Raises:
-        UserError: the cluster mixes kinds of nodes, which one header cannot ask for.
+        UserError: the cluster mixes kinds of nodes, which one job cannot ask for; or the signal's lead leaves no
+            time to train.
     """
     if len(planner.cluster.nodes) > 1:
-        raise UserError(f"{planner.cluster.name} mixes kinds of nodes: one sbatch header cannot ask for them")
+        raise UserError(f"{planner.cluster.name} mixes kinds of nodes: one job cannot ask for them")
     nodes = planner.cluster.nodes[0]
     per_node = nodes.devices_per_node
     on_host = per_node * (plan.footprint.host + plan.footprint.host_process)
     if nodes.links.host is None:
         on_host += per_node * plan.footprint.peak
     memory = min(nodes.host.memory_bytes, max(2 * on_host, nodes.host.memory_bytes // 2))
-    lines = [
-        f"--job-name={name}",
-        f"--nodes={nodes.count}",
-        f"--ntasks-per-node={per_node}",
-        f"--cpus-per-task={max(1, nodes.host.cpus // per_node)}",
-        f"--mem={math.floor(memory / _MEGA)}M",
-        f"--time={time_limit}",
-        f"--signal=B:{_STOP_SIGNAL}@{signal_lead_s(planner, plan)}",
-        "--requeue",
-        "--open-mode=append",
-        "--output=logs/%x.%j.out",
-    ]
-    if nodes.links.host is not None:
-        lines.insert(3, f"--gpus-per-node={per_node}")
-    return "\n".join(f"#SBATCH {line}" for line in lines) + "\n"
+    document = {
+        "nodes": nodes.count,
+        "ranks_per_node": per_node,
+        "gpus_per_node": 0 if nodes.links.host is None else per_node,
+        "cpus_per_rank": max(1, nodes.host.cpus // per_node),
+        "memory_gb_per_node": math.floor(memory / 2**30),
+        "time_limit_min": time_limit_min,
+        "signal_lead_s": signal_lead_s(planner, plan),
+    }
+    return validate(ClusterDescription, document, "")
+
+
+def sbatch_header(job: ClusterDescription, name: str) -> str:
+    """The same as ``#SBATCH`` lines, for a job script of one's own."""
+    always = ["--requeue", "--open-mode=append", "--output=%x_%j.log"]
+    return "".join(f"#SBATCH {option}\n" for option in [f"--job-name={name}", *job.options(), *always])

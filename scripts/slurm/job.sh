@@ -49,6 +49,7 @@ on_term() { # scancel, or Slurm takes the job back
 }
 
 train() {
+    local words
     CONFIG=$1
     shift
     settings
@@ -56,8 +57,9 @@ train() {
     while :; do
         exit_if_over
         if stalled; then
-            give_up "two attempts in a row ended without a new checkpoint after step $(newest_checkpoint);" \
-                "see the logs of the last ones in $RUN_DIR/slurm/attempts"
+            words=$(describe_failure | sed -n 's/^ *[0-9]* *//; /[Ee]rror/p' | head -n 1) || true
+            give_up "two attempts in a row ended without a new checkpoint after step" \
+                "$(newest_checkpoint)${words:+ ($words)}; see the logs of the last ones in $RUN_DIR/slurm/attempts"
         fi
         open_attempt
         if ! preflight; then

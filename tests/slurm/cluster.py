@@ -23,8 +23,6 @@ _RANK, _NODE = "SLURM_PROCID", "SLURMD_NODENAME"
 
 def why_not() -> str:
     """Why no cluster can be started here; empty if one can."""
-    if not os.environ.get("M6_TEST_SLURM"):
-        return "takes many minutes of a quiet machine: M6_TEST_SLURM=1 bash scripts/test.sh tests/slurm"
     if os.geteuid() != 0:
         return "needs root: the daemons of Slurm and munge are started as their own users"
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if _find(name) is None]
@@ -44,6 +42,13 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(0.05)
+
+
+def send(process: int, number: signal.Signals) -> None:
+    """Sends a signal to a process, if there still is one; 0 is none."""
+    if process:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 class LocalCluster:
@@ -76,20 +81,20 @@ class LocalCluster:
             self.run("scancel", "--signal=KILL", "--user=root")
             self.run("scancel", "--user=root")
         for name in (*ALL_NODES, "slurmctld"):
-            _kill(self._pid(name), signal.SIGTERM)
+            send(self._pid(name), signal.SIGTERM)
         for process in self._processes():
-            _kill(process, signal.SIGKILL)
+            send(process, signal.SIGKILL)
         if self._started_munge:
             subprocess.run(["munged", "--stop"], env=_with_sbin(), capture_output=True, timeout=60)
 
     def lose_node(self, node: str) -> None:
         """What a power cut does: the node's daemon, its step daemons and every process of theirs are gone."""
-        _kill(self._pid(node), signal.SIGKILL)
+        send(self._pid(node), signal.SIGKILL)
         for process in self._processes():
             command, environment = _read(process, "cmdline"), _read(process, "environ")
             daemon = "slurmstepd" in command and f"/log/{node}.log" in _open_files(process)
             if daemon or f"{_NODE}={node}\0" in environment:
-                _kill(process, signal.SIGKILL)
+                send(process, signal.SIGKILL)
 
     def run(self, *command: str) -> str:
         """Runs a command of Slurm's; its standard output."""
@@ -243,9 +248,3 @@ def _open_files(process: int) -> str:
         return "\n".join(os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir())
     except OSError:
         return ""
-
-
-def _kill(process: int, number: signal.Signals) -> None:
-    if process:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)

@@ -25,7 +25,7 @@ SITE = f"""
 PATH={Path(sys.executable).parent}:$PATH
 export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp MIN_SHM_GB=0
 mkdir -p "$TMPDIR"
-WATCH_INTERVAL_S=1 EVIDENCE_S=2 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
+WATCH_INTERVAL_S=1 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
 source "$RUN_DIR.env"
 """
 
@@ -67,7 +67,7 @@ def make_run(cluster: LocalCluster, folder: Path) -> Callable[..., ClusterRun]:
 def plays(request: pytest.FixtureRequest, make_run: Callable[..., ClusterRun]) -> Iterator[dict[str, Future[Any]]]:
     """The scenarios of the selected tests, all under way."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("scenario")]
-    names = [name for mark in marks for name in mark.args]
+    names = sorted((name for mark in marks for name in mark.args), key=lambda name: name not in scenarios.FIRST)
     pool = ThreadPoolExecutor(AT_A_TIME)
     yield {name: pool.submit(getattr(scenarios, name), make_run) for name in dict.fromkeys(names)}
     pool.shutdown(cancel_futures=True)

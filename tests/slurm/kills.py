@@ -71,8 +71,9 @@ def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
         if done and (first := _entry_since(run, done[-1].time)):
             done[-1].first_step_after_s = first["time"] - done[-1].time
         done.append(Kill(moment, now, run.step(), run.newest_checkpoint()))
-    run.wait_for_end()
+    run.wait_until(lambda: _entry_since(run, done[-1].time), "the first step after the last kill")
     done[-1].first_step_after_s = _entry_since(run, done[-1].time)["time"] - done[-1].time
+    run.wait_for_end()
     _fill_in_resumes(run, done)
     return done
 
@@ -109,7 +110,7 @@ def _fill_in_resumes(run: ClusterRun, kills: list[Kill]) -> None:
 
 
 def _entry_since(run: ClusterRun, since: float) -> dict[str, Any]:
-    """The first line of metrics that was written after ``since``; empty if there is none."""
+    """The first line of metrics that was written after ``since``, if that was not long ago; empty if there is none."""
     return next((entry for entry in run.entries(last_bytes=2**17) if entry["time"] > since), {})
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from m6.cluster.submission import plan_submission, submit
 from m6.training.checkpoint import complete_checkpoints
 from tests.fixtures.tiny_run import write_tiny_config
-from tests.slurm.cluster import LocalCluster, wait_until
+from tests.slurm.cluster import LocalCluster, send, wait_until
 
-STEPS, INTERVAL = 60, 10
+STEPS, INTERVAL = 120, 10
 # What a run learned and reported, without its times.
 _NUMBERS = (
     "step",
@@ -130,15 +130,17 @@ class ClusterRun:
         with contextlib.suppress(RuntimeError):  # scancel 22.05 fails for an array's task, though the signal arrives
             self.cluster.run("scancel", "--batch", "--signal=USR2", job or self.job)
 
-    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.wait_for_ranks()[rank], number)
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> int:
+        """Sends a signal to a rank; returns its process id."""
+        process = self.wait_for_ranks()[rank]
+        send(process, number)
+        return process
 
     def kill_all(self) -> None:
         """Kills every rank, and returns when they are gone."""
         processes = set(self.ranks().values())
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            send(process, signal.SIGKILL)
         self.wait_until(lambda: not processes & set(self.ranks().values()), "the end of the ranks")
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.slurm import kills
-from tests.slurm.cluster import wait_until
+from tests.slurm.cluster import send, wait_until
 from tests.slurm.run import INTERVAL, ClusterRun
 
 MakeRun = Callable[..., ClusterRun]
 ROOT = Path(__file__).parents[2]
 KILLS = 20
+FIRST = ("random_kills", "long_left_alone", "lost_node")  # the longest: the others run beside them
 MIDDLE = 25  # a step between two checkpoints
 
 
@@ -61,9 +62,8 @@ def smoke_script(make_run: MakeRun) -> ClusterRun:
     """``sbatch scripts/slurm/smoke.sbatch`` as it is; the options only make its configuration tiny."""
     run = make_run("smoke_script")
     own = json.loads(run.config.read_text(encoding="utf-8"))["m6"]
-    model = {**own["model"], "num_layers": 1}
     small = {"training.total_steps": 4, "pseudo_to_real.switch_step": 2}
-    settings = {**{f"model.{key}": value for key, value in model.items()}, **small}
+    settings = {**{f"model.{key}": value for key, value in own["model"].items()}, **small}
     settings |= {"schedule.warmup_steps": 1, "evaluation.num_batches": 1, "moe.num_experts": 4}
     settings |= {f"data.{key}": own["data"][key] for key in ("path", "tokenizer", "sequence_length", "num_workers")}
     options = [word for key, value in settings.items() for word in ("--set", f"m6.{key}={json.dumps(value)}")]
@@ -72,6 +72,16 @@ def smoke_script(make_run: MakeRun) -> ClusterRun:
     where = [f"--chdir={ROOT}", f"--output={run.root}.log", f"--export=ALL,{environment}"]
     run.job = run.cluster.run("sbatch", "--parsable", *where, str(script), *options).strip()
     run.wait_for_end()
+    return run
+
+
+def cancelled(make_run: MakeRun) -> ClusterRun:
+    run = make_run("cancelled")
+    run.submit()
+    run.wait_for_step(MIDDLE)
+    run.cluster.run("scancel", run.job)
+    run.wait_for_end()
+    run.wait_until(lambda: not run.ranks(), "the end of the ranks")
     return run
 
 
@@ -98,10 +108,14 @@ def crash_loop(make_run: MakeRun) -> ClusterRun:
 
 
 def hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
-    run = make_run("hang", "STEP_TIMEOUT_S=8")
+    run = make_run("hang", "STEP_TIMEOUT_S=20 EVIDENCE_S=8")
     run.submit()
     run.wait_for_step(MIDDLE)
-    run.kill(1, signal.SIGSTOP)
+    process = run.kill(1, signal.SIGSTOP)
+    # To tell its stacks the rank is made to go on; the run would soon be over.
+    said = run.attempts()[0] / "rank_00001.log"
+    run.wait_until(lambda: "most recent call first" in said.read_text(encoding="utf-8"), "the stacks of rank 1")
+    send(process, signal.SIGSTOP)
     run.wait_for_attempt(2)
     checkpoint = run.checkpoints()[-1]
     run.wait_for_end()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.slurm.run import INTERVAL, STEPS, ClusterRun
 
-pytestmark = pytest.mark.timeout(1800)  # a machine that does other work too may take long
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]  # a machine that does other work too may take long
 
 
 def assert_same_as(whole: ClusterRun, run: ClusterRun) -> None:
@@ -63,6 +63,15 @@ def test_the_smoke_script_as_it_is(played: ClusterRun):
     assert (played.root / "DONE").read_text() == "4\n"
     assert played.step() == 4
     assert played.cluster.job_fields(played.job)["NumNodes"] == "2"
+
+
+@pytest.mark.scenario("cancelled")
+def test_a_job_that_a_person_cancels(played: ClusterRun):
+    assert played.cluster.state(played.job) == "CANCELLED"
+    assert played.cluster.job_fields(played.job)["Restarts"] == "0"
+    assert len(played.attempts()) == 1, "not tried again"
+    assert played.step() < STEPS
+    assert not {"DONE", "FATAL"} & {path.name for path in played.root.iterdir()}
 
 
 @pytest.mark.scenario("rank_crash", "left_alone")
@@ -164,5 +173,5 @@ def test_switch_files_and_a_corrupt_newest_checkpoint(played: dict, whole: Clust
 def test_a_disk_that_is_full_while_saving(played: tuple[ClusterRun, str], whole: ClusterRun):
     run, reason = played
     assert "two attempts in a row ended without a new checkpoint" in reason
-    assert "a checkpoint could not be written" in run.log()
+    assert "a checkpoint could not be written" in reason
     assert_same_as(whole, run)

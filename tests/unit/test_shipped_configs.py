@@ -26,6 +26,9 @@ SHIPPED = {
 FINETUNED = {
     "text_to_image": (1, "scripts/experiments/text_to_image/pretrain.json"),
     "text_to_image_base": (8, "configs/m6_base.json"),
+    "image_captioning": (1, "configs/m6_cpu.json"),
+    "text_classification": (1, "configs/m6_cpu.json"),
+    "image_text_matching": (1, "configs/m6_cpu.json"),
 }
 
 

@@ -40,7 +40,7 @@ check_only_job() { # two jobs in one folder would overwrite each other
 
 open_attempt() { # the next attempt's folder, and what it runs on and with
     local last
-    last=$(find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -printf '%f\n' | sort | tail -n 1)
+    last=$(newest_attempt)
     ATTEMPT=$(printf '%04d' $((10#${last:-0} + 1)))
     M6_ATTEMPT_DIR=$RUN_DIR/slurm/attempts/$ATTEMPT
     # Neither jobs that share a node nor an attempt and what is left of the one before it share a port.
@@ -56,9 +56,13 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
 
 record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID" >>"$RUN_DIR/slurm/attempts.txt"; }
 
+newest_attempt() { # its number; nothing before the first
+    find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -printf '%f\n' | sort | tail -n 1
+}
+
 describe_failure() { # the last words of the rank that failed, as far as they can be told from those of the others
     local rank_log words
-    for rank_log in "$M6_ATTEMPT_DIR"/rank_*.log; do
+    for rank_log in "$RUN_DIR/slurm/attempts/$(newest_attempt)"/rank_*.log; do
         words=$(grep -Ev '^ *$|slurmstepd' "$rank_log" 2>/dev/null | tail -n 1 | cut -c 1-300 || true)
         [[ -z $words ]] || printf '    %s: %s\n' "${rank_log##*/}" "$words"
     done | sort -k 2 | uniq -c -f 1 | head -n 8

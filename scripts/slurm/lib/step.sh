@@ -24,6 +24,6 @@ run_step() { # run_step COMMAND...
 pass_on_stop() { # srun hands the signal to every rank; repeated, since a rank that is starting ignores it
     [[ -n $STOP_ASKED && -n $STEP_PID && -z $REPEATER ]] || return 0
     log "asking all ranks to save and end"
-    while kill -s "$STOP_SIGNAL" "$STEP_PID" 2>/dev/null; do sleep 5; done &
+    while kill -s "$STOP_SIGNAL" "$STEP_PID" 2>/dev/null; do sleep 2; done &
     REPEATER=$!
 }

@@ -7,6 +7,10 @@ import pytest
 
 from m6.cluster.description import load_cluster
 from m6.config import check_world_size, load_config
+from m6.planning.cluster import load_cluster as load_machine
+from m6.planning.emit import signal_lead_s
+from m6.planning.layout import layout_of
+from m6.planning.search import Plan, Planner
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {
@@ -48,6 +52,15 @@ def test_header_and_configuration(name: str):
     assert {"--requeue", "--open-mode=append"} <= options
     [config] = re.findall(r"configs/[\w/]+\.json", script(name))
     assert check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size) >= 1
+
+
+@pytest.mark.parametrize(("name", "machine"), [("100b", "a100_80g_x128"), ("1t", "v100_32g_x480")])
+def test_the_signal_comes_no_later_than_the_plan_asks(name: str, machine: str):
+    job = load_cluster(ROOT / "configs" / "jobs" / f"{SCRIPTS[f'pretrain_{name}'][0]}.json")
+    planner = Planner(load_config(ROOT / "configs" / f"m6_{name}.json"), load_machine(Path(machine)))
+    plan = planner.judge(layout_of(planner.config, job.world_size))
+    assert isinstance(plan, Plan)
+    assert job.signal_lead_s >= signal_lead_s(planner, plan)
 
 
 def test_the_signal_is_the_one_that_the_body_waits_for():

@@ -277,3 +277,10 @@ def test_a_decompression_bomb_is_refused(monkeypatch):
 def test_spread_takes_the_same_share_of_each_part():
     merged = list(spread(list("aaaaaaaa"), list("bb"), []))
     assert merged == list("aabaaaabaa")
+
+
+def test_a_labelled_text_needs_its_label():
+    settings = BuildSettings(passage_chars=4)
+    assert check_row(Row("r/0", "r/0", "很好", answer="好评"), "labelled_text", settings)[1] is None
+    assert check_row(Row("r/1", "r/1", "很好"), "labelled_text", settings)[1] == "no label"
+    assert check_row(Row("r/2", "r/2", " ", answer="好评"), "labelled_text", settings)[1] == "empty text"

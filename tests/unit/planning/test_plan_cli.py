@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from m6.cluster.description import load_cluster as load_job
 from m6.config import check_world_size, load_config
 from m6.errors import UserError
 from m6.planning.cli import app
@@ -24,6 +25,9 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     config = load_config(tmp_path / "m6_base.json")
     assert check_world_size(config, 8) >= 1
     assert (tmp_path / "m6_base.sbatch").read_text().startswith("#SBATCH --job-name=m6_base\n#SBATCH --nodes=1\n")
+    job = load_job(tmp_path / "m6_base.job.json")
+    assert (job.nodes, job.ranks_per_node, job.gpus_per_node, job.time_limit_min) == (1, 8, 8, 1440)
+    assert f"m6 submit {tmp_path}/m6_base.json --cluster {tmp_path}/m6_base.job.json" in text
 
 
 def test_explain_names_the_rule():

@@ -12,7 +12,7 @@ import pytest
 from m6.config import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.planning.cluster import Cluster, load_cluster
-from m6.planning.emit import checkpoint_s, run_document, sbatch_header, signal_lead_s
+from m6.planning.emit import checkpoint_s, job_description, run_document, sbatch_header, signal_lead_s
 from m6.planning.frontier import curve, device_counts, draw_frontier, frontier, pareto, plan_costs
 from m6.planning.layout import Layout, divisors, layout_of, parse_forced
 from m6.planning.reports import explanation, no_plan_report, plan_report
@@ -143,13 +143,21 @@ def test_emitted_files(name: str, cluster: str):
     document = run_document(subject, plan)
     again = parse_config(document)
     assert layout_of(again, plan.layout.world_size) == plan.layout
-    header = sbatch_header(subject, plan, name, "12:00:00")
+    job = job_description(subject, plan, time_limit_min=720)
+    header = sbatch_header(job, name)
     nodes = subject.cluster.nodes[0]
     assert f"--nodes={nodes.count}\n" in header
     assert f"--gpus-per-node={nodes.devices_per_node}\n" in header
     assert f"--signal=B:USR2@{signal_lead_s(subject, plan)}\n" in header
     assert signal_lead_s(subject, plan) >= plan.time.total + checkpoint_s(subject, plan) + 60
     assert all(line.startswith("#SBATCH --") for line in header.splitlines())
+    assert job.world_size == plan.layout.world_size
+
+
+def test_a_job_that_ends_before_it_can_be_told_to():
+    subject = planner("m6_100b", "a100_80g_x128")
+    with pytest.raises(UserError, match="time_limit_min 1 leaves no time to train"):
+        job_description(subject, subject.search().best, time_limit_min=1)
 
 
 def test_reports_say_why():
