@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.device import Device
 from offload.update import OptimizerSettings, rest_dtype
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
@@ -116,23 +115,6 @@ class Memory(Protocol):
     """A block of host memory, or a buffer of the device."""
 
     def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor: ...
-
-
-class HostBlock:
-    """Host memory of exactly the size that is needed, fit for fast copies."""
-
-    def __init__(self, num_bytes: int, device: Device) -> None:
-        self._device = device
-        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
-        device.pin(self._bytes)
-
-    def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return self._bytes[offset_bytes : offset_bytes + num_bytes].view(dtype).view(tuple(shape))
-
-    def free(self) -> None:
-        self._device.unpin(self._bytes)
-        del self._bytes
 
 
 def flat(memory: Memory, plane: Plane) -> Tensor:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.chunks import HostBlock, flat, parts
+from offload.chunks import flat, parts
 from offload.device import Buffer, Device, Event
+from offload.host_memory import HostBlock
 from offload.slots import Slot, accumulate
 from offload.worker import HostWorkers, Job
 

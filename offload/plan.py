@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.device import Rates
 from offload.trace import Interval, Trace
 
 
@@ -31,15 +32,6 @@ class ChunkBytes:
     weight: int
     gradient: int
     owned: int
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second; they weigh a byte up, a byte down, and a byte of the host's update against each other."""
-
-    upload: float = 12e9
-    download: float = 12e9
-    host: float = float("inf")
 
 
 @dataclass(frozen=True)

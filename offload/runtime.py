@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from offload.chunks import Chunk, HostBlock, Layout, Stack, cut, flat
+from offload.chunks import Chunk, Layout, Stack, cut, flat
 from offload.device import Device
 from offload.gradients import GradientPath
+from offload.host_memory import HostBlock
 from offload.plan import ChunkBytes, Plan, window_bytes
 from offload.slots import WEIGHT, Slot
 from offload.trace import Moment, Trace
@@ -171,8 +172,7 @@ class OffloadRuntime:
             room = self.device.budget_bytes - self.plan.trace.moments[now].nonmodel_bytes
             fetched = 0 if slot.owned or slot.replica.present else self.sizes[slot.number].weight
             self._evict_to(room - fetched - self._gradients.absent_bytes, self.plan, now)
-        peak = self.device.begin_moment(len(self._moments))
-        self._note_peak(peak)
+        self._note_peak(self.device.begin_moment(len(self._moments)).nonmodel)
         pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
         self._moments.append(Moment(slot.number, backward, pinned))
         return now
@@ -283,7 +283,7 @@ class OffloadRuntime:
                 self._drop(slot)
         self._gradients.free()
         if self._moments:
-            self._note_peak(self.device.begin_moment(len(self._moments)))
+            self._note_peak(self.device.begin_moment(len(self._moments)).nonmodel)
             self.trace = Trace(tuple(self._moments), self._outside_bytes)
         first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self._moments)))}
         self._moments, self._position = [], 0

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from offload.chunks import Chunk, HostBlock, Layout, parts
+from offload.chunks import Chunk, Layout, parts
 from offload.device import Buffer, Device, Event
+from offload.host_memory import HostBlock
 from offload.update import OptimizerSettings, read_master, sum_of_squares, update, write_master
 from offload.worker import Job
 
