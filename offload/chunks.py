@@ -18,17 +18,17 @@ _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of a layer's experts, stacked per parameter.
+    """The matrices and vectors of a layer's experts, stacked per parameter.
 
     Attributes:
         name: of the layer.
         num_experts: how many this rank holds.
-        matrices: parameter name -> (rows, columns) of one expert's matrix.
+        matrices: parameter name -> (rows, columns) of one expert's matrix, or (numel,) of its vector.
     """
 
     name: str
     num_experts: int
-    matrices: dict[str, tuple[int, int]]
+    matrices: dict[str, tuple[int, ...]]
 
     @property
     def expert_size(self) -> int:
@@ -38,7 +38,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Plane:
-    """One kind of value of a chunk: a tensor [N, rows, columns] for each parameter, one behind the other."""
+    """One kind of value of a chunk: a tensor [N, ...] for each parameter, one behind the other."""
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
@@ -85,21 +85,25 @@ def cut(stacks: Sequence[Stack], chunk_bytes: int, dtype: torch.dtype) -> list[C
 class Layout:
     """Where the planes of a chunk lie in its one block of memory: weight, rest, gradient, optimizer states.
 
+    Args:
+        gradient_dtype: None: gradients are not kept.
+
     Attributes:
         planes: by name; ``weight`` comes first.
         num_bytes: of the block.
     """
 
     def __init__(
-        self, chunk: Chunk, dtype: torch.dtype, gradient_dtype: torch.dtype, settings: OptimizerSettings
+        self, chunk: Chunk, dtype: torch.dtype, gradient_dtype: torch.dtype | None, settings: OptimizerSettings
     ) -> None:
         self.planes: dict[str, Plane] = {}
         self.num_bytes = 0
         self._add("weight", dtype, chunk.shapes)
-        rest = rest_dtype(dtype)
+        rest = rest_dtype(dtype, settings.split_master)
         if rest is not None:
             self._add("rest", rest, chunk.shapes)
-        self._add("gradient", gradient_dtype, chunk.shapes)
+        if gradient_dtype is not None:
+            self._add("gradient", gradient_dtype, chunk.shapes)
         states = [settings.states(shape) for shape in chunk.shapes]
         for name in states[0]:
             self._add(name, torch.float32, tuple(state[name] for state in states))
@@ -109,6 +113,17 @@ class Layout:
         plane = Plane(dtype, shapes, self.num_bytes)
         self.planes[name] = plane
         self.num_bytes += -(-plane.numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def lay_out(
+    stacks: Sequence[Stack],
+    chunk_bytes: int,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype | None,
+    settings: OptimizerSettings,
+) -> list[tuple[Chunk, Layout]]:
+    """All chunks, and where their values lie; the arguments are those of ``cut`` and ``Layout``."""
+    return [(chunk, Layout(chunk, dtype, gradient_dtype, settings)) for chunk in cut(stacks, chunk_bytes, dtype)]
 
 
 class Memory(Protocol):

@@ -15,12 +15,14 @@ class Moment:
         backward: whether gradients come out of this use.
         pinned: other chunks that are in use already, as the one whose backward pass recomputes a checkpointed block.
         nonmodel_bytes: the peak of all other memory of the device: activations, dense parameters, workspace.
+        seconds: how long the computation took; 0 where nobody measured it.
     """
 
     chunk: int
     backward: bool = False
     pinned: tuple[int, ...] = ()
     nonmodel_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
