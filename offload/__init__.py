@@ -8,9 +8,10 @@ from offload.dry import DryRuntime
 from offload.experts import StreamedExperts
 from offload.host_memory import available_bytes
 from offload.meter import StorageMeter
-from offload.plan import Plan, Wishes, sizes_of, solve
+from offload.plan import Plan, Wishes, solve
 from offload.runtime import OffloadRuntime
 from offload.simulated import SimulatedDevice
+from offload.sizes import sizes_of, staging_bytes
 from offload.timeline import predict_times
 from offload.trace import Trace
 from offload.update import OptimizerSettings
@@ -37,4 +38,5 @@ __all__ = [
     "search_chunk_bytes",
     "sizes_of",
     "solve",
+    "staging_bytes",
 ]

@@ -10,7 +10,8 @@ import torch
 
 from offload.chunks import Chunk, Stack, lay_out
 from offload.device import Rates
-from offload.plan import sizes_of, solve
+from offload.plan import solve
+from offload.sizes import sizes_of
 from offload.timeline import LATENCY_S
 from offload.trace import Trace
 from offload.update import OptimizerSettings

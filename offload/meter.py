@@ -13,12 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Meter(Protocol):
-    """
-    Attributes:
-        total: bytes now.
-    """
-
-    total: int
+    @property
+    def total(self) -> int:
+        """Bytes now."""
 
     def take_peak(self) -> int:
         """The most bytes since the last call."""

@@ -15,24 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.chunks import Chunk, Layout
 from offload.device import Rates
+from offload.sizes import ChunkBytes, window_bytes
 from offload.trace import Interval, Trace
-
-
-@dataclass(frozen=True)
-class ChunkBytes:
-    """Sizes of a chunk.
-
-    Attributes:
-        weight: one upload.
-        gradient: one download.
-        owned: all that the device holds of a chunk that it owns.
-    """
-
-    weight: int
-    gradient: int
-    owned: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +27,7 @@ class Wishes:
     Attributes:
         owned: live on the device.
         streamed: do not.
-        fetched: do not, and leave it after every use.
+        fetched: do not, and leave it before another chunk is used.
     """
 
     owned: frozenset[int] = frozenset()
@@ -88,17 +73,6 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         return self.upload_bytes + self.download_bytes
-
-
-def sizes_of(laid_out: Sequence[tuple[Chunk, Layout]]) -> list[ChunkBytes]:
-    """Weights and gradients move in the same type."""
-    moved = [(chunk.numel * layout.planes["weight"].dtype.itemsize, layout) for chunk, layout in laid_out]
-    return [ChunkBytes(num_bytes, num_bytes, layout.num_bytes) for num_bytes, layout in moved]
-
-
-def window_bytes(sizes: Sequence[ChunkBytes], prefetch_depth: int) -> int:
-    """What streaming needs whatever is kept: the chunk in use, those on their way, and two gradients."""
-    return (1 + prefetch_depth) * max(size.weight for size in sizes) + 2 * max(size.gradient for size in sizes)
 
 
 def solve(

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.chunks import Chunk, Stack, flat, lay_out
 from offload.device import Device, Peaks
+from offload.follower import PlanFollower, Statistics
 from offload.gradients import GradientPath
 from offload.host_memory import HostBlock
-from offload.plan import Plan, sizes_of, window_bytes
+from offload.plan import Plan
 from offload.recorder import StepRecorder
+from offload.sizes import sizes_of, staging_bytes, window_bytes
 from offload.slots import WEIGHT, Slot
 from offload.trace import Trace
 from offload.update import OptimizerSettings
 from offload.worker import HostWorkers
-
-
-@dataclass
-class Statistics:
-    """
-    Attributes:
-        num_uploads: of chunks, since the construction.
-        num_misses: uses that the plan did not foresee.
-        num_evictions: chunks that had to leave though the plan kept or fetched them.
-    """
-
-    num_uploads: int = 0
-    num_misses: int = 0
-    num_evictions: int = 0
 
 
 class OffloadRuntime:
@@ -91,9 +78,8 @@ class OffloadRuntime:
         gradient_dtype = gradient_dtype or dtype
         laid_out = lay_out(stacks, chunk_bytes, dtype, None if update_in_backward else gradient_dtype, optimizer)
         self.sizes = sizes_of(laid_out)
-        owned = plan.owned if plan is not None else frozenset()
-        largest = max(size.gradient for size in self.sizes)
-        self.host_bytes = sum(s.owned for number, s in enumerate(self.sizes) if number not in owned) + 2 * largest
+        owned: frozenset[int] = plan.owned if plan is not None else frozenset()
+        self.host_bytes = self._host_bytes(owned)
         if host_budget_bytes is not None and self.host_bytes > host_budget_bytes:
             raise ValueError(
                 f"the host's budget of {host_budget_bytes} bytes is too small: the experts need {self.host_bytes}"
@@ -107,17 +93,26 @@ class OffloadRuntime:
         self._slots = [Slot(chunk, layout, device, chunk.number in owned) for chunk, layout in laid_out]
         self._stacks = {stack.name: [slot for slot in self._slots if slot.chunk.stack is stack] for stack in stacks}
         self._workers = HostWorkers(device, num_threads)
+        largest = max(size.gradient for size in self.sizes)
         self._gradients = GradientPath(device, self._workers, dtype, largest, gradient_dtype == dtype, reduce)
         self.statistics = Statistics()
         self.num_updates = 0
-        self.plan = plan
+        self.plan: Plan | None = None
+        self._follower: PlanFollower | None = None
         if plan is not None:
-            self._gradients.expected = plan.trace.gradient_arrivals()
+            self._follow(plan)
         self.trace = Trace(())
         self.peaks: tuple[Peaks, ...] = ()
         self._recorder = StepRecorder(device)
         self._evaluating = False
-        self._position = 0
+
+    @property
+    def stacks(self) -> list[str]:
+        """Names."""
+        return list(self._stacks)
+
+    def chunk_numbers(self, stack: str) -> list[int]:
+        return [slot.number for slot in self._stacks[stack]]
 
     def chunks_of(self, stack: str) -> list[Chunk]:
         return [slot.chunk for slot in self._stacks[stack]]
@@ -182,27 +177,15 @@ class OffloadRuntime:
     def _arrive(self, slot: Slot, backward: bool) -> int:
         """Notes the use, makes room for what it needs beside chunks, and returns its number in the plan's step."""
         now = 0
-        if self.plan is not None:
-            now = self._locate(self.plan, slot.number)
+        if self.plan is not None and self._follower is not None:
+            now = self._follower.locate(slot.number)
             others = max(self.plan.trace.moments[now].nonmodel_bytes, self.device.nonmodel_bytes)
             room = self.device.budget_bytes - others
             fetched = 0 if slot.owned or slot.replica.present else self.sizes[slot.number].weight
-            self._evict_to(room - fetched - self._gradients.absent_bytes, self.plan, now)
+            self._evict_to(room - fetched - self._gradients.absent_bytes, self._follower, now)
         pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
         self._recorder.arrive(slot.number, backward, pinned)
         return now
-
-    def _locate(self, plan: Plan, number: int) -> int:
-        """Where in the plan's step this use is, at or behind where it should be, or at that place."""
-        moments = plan.trace.moments
-        for offset in range(len(moments)):
-            position = (self._position + offset) % len(moments)
-            if moments[position].chunk == number:
-                self.statistics.num_misses += offset > 0
-                self._position = position + 1
-                return position
-        self.statistics.num_misses += 1
-        return self._position % len(moments)
 
     # Uploads
 
@@ -231,15 +214,13 @@ class OffloadRuntime:
                 return
             self._upload(slot)
 
-    def _evict_to(self, room_bytes: int, plan: Plan, now: int) -> None:
+    def _evict_to(self, room_bytes: int, follower: PlanFollower, now: int) -> None:
         """Drops chunks that are not in use, the one that is used last first, until the others fit into the room."""
         while self.device.used_bytes > room_bytes:
-            idle = [slot for slot in self._slots if slot.replica.present and slot.pins == 0]
+            idle = [slot.number for slot in self._slots if slot.replica.present and slot.pins == 0]
             if not idle:
                 return  # what is missing then is for the device to say
-            moments = plan.trace.moments
-            next_use = {moments[time].chunk: time for time in range(len(moments) - 1, now - 1, -1)}
-            self._drop(max(idle, key=lambda slot: next_use.get(slot.number, len(moments))))
+            self._drop(self._slots[follower.used_last(idle, now)])
             self.statistics.num_evictions += 1
 
     def _drop(self, slot: Slot) -> None:
@@ -308,7 +289,8 @@ class OffloadRuntime:
         if recorded is not None:
             self.trace, self.peaks = recorded
         first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self.trace.moments)))}
-        self._position = 0
+        if self._follower is not None:
+            self._follower.restart()
         came = sorted((slot for slot in self._slots if slot.arrivals), key=lambda slot: first_use[slot.number])
         for slot in came:
             slot.arrivals, slot.squares_job = 0, None
@@ -349,10 +331,15 @@ class OffloadRuntime:
                 buffer = self.device.buffer(slot.layout.num_bytes)
                 self.device.acquire(buffer)
                 slot.move(buffer, self.device)
-        largest = max(size.gradient for size in self.sizes)
-        self.host_bytes = sum(slot.layout.num_bytes for slot in self._slots if not slot.owned) + 2 * largest
-        self.plan, self._position = plan, 0
+        self._follow(plan)
+
+    def _follow(self, plan: Plan) -> None:
+        self.host_bytes = self._host_bytes(plan.owned)
+        self.plan, self._follower = plan, PlanFollower(plan, self.statistics)
         self._gradients.expected = plan.trace.gradient_arrivals()
+
+    def _host_bytes(self, owned: frozenset[int]) -> int:
+        return staging_bytes(self.sizes) + sum(s.owned for number, s in enumerate(self.sizes) if number not in owned)
 
     @property
     def kinds(self) -> tuple[str, ...]:

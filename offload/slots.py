@@ -73,7 +73,11 @@ class Slot:
 
     def measure(self, gradients: Sequence[Tensor]) -> None:
         """Per matrix, so that no sum depends on how many share a chunk."""
-        self.squares = [sum_of_squares(matrix) for stack in gradients for matrix in stack]
+        matrices = [matrix for stack in gradients for matrix in stack]
+        if matrices[0].device.type == "cpu":
+            self.squares = [sum_of_squares(matrix) for matrix in matrices]
+        else:  # the host waits for the device once
+            self.squares = torch.stack([matrix.double().square().sum() for matrix in matrices]).tolist()
 
     def update(
         self,

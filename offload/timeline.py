@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.device import Rates
-from offload.plan import ChunkBytes, Plan
+from offload.plan import Plan
+from offload.sizes import ChunkBytes
 
 LATENCY_S = 2e-5
 """Of starting a copy: what one costs beyond its bytes."""

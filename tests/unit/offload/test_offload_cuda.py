@@ -10,7 +10,7 @@ from offload import OptimizerSettings, SimulatedDevice, solve
 from offload.cuda import CudaDevice
 from offload.device import DeviceOutOfMemory, Peaks
 from offload.host_memory import HostBlock
-from offload.plan import window_bytes
+from offload.sizes import window_bytes
 from tests.fixtures.cuda_stand_in import StandIn, StandInDevice
 from tests.fixtures.toy_experts import OffloadedRun, Toy, train_plainly
 
