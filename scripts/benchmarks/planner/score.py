@@ -182,7 +182,8 @@ def _notes(
 
 Scored are the {len(tested)} configurations marked test; constants were fitted to the {len(measured) - len(tested)}
 marked fit. Kendall's tau is over all of them, and of {", ".join(MODELS)} by themselves; regret is by how much, of each
-model's tested layouts, the one that looked fastest is slower than the fastest.
+model's tested layouts, the one that looked fastest is slower than the fastest. Two constants of the formulas, the
+copies that ZeRO leaves in a CPU's memory and the calls of stage 3, were set when most tested ones had been seen.
 
 Fitted factors: {factors}. A process without its tensors: {fitted.host_bytes / 1e9:.3f} GB; bytes held for each
 predicted byte of activations: {fitted.activation_factor:.2f}.
