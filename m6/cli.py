@@ -7,14 +7,11 @@ import functools
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from m6.errors import UserError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +50,34 @@ def pretrain(
 
     The same command runs under torchrun, deepspeed and srun.
     """
+    _train(config, overrides, run, profile=profile)
+
+
+@app.command()
+def finetune(
+    config: ConfigFile,
+    init: Annotated[Path, typer.Option("--init", help="the run or exported model whose weights it begins with")],
+    run: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Trains a pretrained model on other objectives, such as text to image.
+
+    It is pretraining in everything else: resuming, launchers, logs, checkpoints. The JSON leaves out the model, which
+    is that of --init.
+    """
+    _train(config, overrides, run, init=init)
+
+
+def _train(
+    config: Path,
+    overrides: list[str] | None,
+    run: Path | None,
+    init: Path | None = None,
+    profile: Path | None = None,
+) -> None:
     from m6.training.evidence import answer_sigquit
     from m6.training.signals import StopFlag
 
@@ -65,7 +90,12 @@ def pretrain(
     from m6.training.trackers import check_trackers
 
     # Everything that can be wrong is found before anything is written.
-    settings = load_config(config, tuple(overrides or ()))
+    if init is None:
+        settings = load_config(config, tuple(overrides or ()))
+    else:
+        from m6.training.initial_weights import load_finetuning_config
+
+        settings = load_finetuning_config(config, init, tuple(overrides or ()))
     check_world_size(settings, world_size_of_environment())
     settings.deepspeed.check_device()
     check_trackers(settings.m6.logging)
@@ -75,14 +105,47 @@ def pretrain(
     calibration = None if profile is None else load_profile(profile)
     folder = RunDirectory(run or Path("runs") / config.stem)
     folder.check(settings)
-    from m6.training.checkpoint import check_tokenizer_unchanged
+    from m6.training.checkpoint import check_tokenizer_unchanged, complete_checkpoints
+    from m6.training.initial_weights import check_initial_weights
     from m6.training.loop import open_data
     from m6.training.loop import pretrain as pretrain_run
 
     tokenizer = open_data(settings).tokenizer
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
+    if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
+        check_initial_weights(settings.m6.init, tokenizer)
     pretrain_run(settings, folder.root, start(), stop_flag, calibration)
     stop_flag.ignore()
+
+
+@app.command()
+def train_image_tokenizer(
+    config: Annotated[Path, typer.Argument(help="the JSON, for example configs/image_tokenizer/pictures_64.json")],
+    out: Annotated[Path, typer.Option(help="folder of the tokenizer; a run that is there already goes on")],
+    overrides: Overrides = None,
+) -> None:
+    """Trains a VQ autoencoder that turns pictures into codes, and measures it on held-out pictures."""
+    from m6.training.signals import StopFlag
+
+    stop_flag = StopFlag()
+    from m6.tokenizers.image.settings import load_settings
+
+    settings = load_settings(config, tuple(overrides or ()))
+    import torch
+
+    from m6.tokenizers.image.training import train_image_tokenizer as train
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measures = train(settings, out, device, stopped=lambda: stop_flag.raised)
+    stop_flag.ignore()
+    if measures is None:
+        print(f"stopped; the same command goes on in {out}")
+        return
+    print(measures.table())
+    print(
+        f"{measures.codebook_usage:.1%} of {settings.model.codebook_size:,} codes are used, perplexity "
+        f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows what came back"
+    )
 
 
 @app.command()
@@ -119,41 +182,58 @@ def evaluate(
 
 
 @app.command()
-def generate(
-    run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
-    prompt: Annotated[str, typer.Argument(help="the beginning of a text to go on with")] = "",
-    image: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option(help="a picture to describe; may be given often"),
+def serve(
+    checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
+    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 is every one of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="most requests that run together")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=1, help="most requests that wait; one more gets status 429")] = 64,
+    deadline: Annotated[float, typer.Option(min=0.001, help="longest that a request may take, in seconds")] = 60.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest description")] = 48,
+    guidance: Annotated[float, typer.Option(min=0.0, help="of pictures: classifier-free guidance; 1 is none")] = 3.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="of pictures; 0 is deterministic")] = 1.0,
+    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k best codes")] = None,  # noqa: UP045
+    top_p: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
-    num_beams: Annotated[int, typer.Option(min=1, help="1 is greedy")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is deterministic")] = 0.0,
-    seed: int = 0,
 ) -> None:
-    """Describes pictures, or goes on with a text."""
-    if bool(prompt) == bool(image):
-        raise UserError("generate: give either a text to go on with or --image, not both and not neither")
-    pictures = [_open_picture(path) for path in image or ()]
-    import torch
+    """Serves a model over HTTP, with a page to try it on, until Ctrl-C or SIGTERM."""
+    import importlib.util
 
-    from m6.export import load_run_model
-    from m6.generation.captioning import caption, continue_text
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
+    from m6.generation.text_to_image import Sampling
+    from m6.serving.server import serve as serve_folder
 
-    model, processor = load_run_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.manual_seed(seed)
-    if image:
-        texts = caption(model, processor, pictures, num_beams=num_beams, max_new_tokens=max_new_tokens)
-        for path, text in zip(image, texts, strict=True):
-            print(f"{path}\t{text}")
-    else:
-        sampling: dict[str, Any] = (
-            {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        )
-        texts = continue_text(
-            model, processor, [prompt], max_new_tokens=max_new_tokens, num_beams=num_beams, **sampling
-        )
-        print(texts[0])
+    serve_folder(
+        checkpoint,
+        host=host,
+        port=port,
+        max_batch_size=max_batch_size,
+        max_waiting=max_waiting,
+        deadline_s=deadline,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(guidance, temperature, top_k, top_p),
+    )
+
+
+@app.command()
+def downstream(
+    run: RunFolder,
+    out: Annotated[Optional[Path], typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,  # noqa: UP045
+    max_rows: Annotated[int, typer.Option(min=1, help="rows of each source's test split")] = 200,
+) -> None:
+    """Scores a fine-tuned run on captioning, classification and matching, against baselines on the same rows."""
+    import importlib.util
+
+    for package in ("sacrebleu", "sklearn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
+    from m6.evaluation.downstream.report import write_downstream
+
+    print(write_downstream(run, out or run / "downstream.md", max_rows).read_text(encoding="utf-8"))
 
 
 @app.command()
@@ -182,13 +262,17 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command, do nothing")] = False,
     chain: Annotated[int, typer.Option(min=1, help="jobs that follow each other, instead of one that requeues")] = 1,
     array: Annotated[int, typer.Option(min=0, help="the same as one job array of this many tasks")] = 0,
+    init: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--init", help="as of m6 finetune, for a run that begins with another's weights"),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Submits a run to Slurm, or goes on with one; refuses what cannot work."""
     from m6.cluster import submission
 
     plan = submission.plan_submission(
-        config, tuple(overrides or ()), cluster, run or Path("runs") / config.stem, chain, array
+        config, tuple(overrides or ()), cluster, run or Path("runs") / config.stem, chain, array, init
     )
     jobs = [] if dry_run else submission.submit(plan)
     print(shlex.join(plan.command), *jobs, sep="\n")
@@ -218,24 +302,19 @@ def plot(
     print(plot_experts(run, out) if experts else plot_run(run, out))
 
 
-def _open_picture(path: Path) -> Image:
-    from PIL import Image
-
-    try:
-        return Image.open(path).convert("RGBA")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged files
-        raise UserError(f"{path}: not a readable picture: {error}") from None
-
-
 @functools.cache
 def _mount_commands() -> None:
     from m6.data.cli import app as data_app
+    from m6.data.codes_cli import codes
     from m6.data.tokenizer_cli import tokenizer
+    from m6.evaluation.pictures.cli import evaluate_pictures
+    from m6.generation.cli import generate
     from m6.planning.cli import app as plan_app
 
+    app.command()(evaluate_pictures)
+    app.command()(generate)
     data_app.command()(tokenizer)
+    data_app.command()(codes)
 
     app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
     app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster: does it fit, how fast is it.")

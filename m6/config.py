@@ -20,7 +20,7 @@ from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.model.sharing import PARTS, Part, Sharing
-from m6.validation import Section, check_keys, describe, parse_json, validate
+from m6.validation import Section, check_keys, describe, read_document, validate
 from moe.config import MoEConfig
 from moe.expert_parallel import exchange_steps
 
@@ -134,6 +134,22 @@ class EvaluationSettings(Section):
     num_batches: PositiveInt = Field(8, description="micro-batches per objective")
 
 
+class SampleSettings(Section):
+    """Pictures that are drawn of fixed captions during training, RUN/samples/step_NNNNNNNN.png: a row for each."""
+
+    interval_steps: PositiveInt = Field(200, description="steps between grids; one is also drawn at the end")
+    captions: list[str] = Field(min_length=1, description="one row of the grid each")
+    num_images: PositiveInt = Field(4, description="pictures of each caption")
+    guidance_scale: float = Field(
+        3.0, ge=0, description="classifier-free guidance: 1 is none, more follows the caption closer"
+    )
+    temperature: PositiveFloat = Field(1.0, description="below 1 prefers likely codes, above 1 evens them out")
+    top_k: int | None = Field(None, gt=0, description="draw from the k most likely codes only")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="draw from the fewest codes whose probabilities sum to p only"
+    )
+
+
 class CheckpointSettings(Section):
     """When checkpoints are written and how many stay."""
 
@@ -172,7 +188,15 @@ class M6Settings(Section):
     offload: OffloadSettings | None = Field(
         None, description="experts in host memory that stream through a byte budget; absent: on the device"
     )
+    init: Path | None = Field(
+        None,
+        description="the run or exported model whose weights this one begins with, `m6 finetune --init`; absent: the "
+        "weights are drawn",
+    )
     evaluation: EvaluationSettings = EvaluationSettings()
+    samples: SampleSettings | None = Field(
+        None, description="pictures of fixed captions that are drawn during training; absent: none"
+    )
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
 
@@ -198,18 +222,11 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     Raises:
         UserError: for a missing file, broken JSON, or any key or value that is wrong; the message names it.
     """
-    try:
-        document = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(document).__name__}")
-    for override in overrides:
-        _apply_override(document, override)
+    return parse_document(path, read_document(path, overrides))
+
+
+def parse_document(path: Path, document: dict[str, Any]) -> RunConfig:
+    """Validates a document that came from the file ``path``, which errors name."""
     try:
         return parse_config(document)
     except UserError as error:
@@ -247,6 +264,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         )
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, total)
+    _check_pictures(settings)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
 
 
@@ -285,6 +303,16 @@ def _check_offload(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
         raise UserError(f"m6.offload: {reason}")
 
 
+def _check_pictures(settings: M6Settings) -> None:
+    draws = settings.objectives.text_to_image.weight > 0
+    if draws and settings.data.image_tokenizer is None:
+        raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to write")
+    if settings.samples is not None and not draws:
+        raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
+    if settings.init is not None and settings.pseudo_to_real is not None:
+        raise UserError("m6.pseudo_to_real: a run that begins with the weights of m6.init has no Pseudo stage")
+
+
 def check_world_size(config: RunConfig, world_size: int) -> int:
     """Checks the run against a number of ranks; returns the gradient accumulation steps."""
     accumulation = config.deepspeed.accumulation_steps(world_size)
@@ -309,6 +337,15 @@ def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
             raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
 
 
+def check_codes_fit(image_vocab_size: int, codebook_size: int) -> None:
+    """Raises if a model's vocabulary has no room for an image tokenizer's codes."""
+    if codebook_size > image_vocab_size:
+        raise UserError(
+            f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is {image_vocab_size}: "
+            f"pretrain one with a text tokenizer that was made with --image-vocab-size {codebook_size} or more"
+        )
+
+
 def _model_config(settings: M6Settings) -> M6Config:
     own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
     check_keys(settings.model, own, "m6.model")
@@ -322,24 +359,3 @@ def _model_config(settings: M6Settings) -> M6Config:
         return M6Config(**settings.model, moe=settings.moe)
     except (ValueError, TypeError) as error:
         raise UserError(f"m6.model: {error}") from None
-
-
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
-    try:
-        value = parse_json(text)
-    except UserError as error:
-        raise UserError(f"--set {override}: {error}") from None
-    except (ValueError, RecursionError):
-        value = text  # a plain string
-    *parents, last = key.split(".")
-    if not all((*parents, last)):
-        raise UserError(f"--set {override}: an empty name in {key}")
-    node = document
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise UserError(f"--set {override}: {parent} is not a section")
-    node[last] = value

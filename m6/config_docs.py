@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from m6.config import M6Settings
 from m6.deepspeed_keys import OPTIMIZERS, PASSED_ON, REFUSED
 from m6.model.configuration import M6Config
+from m6.tokenizers.image.settings import ImageTokenizerTraining
 from moe.config import MoEConfig
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path", NoneType: "null"}
@@ -47,6 +48,13 @@ Accepted:
 """
 
 
+_IMAGE_TOKENIZER = """\
+## The image tokenizer
+
+`m6 train-image-tokenizer FILE --out DIR` reads a JSON of its own, such as those in `configs/image_tokenizer`.
+"""
+
+
 def config_readme() -> str:
     """The text of configs/README.md."""
     parts = [
@@ -56,6 +64,8 @@ def config_readme() -> str:
         _table(["key", "instead"], [[f"`{key}`", reason] for key, reason in sorted(REFUSED.items())]),
         "## The section `m6`\n",
         *_sections(M6Settings, "m6"),
+        _IMAGE_TOKENIZER,
+        *_sections(ImageTokenizerTraining, ""),
     ]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -65,7 +75,7 @@ def _sections(settings: type[BaseModel], path: str) -> Iterator[str]:
     inner: list[str] = []
     rows = []
     for name, field in settings.model_fields.items():
-        key = f"{path}.{name}"
+        key = f"{path}.{name}".lstrip(".")
         if key in _DATACLASSES:
             inner.extend([f"### `{key}`\n", *_dataclass_section(*_DATACLASSES[key])])
         section = _model_of(field.annotation)
@@ -125,6 +135,8 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return " or ".join(_type(kind, field) for kind in arguments)
+    if origin is Annotated:
+        return _type(arguments[0])
     if origin is Literal:
         return ", ".join(_json(value) for value in arguments)
     if origin is list:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,15 +20,20 @@ from m6.errors import UserError, nearest
 from m6.files import sync, write_json
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
-from m6.tokenizers.text import load_text_tokenizer
+from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 from m6.training.checkpoint import complete_checkpoints
 from m6.training.checkpoint_format import CheckpointReader
 from m6.training.delinked_reader import DelinkedReader, is_pseudo
 from m6.training.fragments import WEIGHT
 from m6.training.run_directory import RunDirectory
 
+if TYPE_CHECKING:
+    from m6.tokenizers.image import ImageTokenizer
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
+IMAGE_TOKENIZER = "image_tokenizer"
+"""The folder inside of an exported model that holds the image tokenizer."""
 
 
 def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes: int = 4 << 30) -> None:
@@ -60,8 +65,10 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         _write_weights(temporary, reader, model_config, DTYPES[dtype], max_shard_bytes)
         model_config.save_pretrained(temporary)
         processor.save_pretrained(temporary)
+        if reader.state.get("image_tokenizer") is not None:
+            load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
         mode = (temporary / "config.json").stat().st_mode
-        for file in temporary.iterdir():
+        for file in (path for path in temporary.rglob("*") if path.is_file()):
             file.chmod(mode)  # safetensors makes files that only their owner may read
             sync(file)
         os.replace(temporary, out)
@@ -81,7 +88,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     Raises:
         UserError: the folder is neither, or its weights are missing or damaged.
     """
-    if _is_exported(folder):
+    if is_exported(folder):
         try:
             model = M6ForConditionalGeneration.from_pretrained(folder)
             return model.to(device).eval(), M6Processor.from_pretrained(folder)  # type: ignore[arg-type]
@@ -97,18 +104,45 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     return model.eval(), processor
 
 
+def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
+    """The image tokenizer of a run, or of an exported folder.
+
+    Raises:
+        UserError: the model has not learned to draw, or the run's image tokenizer is no longer the one it learned from.
+    """
+    from m6.tokenizers.image import load_image_tokenizer
+
+    if is_exported(folder):
+        if not (folder / IMAGE_TOKENIZER).is_dir():
+            raise UserError(f"{folder}: the model does not draw: it has no folder {IMAGE_TOKENIZER}")
+        return load_image_tokenizer(folder / IMAGE_TOKENIZER)
+    path = load_config(folder / "config.json").m6.data.image_tokenizer
+    trained_with = newest_complete_checkpoint(folder).state.get("image_tokenizer")
+    if path is None or trained_with is None:
+        raise UserError(f"{folder}: the model does not draw: it has not been trained with m6.objectives.text_to_image")
+    image_tokenizer = load_image_tokenizer(path)
+    if image_tokenizer.checksum != trained_with:
+        raise UserError(f"{path}: not the image tokenizer that {folder} was trained with")
+    return image_tokenizer
+
+
 def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
     """The newest complete checkpoint, its files checked against their checksums; one of a Pseudo model is read as the
     Real model, which computes the same."""
+    reader = newest_complete_checkpoint(run_dir)
+    problems = reader.verify()
+    if problems:
+        raise UserError("; ".join(problems))
+    return DelinkedReader(reader.folder) if is_pseudo(reader) else reader
+
+
+def newest_complete_checkpoint(run_dir: Path) -> CheckpointReader:
+    """The newest complete checkpoint of a run, its shards not yet checked; UserError when there is none."""
     root = RunDirectory(run_dir).checkpoints
     folders = complete_checkpoints(root)
     if not folders:
         raise UserError(f"{root} holds no complete checkpoint")
-    reader = CheckpointReader(folders[-1])
-    problems = reader.verify()
-    if problems:
-        raise UserError("; ".join(problems))
-    return DelinkedReader(folders[-1]) if is_pseudo(reader) else reader
+    return CheckpointReader(folders[-1])
 
 
 def load_weights(model: M6ForConditionalGeneration, reader: CheckpointReader) -> None:
@@ -123,6 +157,11 @@ def run_processor(config: RunConfig, reader: CheckpointReader) -> M6Processor:
     tokenizer = load_text_tokenizer(config.m6.data.tokenizer)
     if tokenizer.fingerprint != reader.state["tokenizer"]:
         raise UserError(f"{config.m6.data.tokenizer}: not the tokenizer that {reader.folder} was trained with")
+    return make_processor(config, tokenizer)
+
+
+def make_processor(config: RunConfig, tokenizer: M6Tokenizer) -> M6Processor:
+    """The processor of a run's model."""
     side = config.model.image_size
     image_processor = M6ImageProcessor(size={"height": side, "width": side})
     return M6Processor(image_processor, tokenizer, num_patches=config.model.num_patches)
@@ -170,7 +209,8 @@ def _check_shape(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
         raise UserError(f"{reader.folder}: {name} has shape {stored}, the model has {tuple(tensor.shape)}")
 
 
-def _is_exported(folder: Path) -> bool:
+def is_exported(folder: Path) -> bool:
+    """Whether the folder holds an exported model, not a run; UserError if neither."""
     file = folder / "config.json"
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
@@ -35,6 +36,31 @@ def validate(model: type[Model], value: Any, where: str) -> Model:
         return model.model_validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
         raise UserError(describe(error, model, where)) from None
+
+
+def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The object in a JSON file, with values replaced.
+
+    Args:
+        path: the JSON file.
+        overrides: ``key.path=value`` strings; the value is JSON, or else a plain string.
+
+    Raises:
+        UserError: for a missing file, broken JSON, or an override that does not fit; the message names it.
+    """
+    try:
+        document = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(document).__name__}")
+    for override in overrides:
+        _apply_override(document, override)
+    return document
 
 
 def parse_json(text: str) -> Any:
@@ -101,3 +127,24 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if keys.count(key) > 1:
             raise UserError(f'the key "{key}" is given twice')
     return dict(pairs)
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
+    try:
+        value = parse_json(text)
+    except UserError as error:
+        raise UserError(f"--set {override}: {error}") from None
+    except (ValueError, RecursionError):
+        value = text  # a plain string
+    *parents, last = key.split(".")
+    if not all((*parents, last)):
+        raise UserError(f"--set {override}: an empty name in {key}")
+    node = document
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise UserError(f"--set {override}: {parent} is not a section")
+    node[last] = value

@@ -45,7 +45,13 @@ class Submission:
 
 
 def plan_submission(
-    config_path: Path, overrides: tuple[str, ...], cluster_path: Path, run: Path, chain: int, array: int
+    config_path: Path,
+    overrides: tuple[str, ...],
+    cluster_path: Path,
+    run: Path,
+    chain: int,
+    array: int,
+    init: Path | None = None,
 ) -> Submission:
     """Checks a run against a cluster and works out the jobs; writes nothing.
 
@@ -53,12 +59,18 @@ def plan_submission(
         run: the folder of the run.
         chain: number of jobs that follow each other; 1 is a single job, which requeues itself.
         array: number of tasks of a job array that follow each other; 0 for no array.
+        init: the run or exported model that the run begins with, if it fine-tunes one.
 
     Raises:
         UserError: names what cannot work, and the values that contradict each other.
     """
     cluster = load_cluster(cluster_path)
-    config = load_config(config_path, overrides)
+    if init is None:
+        config = load_config(config_path, overrides)
+    else:
+        from m6.training.initial_weights import load_finetuning_config
+
+        config = load_finetuning_config(config_path, init.absolute(), overrides)
     check_world_size(config, cluster.world_size)
     run = run.absolute()
     _check_run(config, run, cluster)
@@ -104,6 +116,8 @@ def submit(submission: Submission) -> list[str]:
 
 
 def _check_run(config: RunConfig, run: Path, cluster: ClusterDescription) -> None:
+    from m6.training.checkpoint import complete_checkpoints
+    from m6.training.initial_weights import check_initial_weights
     from m6.training.loop import open_data
 
     if any(character in str(run) for character in ",\n"):
@@ -114,7 +128,9 @@ def _check_run(config: RunConfig, run: Path, cluster: ClusterDescription) -> Non
             raise UserError(f"{run / name} exists: {meaning}")
     if cluster.nodes > 1:
         check_shared(run, cluster.shared_folders)
-    open_data(config)
+    tokenizer = open_data(config).tokenizer
+    if config.m6.init is not None and not complete_checkpoints(run / "checkpoints"):
+        check_initial_weights(config.m6.init, tokenizer)
 
 
 def _sbatch(command: list[str]) -> str:

@@ -40,6 +40,8 @@ class BuildSettings:
     validation_share: float = 0.01
     test_share: float = 0.01
     max_bad_share: float = 0.01
+    hold_out: tuple[str, ...] = ()
+    """texts that are kept out of training: their rows go to validation instead"""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "passage_chars", "limit"):
@@ -67,7 +69,9 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
         raise UserError(f'two sources are called "{repeated[0]}"; name one with CALLED=PATH')
     out = out.resolve()
     origins = {source.name: source.origin() for source in sources}
-    recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share"}
+    recipe = {name: value for name, value in asdict(settings).items() if name not in ("max_bad_share", "hold_out")}
+    if settings.hold_out:
+        recipe["hold_out"] = list(settings.hold_out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
         if existing is not None and _describes(existing, recipe, origins):
@@ -131,6 +135,8 @@ def _build_source(
                     skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 continue
             split = row.split or assign_split(row.group, settings.validation_share, test_share)
+            if split == "train" and row.text in settings.hold_out:
+                split = "validation"
             columns = ("id", "text", "image", "question", "answer", "group")
             writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
     splits = {cast(Split, split): SplitEntry.of(writer.shards) for split, writer in writers.items()}
@@ -151,7 +157,7 @@ def _checked(
     rows: Iterable[Row], kind: Kind, settings: BuildSettings, workers: int
 ) -> Iterator[tuple[Row, str | None]]:
     """Checks rows in order; pictures in worker processes, with a bounded number of chunks in flight."""
-    if workers == 1 or kind == "text":
+    if workers == 1 or kind in ("text", "labelled_text"):
         yield from (check_row(row, kind, settings) for row in rows)
         return
     source = iter(rows)
@@ -185,7 +191,9 @@ def check_row(row: Row, kind: Kind, settings: BuildSettings) -> tuple[Row, str |
         return row, "empty text"
     if len(row.text) > settings.passage_chars:
         return row, "text too long"
-    if kind == "text":
+    if kind == "labelled_text" and not row.answer:
+        return row, "no label"
+    if kind in ("text", "labelled_text"):
         return row, None
     if row.image is None:
         return row, "missing image"

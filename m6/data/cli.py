@@ -44,9 +44,16 @@ def build(
     validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
     test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
     max_bad_share: Annotated[float, typer.Option(help="More bad rows than this share are an error.")] = 0.01,
+    hold_out: Annotated[
+        list[str] | None,
+        typer.Option(help="A caption to keep out of training, so that it can be tested; may be given often."),
+    ] = None,
     text_column: Annotated[str, typer.Option(help="Your own data: the column of captions or texts.")] = "text",
     image_column: Annotated[
         str | None, typer.Option(help='Your own data: the column of pictures ("image" where there is one).')
+    ] = None,
+    label_column: Annotated[
+        str | None, typer.Option(help="Your own tables: the column of labels, for classification of their texts.")
     ] = None,
     licence: Annotated[str | None, typer.Option(help="Your own data: its licence, kept in the manifest.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where fetched packages are kept.")] = None,
@@ -60,12 +67,14 @@ def build(
         validation_share=validation_share,
         test_share=test_share,
         max_bad_share=max_bad_share,
+        hold_out=tuple(hold_out or ()),
     )
     options = SourceOptions(
         cache=cache or default_cache(),
         passage_chars=passage_chars,
         text_column=text_column,
         image_column=image_column,
+        label_column=label_column,
         licence=licence,
     )
     sources = [find_source(specifier, options) for specifier in source]

@@ -18,7 +18,7 @@ MANIFEST_NAME = "manifest.json"
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 
 Split = Literal["train", "validation", "test"]
-Kind = Literal["text", "image_text", "vqa"]
+Kind = Literal["text", "image_text", "vqa", "labelled_text"]
 
 
 class _Entry(BaseModel):

@@ -9,8 +9,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch.utils.data import DataLoader, Dataset
 
+from m6.data.codes import Codes, CodesManifest, load_codes_manifest
 from m6.data.collate import Collator, MicroBatch
-from m6.data.manifest import Manifest
+from m6.data.manifest import SPLITS, Manifest
 from m6.data.mixture import Mixture, permuted
 from m6.data.objectives import (
     MIN_TEXT_TOKENS,
@@ -19,9 +20,13 @@ from m6.data.objectives import (
     Example,
     ObjectivesSettings,
     Sample,
+    judges_pairs,
     make_example,
     max_text_tokens,
+    pair,
+    reads_codes,
     source_kind,
+    target_ids,
 )
 from m6.errors import UserError, nearest
 from m6.tokenizers.processor import decode_picture
@@ -43,6 +48,11 @@ class DataSettings(BaseModel):
 
     path: Path = Field(description='data folder, made by "m6 data build"')
     tokenizer: Path = Field(description='tokenizer folder, made by "m6 data tokenizer"')
+    image_tokenizer: str | None = Field(
+        default=None,
+        description="folder of the image tokenizer, or its name on the Hub, whose codes text_to_image learns to write; "
+        '"m6 data codes" makes them',
+    )
     sources: dict[str, float] | None = Field(
         default=None, description="relative weight of each source; absent: all sources, in proportion to their rows"
     )
@@ -103,7 +113,12 @@ class PretrainingData:
             packing=settings.packing,
         )
         self._source_weights = source_weights(self.manifest, split, settings.sources)
-        self._max_tokens = {name: max_text_tokens(name, settings.sequence_length, num_patches) for name in OBJECTIVES}
+        self._open_codes: dict[tuple[str, str], Codes] = {}
+        self.codes = self._find_codes()
+        num_codes = 0 if self.codes is None else self.codes.num_codes
+        self._max_tokens = {
+            name: max_text_tokens(name, settings.sequence_length, num_patches, num_codes) for name in OBJECTIVES
+        }
         self._sizes = {source: self.manifest.split(source, split).rows for source in self._source_weights}
         self._mixture = Mixture(pair_weights(self.manifest, objectives, self._source_weights), self._sizes, seed)
         self._open: dict[tuple[str, str], datasets.Dataset] = {}
@@ -111,7 +126,8 @@ class PretrainingData:
             if self._max_tokens[name] < MIN_TEXT_TOKENS:
                 raise UserError(
                     f"m6.data.sequence_length {settings.sequence_length} leaves {self._max_tokens[name]} tokens "
-                    f"of text for {name} (a picture takes {num_patches}); at least {MIN_TEXT_TOKENS} are needed"
+                    f"of text for {name} (a picture takes {num_codes if reads_codes(name) else num_patches}); at least "
+                    f"{MIN_TEXT_TOKENS} are needed"
                 )
 
     @property
@@ -123,6 +139,28 @@ class PretrainingData:
     def active_objectives(self) -> list[str]:
         """The objectives of positive weight, in the order of OBJECTIVES."""
         return [name for name in OBJECTIVES if self.objectives.of(name).weight > 0]
+
+    @property
+    def codes_checksum(self) -> str | None:
+        """Of the image tokenizer whose codes are read, if any are."""
+        return None if self.codes is None else self.codes.tokenizer
+
+    def target_ids(self, objective: str, source: str, split: str) -> Iterator[list[int]]:
+        """What an objective would have the model write about each row of a source, as ``micro_batch`` cuts it.
+
+        Rows that cannot be used are left out.
+        """
+        if not self.manifest.files(source, split):
+            return
+        rows = _open_columns(self.manifest, source, split).remove_columns("image")
+        for row, values in enumerate(rows):
+            sample = Sample(**values, codes=self._codes_of(objective, source, split, row))
+            if judges_pairs(objective):
+                sample = _paired(sample, rows, np.random.default_rng(row))
+            try:
+                yield target_ids(objective, sample, self.tokenizer, self._max_tokens[objective])
+            except BadRow:
+                continue
 
     def micro_batch(self, index: int) -> MicroBatch:
         """The micro-batch of a global index, from 0.
@@ -172,8 +210,22 @@ class PretrainingData:
         self.objectives.of(objective)
         return _ValidationBatches(self, objective, num)
 
+    def _find_codes(self) -> CodesManifest | None:
+        if not any(reads_codes(name) for name in self.active_objectives):
+            return None
+        from m6.tokenizers.image import load_image_tokenizer
+
+        if self.settings.image_tokenizer is None:
+            raise UserError("m6.data.image_tokenizer is missing: it names the codes that text_to_image learns to write")
+        found = load_codes_manifest(self.manifest, load_image_tokenizer(self.settings.image_tokenizer).checksum)
+        for source in self._source_weights:
+            if self.manifest.sources[source].kind == "image_text":
+                for split in SPLITS:  # here and not in the middle of a run, what is missing or damaged is found
+                    self._open_codes[source, split] = Codes(self.manifest, source, split, found.tokenizer)
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}}
+        return self.__dict__ | {"_open": {}, "_open_codes": {}}
 
     def _sample(self, number: int, bad_rows: list[str]) -> tuple[Example, np.ndarray | None]:
         draw = self._mixture.draw(number)
@@ -190,20 +242,31 @@ class PretrainingData:
         self, objective: str, source: str, split: str, row: int, seed: int, bad_rows: list[str]
     ) -> tuple[Example, np.ndarray | None] | None:
         """Reads a row and makes its example and decoded picture; or appends to ``bad_rows`` and returns None."""
-        if (source, split) not in self._open:
-            self._open[source, split] = _open_columns(self.manifest, source, split)
-        values = self._open[source, split][row]
+        sample = self._sample_of(objective, source, split, row)
         rng = np.random.default_rng(seed)
+        if judges_pairs(objective):
+            sample = _paired(sample, self._open[source, split], rng)
         try:
-            example = make_example(
-                objective, Sample(**values), rng, self.tokenizer, self.objectives, self._max_tokens[objective]
-            )
+            example = make_example(objective, sample, rng, self.tokenizer, self.objectives, self._max_tokens[objective])
             if example.image is None:
                 return example, None
             return example, self._decode(example.image)
         except BadRow as error:
-            bad_rows.append(f"{source}:{values['id']}: {error}")
+            bad_rows.append(f"{source}:{sample.id}: {error}")
             return None
+
+    def _sample_of(self, objective: str, source: str, split: str, row: int) -> Sample:
+        if (source, split) not in self._open:
+            self._open[source, split] = _open_columns(self.manifest, source, split)
+        return Sample(**self._open[source, split][row], codes=self._codes_of(objective, source, split, row))
+
+    def _codes_of(self, objective: str, source: str, split: str, row: int) -> list[int] | None:
+        if self.codes is None or not reads_codes(objective):
+            return None
+        if (source, split) not in self._open_codes:
+            self._open_codes[source, split] = Codes(self.manifest, source, split, self.codes.tokenizer)
+        codes = self._open_codes[source, split][row]
+        return None if codes is None else codes.tolist()
 
     def _decode(self, image: bytes) -> np.ndarray:
         try:
@@ -307,6 +370,10 @@ def _open_columns(manifest: Manifest, source: str, split: str) -> "datasets.Data
     from m6.data.reader import open_split
 
     return open_split(manifest, source, split).select_columns(["id", "text", "image", "question", "answer"])
+
+
+def _paired(sample: Sample, rows: "datasets.Dataset", rng: np.random.Generator) -> Sample:
+    return pair(sample, rows[int(rng.integers(len(rows)))]["text"], rng)
 
 
 def _identity(batch: Any) -> Any:

@@ -12,9 +12,8 @@ import numpy as np
 from m6.config import RunConfig
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.manifest import MANIFEST_NAME
-from m6.data.objectives import max_text_tokens, source_kind
+from m6.data.objectives import source_kind
 from m6.data.pretraining import PretrainingData, source_weights
-from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.evaluation.ngram import Ints, NGramModel
 from m6.files import sha256, write_json
@@ -77,17 +76,13 @@ def compute_baselines(config: RunConfig, data: PretrainingData, num_batches: int
 
 def training_targets(config: RunConfig, data: PretrainingData, objective: str) -> list[Ints]:
     """``[bos] + ids + [eos]`` of every training row of the objective's sources, cut as the objective cuts them."""
-    settings, tokenizer = config.m6.data, data.tokenizer
-    max_tokens = max_text_tokens(objective, settings.sequence_length, config.model.num_patches)
-    targets = []
-    for source in source_weights(data.manifest, "train", settings.sources):
-        if data.manifest.sources[source].kind != source_kind(objective):
-            continue
-        for text in open_split(data.manifest, source, "train").select_columns(["text"])["text"]:
-            ids = tokenizer.encode_ids(text, max_tokens)
-            if ids:
-                targets.append(np.array([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]))
-    return targets
+    tokenizer = data.tokenizer
+    return [
+        np.array([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id])
+        for source in source_weights(data.manifest, "train", config.m6.data.sources)
+        if data.manifest.sources[source].kind == source_kind(objective)
+        for ids in data.target_ids(objective, source, "train")
+    ]
 
 
 def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints]:
@@ -110,6 +105,7 @@ def _made_from(config: RunConfig, data: PretrainingData, num_batches: int) -> di
     return {
         "manifest": sha256(data.manifest.folder / MANIFEST_NAME),
         "tokenizer": data.tokenizer.fingerprint,
+        "image_tokenizer": data.codes_checksum,
         "objectives": settings.objectives.model_dump(mode="json"),
         "sources": settings.data.sources,
         "sequence_length": settings.data.sequence_length,

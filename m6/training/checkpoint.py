@@ -6,13 +6,14 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from m6.errors import UserError
 from m6.files import write_text
@@ -31,6 +32,18 @@ from m6.training.runtime import Runtime
 
 _FOLDER = re.compile(r"step_(\d{8})")
 _POLL_S = 0.05
+
+
+class WeightReader(Protocol):
+    """Any range of any tensor of a checkpoint, or of something that is read like one."""
+
+    folder: Path
+    shapes: dict[tuple[str, str], tuple[int, ...]]
+    """by name and kind"""
+
+    def names(self, kind: str) -> list[str]: ...
+
+    def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None: ...
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -198,6 +211,27 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
     Raises:
         UserError: the checkpoint is of another model or optimizer.
     """
+    create_moments(engine)
+    _fill(engine, reader, all_fragments(engine))
+    set_optimizer_step(engine, reader.state["optimizer_step"])
+    offloaded = offloaded_experts(engine)
+    if offloaded is not None:
+        offloaded.runtime.num_updates = reader.state["optimizer_step"]
+    for key, value in reader.state.get("loss_scaler", {}).items():
+        setattr(engine.optimizer.loss_scaler, key, value)
+    engine.global_steps = reader.state["step"]
+
+
+def restore_weights(engine: Any, reader: WeightReader) -> None:
+    """Loads weights alone, for a run that begins with those of another.
+
+    Raises:
+        UserError: they are of another model.
+    """
+    _fill(engine, reader, (fragment for fragment in all_fragments(engine) if fragment.kind == WEIGHT))
+
+
+def _fill(engine: Any, reader: WeightReader, wanted: Iterable[Fragment]) -> None:
     names = {name for name, _ in (*engine.module.named_parameters(), *engine.module.named_buffers())}
     offloaded = offloaded_experts(engine)
     if offloaded is not None:
@@ -205,9 +239,8 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
     for name in reader.names(WEIGHT):
         if name not in names:
             raise UserError(f"{reader.folder}: holds {name}, which this model has not: it is of another model")
-    create_moments(engine)
     with torch.no_grad():
-        for fragment in all_fragments(engine):
+        for fragment in wanted:
             stored = reader.shapes.get((fragment.name, fragment.kind))
             if stored != fragment.shape:
                 of_another = f"this model has {fragment.shape}: the checkpoint is of another model or optimizer"
@@ -216,12 +249,6 @@ def restore(engine: Any, reader: CheckpointReader) -> None:
                 raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {of_another}")
             reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
     publish_weights(engine)
-    set_optimizer_step(engine, reader.state["optimizer_step"])
-    if offloaded is not None:
-        offloaded.runtime.num_updates = reader.state["optimizer_step"]
-    for key, value in reader.state.get("loss_scaler", {}).items():
-        setattr(engine.optimizer.loss_scaler, key, value)
-    engine.global_steps = reader.state["step"]
 
 
 def all_fragments(engine: Any) -> Iterator[Fragment]:

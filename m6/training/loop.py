@@ -11,17 +11,21 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from m6.config import RunConfig, check_tokenizer, check_world_size
+from m6.config import RunConfig, check_codes_fit, check_tokenizer, check_world_size
 from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import UserError
+from m6.export import make_processor
+from m6.generation.text_to_image import check_captions
 from m6.planning.activations import BatchShape
 from m6.planning.memory import describe, predict_memory
 from m6.planning.prediction import announce, outcome_line
 from m6.planning.profile import Profile
+from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpoint import Checkpointer, open_newest, open_together, restore
 from m6.training.engine import build_engine, release_engine
 from m6.training.evaluation import evaluate
 from m6.training.expert_health import loads_wanted
+from m6.training.initial_weights import load_initial_weights
 from m6.training.metrics import Wishes
 from m6.training.nonfinite import NonfinitePolicy
 from m6.training.offloading import offloaded_experts
@@ -29,6 +33,7 @@ from m6.training.pseudo_to_real import Stage
 from m6.training.report import IntervalReport
 from m6.training.run_directory import RunDirectory
 from m6.training.runtime import Runtime, free_memory
+from m6.training.sample_grids import SampleGrids
 from m6.training.signals import StopFlag
 from m6.training.stage_metrics import StageMetrics
 from m6.training.trackers import Trackers
@@ -62,6 +67,7 @@ class Trainer:
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
         self.trackers = Trackers(run, self.settings.logging, config.document) if runtime.is_main else None
+        self.sample_grids = self._open_sample_grids()
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
 
@@ -75,7 +81,7 @@ class Trainer:
         stopped = False
         # tqdm is silent by itself where there is no terminal.
         hidden = None if self.runtime.is_main else True
-        with tqdm(total=total, initial=self.step, unit="step", desc="pretrain", disable=hidden) as progress:
+        with tqdm(total=total, initial=self.step, unit="step", desc=self.run.root.name, disable=hidden) as progress:
             while self.step < total and not stopped:
                 begin = time.perf_counter()
                 micro_batches = next(batches)
@@ -113,14 +119,21 @@ class Trainer:
             loads = loads_wanted(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
             self._track({**entry, **health, **self.stage_metrics.finish(self.engine)})
-        if self.step % settings.evaluation.interval_steps == 0 or self.step == settings.training.total_steps:
+        if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
             self._track({"step": self.step, "time": time.time(), "validation": losses})
             report.exclude(time.perf_counter() - begin)
+        if self.sample_grids is not None and self._is_due(self.sample_grids.settings.interval_steps):
+            begin = time.perf_counter()
+            self._show(self.sample_grids.draw(self.engine, self.step))
+            report.exclude(time.perf_counter() - begin)
         if self.step % settings.checkpoint.interval_steps == 0 or save:
             report.add_checkpoint_stall(self._save())
         self.checkpointer.check()
+
+    def _is_due(self, interval_steps: int) -> bool:
+        return self.step % interval_steps == 0 or self.step == self.settings.training.total_steps
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step from the current one on.
@@ -139,6 +152,14 @@ class Trainer:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
         self.train_step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, self.stage)
 
+    def _open_sample_grids(self) -> SampleGrids | None:
+        settings, image_tokenizer = self.settings.samples, self.settings.data.image_tokenizer
+        if settings is None or image_tokenizer is None:
+            return None
+        processor = make_processor(self.config, self.data.tokenizer)
+        folder = self.run.root / "samples"
+        return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), folder, self.runtime)
+
     def _resume(self) -> None:
         for problem in self.problems:
             self._say(f"warning: checkpoint not used: {problem}")
@@ -148,10 +169,18 @@ class Trainer:
                 raise UserError(
                     f"{self.settings.data.tokenizer}: the tokenizer is not the one of the checkpoint in {self.run.root}"
                 )
+            if state.get("image_tokenizer") != self.data.codes_checksum:
+                raise UserError(
+                    f"{self.settings.data.image_tokenizer}: the image tokenizer is not the one of the checkpoint in "
+                    f"{self.run.root}"
+                )
             restore(self.engine, self.stage.reader(self.checkpoint))
             self.checkpoint = None
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._say(f"resumed {self.run.root} at step {self.step}")
+        elif self.settings.init is not None:
+            load_initial_weights(self.engine, self.settings.init)
+            self._say(f"{self.run.root} begins with the weights of {self.settings.init}")
         if self.runtime.is_main:
             self.run.cut_metrics_after(self.step)
 
@@ -198,6 +227,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "tokens_seen": self.tokens_seen,
             "tokenizer": self.data.tokenizer.fingerprint,
+            "image_tokenizer": self.data.codes_checksum,
             "model": self.config.model.to_diff_dict(),
             **self.stage.state(),
         }
@@ -240,6 +270,10 @@ class Trainer:
         if self.trackers is not None:
             self.trackers.write(entry)
 
+    def _show(self, picture: Path | None) -> None:
+        if self.trackers is not None and picture is not None:
+            self.trackers.show("samples", picture, self.step)
+
     def _say(self, text: str) -> None:
         if self.runtime.is_main:
             print(text, file=sys.stderr, flush=True)
@@ -257,6 +291,10 @@ def open_data(config: RunConfig) -> PretrainingData:
         patch_size=config.model.patch_size,
     )
     check_tokenizer(config, data.tokenizer)
+    if data.codes is not None:
+        check_codes_fit(config.model.image_vocab_size, data.codes.codebook_size)
+        captions = [] if settings.samples is None else settings.samples.captions
+        check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
     return data
 
 

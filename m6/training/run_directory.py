@@ -35,7 +35,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IG
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
 # What may change between two attempts at the same run: not the model, the data order or the schedule.
-_MAY_CHANGE = ("offload", "checkpoint", "logging", "evaluation")
+_MAY_CHANGE = ("offload", "checkpoint", "logging", "evaluation", "samples")
 _IDENTIFYING = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
     "torch_autocast",

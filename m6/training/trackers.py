@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from m6.config import LoggingSettings
 from m6.errors import UserError
@@ -49,6 +52,17 @@ class Trackers:
         if self._tensorboard is not None:
             for key, value in flat.items():
                 self._tensorboard.add_scalar(key, value, entry["step"])
+
+    def show(self, name: str, picture: Path, step: int) -> None:
+        """Shows a PNG to the trackers that can."""
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({name: wandb.Image(str(picture))}, step=step)
+        if self._tensorboard is not None:
+            from PIL import Image
+
+            self._tensorboard.add_image(name, np.asarray(Image.open(picture)), step, dataformats="HWC")
 
     def close(self) -> None:
         if self._wandb is not None:

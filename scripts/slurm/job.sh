@@ -1,4 +1,5 @@
-# The body of every training job: `source` it, then `train CONFIG [OPTIONS OF m6 pretrain]`.
+# The body of every training job: `source` it, then `train CONFIG [OPTIONS OF m6 pretrain]`, or
+# `M6_COMMAND=finetune train CONFIG --init RUN [OPTIONS OF m6 finetune]`.
 #
 # What an attempt came to is read from files, never from exit codes: srun reports the largest code of all ranks, which
 # is that of the ones it ended, and after a lost node it may report 0.
@@ -65,7 +66,7 @@ train() {
             replace_nodes
         fi
         record_attempt
-        run_step python -u -m m6.cli pretrain "$CONFIG" --run-dir "$RUN_DIR" "$@"
+        run_step python -u -m m6.cli "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@"
         exit_if_over
         if [[ -n $STOP_ASKED ]]; then
             hand_over

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from m6.config import check_world_size, load_config
+from m6.config import check_world_size, load_config, parse_config
 from m6.model import M6ForConditionalGeneration, num_parameters
+from m6.validation import read_document
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 
 # name -> (ranks, parameters of the blocks' matrices, last printed digit); M6-T table 1, M6-10T section 4.
 SHIPPED = {
@@ -20,10 +22,28 @@ SHIPPED = {
     "m6_1t": (480, 1002.7e9, 0.2e9),
     "m6_10t": (512, 10.05e12, 0.01e12),
 }
+# name -> (ranks, the configuration of the run it begins with)
+FINETUNED = {
+    "text_to_image": (1, "scripts/experiments/text_to_image/pretrain.json"),
+    "text_to_image_base": (8, "configs/m6_base.json"),
+    "image_captioning": (1, "configs/m6_cpu.json"),
+    "text_classification": (1, "configs/m6_cpu.json"),
+    "image_text_matching": (1, "configs/m6_cpu.json"),
+}
 
 
 def test_every_configuration_is_listed():
     assert {path.stem for path in CONFIGS.glob("*.json")} == set(SHIPPED)
+    assert {path.stem for path in (CONFIGS / "finetune").glob("*.json")} == set(FINETUNED)
+
+
+@pytest.mark.parametrize("name", FINETUNED)
+def test_finetuning_configuration(name: str):
+    ranks, pretrained = FINETUNED[name]
+    document, before = read_document(CONFIGS / "finetune" / f"{name}.json"), read_document(ROOT / pretrained)["m6"]
+    assert not {"model", "moe"} & document["m6"].keys(), "the model is that of the run it begins with"
+    document["m6"] |= {key: before[key] for key in ("model", "moe")}
+    assert check_world_size(parse_config(document), ranks) >= 1
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -11,6 +11,7 @@ from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
 from m6.data.sources.own import PictureFolder, WebDataset
 from m6.data.sources.poetry import Poetry
+from m6.data.sources.reviews import Reviews
 from m6.data.sources.tables import HubTable, LocalTable
 from m6.data.sources.tuxpaint import TuxPaint
 from m6.errors import UserError, nearest
@@ -18,7 +19,8 @@ from m6.errors import UserError, nearest
 __all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source"]
 
 BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
-    source.name: source for source in (Inews, EasyVqaCaptions, EasyVqaQuestions, Emoji, IconPark, Poetry, TuxPaint)
+    source.name: source
+    for source in (Inews, EasyVqaCaptions, EasyVqaQuestions, Emoji, IconPark, Poetry, Reviews, TuxPaint)
 }
 
 

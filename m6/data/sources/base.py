@@ -38,6 +38,7 @@ class SourceOptions:
     passage_chars: int = 256
     text_column: str = "text"
     image_column: str | None = None
+    label_column: str | None = None
     licence: str | None = None
 
 

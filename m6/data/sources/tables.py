@@ -1,4 +1,4 @@
-"""Tables with a text column and perhaps pictures: local Parquet and JSONL files, and data sets of the Hub.
+"""Tables with a text column and perhaps pictures or labels: local Parquet and JSONL files, and data sets of the Hub.
 
 Both are read by Hugging Face Datasets as a stream. It runs no loading scripts, and pictures stay undecoded.
 """
@@ -32,7 +32,7 @@ class LocalTable(Local):
             name, self.FORMATS[files[0].suffix], data_files=[str(file) for file in files], split="train"
         )
         self._image_column = _image_column(self._data, options, name)
-        self.kind = "image_text" if self._image_column else "text"
+        self.kind = _kind(self._image_column, options)
 
     def rows(self) -> Iterator[Row]:
         folder = self._paths[0].parent
@@ -59,7 +59,7 @@ class HubTable:
         self._origin = Origin(package=f"hf:{dataset}:{split}", version=str(info.sha), licence=licence)
         self._data: datasets.IterableDataset = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
         self._image_column = _image_column(self._data, options, name)
-        self.kind: Kind = "image_text" if self._image_column else "text"
+        self.kind = _kind(self._image_column, options)
 
     def origin(self) -> list[Origin]:
         return [self._origin]
@@ -81,9 +81,13 @@ def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
 
 
 def _image_column(data: "datasets.IterableDataset", options: SourceOptions, name: str) -> str | None:
-    """The column of pictures (``image`` where it is not chosen and exists); None for a table of text."""
+    """The column of pictures (``image`` where it is not chosen and exists); None for a table of text, with labels or
+    without."""
     columns = list(data.features)
     require(options.text_column, columns, name)
+    if options.label_column is not None:
+        require(options.label_column, columns, name)
+        return None
     if options.image_column is not None:
         require(options.image_column, columns, name)
         return options.image_column
@@ -96,7 +100,7 @@ def _table_rows(
     import datasets
 
     features: dict[str, Any] = data.features
-    columns = [options.text_column] + ([image_column] if image_column else [])
+    columns = [column for column in (options.text_column, image_column, options.label_column) if column]
     data = data.select_columns(columns)
     if image_column and isinstance(features.get(image_column), datasets.Image):
         data = data.cast_column(image_column, datasets.Image(decode=False))  # a bad picture costs one row only
@@ -110,12 +114,24 @@ def _table_rows(
             return
         identity, text = f"{name}/{number}", entry[options.text_column]
         text = text if isinstance(text, str) else ""
-        if image_column:
+        if options.label_column:
+            yield Row(identity, identity, text[: options.passage_chars], answer=_label(entry[options.label_column]))
+        elif image_column:
             image = _picture_bytes(entry[image_column], folder)
             yield Row(identity, identity, text, image, problem=None if image else "missing image")
         else:
             for index, passage in enumerate(passages(text, options.passage_chars)):
                 yield Row(f"{identity}/{index}", identity, passage)
+
+
+def _kind(image_column: str | None, options: SourceOptions) -> Kind:
+    if options.label_column:
+        return "labelled_text"
+    return "image_text" if image_column else "text"
+
+
+def _label(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _picture_bytes(value: object, folder: Path | None) -> bytes | None:

@@ -18,6 +18,7 @@ SCRIPTS = {
     "pretrain_100b": ("gpu_16x8", []),
     "pretrain_1t": ("gpu_60x8", []),
     "pretrain_10t": ("gpu_64x8", []),
+    "finetune_text_to_image": ("gpu_1x8", []),
 }
 
 
@@ -31,7 +32,7 @@ def header(name: str) -> set[str]:
 
 def body(name: str) -> list[str]:
     lines = [line for line in script(name).splitlines() if not line.startswith("#")]
-    return [line if not line.startswith("train ") else "train" for line in lines]
+    return ["train" if line.startswith(("train ", "M6_COMMAND=finetune train ")) else line for line in lines]
 
 
 def test_all_scripts_are_listed():
@@ -49,7 +50,7 @@ def test_header_and_configuration(name: str):
     wanted = {option for option in cluster.options() if option != "--mem=0" or cluster.exclusive}
     assert wanted <= options
     assert {"--requeue", "--open-mode=append"} <= options
-    [config] = re.findall(r"configs/\w+\.json", script(name))
+    [config] = re.findall(r"configs/[\w/]+\.json", script(name))
     assert check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size) >= 1
 
 

@@ -174,6 +174,24 @@ def test_limit_counts_rows_of_each_source(tmp_path):
     assert [sum(s.rows for s in entry.splits.values()) for entry in manifest.sources.values()] == [4, 4]
 
 
+def test_texts_that_are_held_out_are_not_trained_on(tmp_path):
+    rows = [Row(f"f/{n}", f"concept {n}", f"图{n % 3}", picture()) for n in range(30)]
+    own = [Row("f/test", "own", "图1", picture(), split="test")]
+    settings = BuildSettings(validation_share=0.1, test_share=0.1, hold_out=("图1",))
+    held, _ = build([Fake(rows + own)], tmp_path / "held", settings)
+    plain, _ = build([Fake(rows + own)], tmp_path / "plain", BuildSettings(validation_share=0.1, test_share=0.1))
+    splits, before = read(held), read(plain)
+    assert {row["text"] for row in splits["train"]} == {"图0", "图2"}
+    assert splits["test"] == before["test"]
+    moved = [row for row in before["train"] if row["text"] == "图1"]
+    assert moved
+    assert [row for row in splits["train"] if row not in before["train"]] == []
+    assert all(row in splits["validation"] for row in moved + before["validation"])
+    assert held.recipe["hold_out"] == ["图1"]
+    assert "hold_out" not in plain.recipe, "a folder that was built without it is still recognised"
+    assert not build([Fake(rows + own)], tmp_path / "held", settings)[1]
+
+
 def test_two_sources_of_one_name_are_refused(tmp_path):
     with pytest.raises(UserError, match='two sources are called "fake"'):
         build([Fake([]), Fake([])], tmp_path / "data", BuildSettings())
@@ -277,3 +295,10 @@ def test_a_decompression_bomb_is_refused(monkeypatch):
 def test_spread_takes_the_same_share_of_each_part():
     merged = list(spread(list("aaaaaaaa"), list("bb"), []))
     assert merged == list("aabaaaabaa")
+
+
+def test_a_labelled_text_needs_its_label():
+    settings = BuildSettings(passage_chars=4)
+    assert check_row(Row("r/0", "r/0", "很好", answer="好评"), "labelled_text", settings)[1] is None
+    assert check_row(Row("r/1", "r/1", "很好"), "labelled_text", settings)[1] == "no label"
+    assert check_row(Row("r/2", "r/2", " ", answer="好评"), "labelled_text", settings)[1] == "empty text"

@@ -16,11 +16,13 @@ from m6.data.objectives import (
     max_text_tokens,
     shuffle_sentences,
     source_kind,
+    target_ids,
 )
 from m6.errors import UserError
 from m6.tokenizers import load_text_tokenizer
 from tests.fixtures.tiny_data import build_tiny_tokenizer
 
+PRETRAINING = OBJECTIVES[:4]
 MASK = -1
 TEXT = "今天早上，小明公园里看书。昨天，妈妈家里种花！周末，熊猫山上吃竹子。"
 
@@ -37,8 +39,11 @@ def make(objective, sample, tokenizer, seed=0, max_tokens=1000, **changes):
 
 
 def test_the_objectives_and_their_sources():
-    assert OBJECTIVES == ("text_denoising", "language_modelling", "image_captioning", "image_text_denoising")
-    assert [source_kind(name) for name in OBJECTIVES] == ["text", "text", "image_text", "image_text"]
+    assert PRETRAINING == ("text_denoising", "language_modelling", "image_captioning", "image_text_denoising")
+    assert [source_kind(name) for name in PRETRAINING] == ["text", "text", "image_text", "image_text"]
+    assert [ObjectivesSettings().of(name).weight > 0 for name in OBJECTIVES] == [True] * 4 + [False] * (
+        len(OBJECTIVES) - 4
+    ), "what fine-tunes is off unless a run asks for it"
 
 
 def test_language_modelling_and_captioning_have_no_source(tokenizer):
@@ -48,7 +53,7 @@ def test_language_modelling_and_captioning_have_no_source(tokenizer):
     assert (plain.source_ids, plain.target_ids, plain.image, plain.weights) == ([], ids, None, None)
     caption = make("image_captioning", sample, tokenizer)
     assert (caption.source_ids, caption.target_ids, caption.image) == ([], ids, b"bytes")
-    assert [make(name, sample, tokenizer).objective_id for name in OBJECTIVES] == [0, 1, 2, 3]
+    assert [make(name, sample, tokenizer).objective_id for name in PRETRAINING] == [0, 1, 2, 3]
 
 
 @given(
@@ -116,7 +121,7 @@ def test_shuffled_sentences(tokenizer):
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(OBJECTIVES),
+    st.sampled_from(PRETRAINING),
     st.lists(st.sampled_from(["今天，小明公园里看书。", "红色圆形", "hello 12 ", "！", "𠮷"]), min_size=1, max_size=12),
     st.integers(0, 2**32),
     st.integers(20, 80),
@@ -159,7 +164,27 @@ def test_order_is_kept_when_shuffling_is_off(tokenizer):
 
 
 def test_max_text_tokens():
-    assert [max_text_tokens(name, 128, 16) for name in OBJECTIVES] == [63, 126, 110, 55]
+    assert [max_text_tokens(name, 128, 16) for name in PRETRAINING] == [63, 126, 110, 55]
+    assert max_text_tokens("text_to_image", 128, 16, 64) == 60
+
+
+def test_text_to_image(tokenizer):
+    sample = Sample(id="a", text="红色圆形", image=b"bytes", codes=[3, 0, 15])
+    ids, first = tokenizer.encode_ids(sample.text), tokenizer.image_code_to_id(0)
+    examples = [
+        make("text_to_image", sample, tokenizer, seed, text_to_image={"caption_dropout": 0.3}) for seed in range(400)
+    ]
+    codes = [first + 3, first, first + 15]
+    for example in examples:
+        assert example.target_ids == [tokenizer.boi_token_id, *codes, tokenizer.eoi_token_id]
+        assert example.image is None, "the picture is written, not read"
+        assert example.source_ids in ([], ids)
+    # 400 draws of 0.3: the standard error is 0.023.
+    assert sum(not example.source_ids for example in examples) / 400 == pytest.approx(0.3, abs=0.1)
+    assert target_ids("text_to_image", sample, tokenizer, 100) == examples[0].target_ids
+    assert target_ids("image_captioning", sample, tokenizer, 100) == ids
+    with pytest.raises(ValueError, match="image code 16 is outside"):
+        make("text_to_image", Sample(id="a", text="红", codes=[16]), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +193,8 @@ def test_max_text_tokens():
         ("language_modelling", Sample(id="a", text=" \u3000"), "empty text"),
         ("image_captioning", Sample(id="a", text="", image=b"bytes"), "empty text"),
         ("image_text_denoising", Sample(id="a", text="红色"), "no image"),
+        ("text_to_image", Sample(id="a", text=" ", codes=[1]), "empty text"),
+        ("text_to_image", Sample(id="a", text="红色"), "no image codes"),
     ],
 )
 def test_bad_rows(tokenizer, objective, sample, reason):

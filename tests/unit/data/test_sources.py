@@ -10,7 +10,18 @@ import pytest
 from PIL import Image
 
 from m6 import files
-from m6.data.sources import BUILT_IN, SourceOptions, easy_vqa, emoji, find_source, icon_park, inews, packages, poetry
+from m6.data.sources import (
+    BUILT_IN,
+    SourceOptions,
+    easy_vqa,
+    emoji,
+    find_source,
+    icon_park,
+    inews,
+    packages,
+    poetry,
+    reviews,
+)
 from m6.data.sources.packages import DebianPackage, NpmPackage, PipPackage, members, tree_sha256
 from m6.data.sources.text import clean, passages
 from m6.errors import UserError
@@ -358,3 +369,26 @@ def test_built_in_sources_are_found_by_name(tmp_path):
     assert {find_source(name, options).name for name in BUILT_IN} == set(BUILT_IN)
     with pytest.raises(UserError, match='no source and no file or folder "emojis"; did you mean "emoji"'):
         find_source("emojis", options)
+
+
+# ---- reviews
+
+
+def test_reviews_have_one_label_each(tmp_path, monkeypatch):
+    (tmp_path / "sentiment").mkdir()
+    (tmp_path / "sentiment" / "pos.txt").write_text("很好\n很好\n\n说不清\n非常满意的书\n", encoding="utf-8")
+    (tmp_path / "sentiment" / "neg.txt").write_text("不好\u2028真的\n说不清\n", encoding="utf-8")
+    monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
+    rows = list(reviews.Reviews(SourceOptions(cache=tmp_path, passage_chars=4)).rows())
+    assert sorted((row.text, row.answer) for row in rows if not row.problem) == [
+        ("不好\u2028真", "差评"),
+        ("很好", "好评"),
+        ("非常满意", "好评"),
+    ]
+    assert {row.text for row in rows if row.problem} == {"说不清"}
+    assert len({row.group for row in rows}) == 4
+
+
+def test_reviews_of_the_package():
+    rows = [row for row in reviews.Reviews(SourceOptions(cache=None)).rows() if not row.problem]
+    assert len(rows) == 17_363

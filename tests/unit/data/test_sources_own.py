@@ -150,6 +150,17 @@ def test_jsonl_text_becomes_passages(tmp_path):
         rows_of(path, tmp_path, text_column="body", image_column="img")
 
 
+def test_a_label_column_makes_labelled_texts(tmp_path):
+    path = tmp_path / "reviews.jsonl"
+    lines = [{"text": "很好。" * 9, "stars": 5}, {"text": "一般", "stars": None}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    source = find_source(str(path), options(tmp_path, label_column="stars", passage_chars=6))
+    assert source.kind == "labelled_text"
+    assert [(row.text, row.answer) for row in source.rows()] == [("很好。很好。", "5"), ("一般", None)]
+    with pytest.raises(UserError, match='reviews has no column "star"; did you mean "stars"'):
+        rows_of(path, tmp_path, label_column="star")
+
+
 def test_jsonl_pictures_are_paths_inside_the_folder(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()

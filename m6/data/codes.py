@@ -1,0 +1,256 @@
+"""Codes of pictures beside a data folder's shards, bound to the tokenizer that made them.
+
+    DATA/codes/CHECKSUM16/manifest.json
+    DATA/codes/CHECKSUM16/{train,validation,test}/{source}-00000.parquet ...
+
+A shard of codes belongs to the shard of the data folder of the same name and has a row for every row of it, in the
+same order: the row's id, and N codes, or null where the picture cannot be decoded. The codes of several tokenizers lie
+side by side.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tqdm import tqdm
+
+from m6 import files
+from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard, SplitEntry
+from m6.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from m6.tokenizers.image import ImageTokenizer
+
+CODES_FOLDER = "codes"
+SKIPPED_NAME = "skipped.jsonl"
+_METADATA_KEY = b"m6.image_tokenizer"
+_FOLDER_CHARACTERS = 16  # of the checksum; the whole one stands in the manifest and in every shard
+
+
+class CodesManifest(BaseModel):
+    """What a folder of codes holds: whose they are, and shards per source and split."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    tokenizer: str = Field(pattern="^[0-9a-f]{64}$", description="checksum of the image tokenizer")
+    codebook_size: int
+    num_codes: int
+    image_size: int
+    data: dict[str, str] = Field(description="SHA-256 of each shard of pictures that codes were made from")
+    sources: dict[str, dict[str, SplitEntry]]
+    skipped: dict[str, dict[str, int]] = {}
+
+
+def write_codes(
+    manifest: Manifest,
+    tokenizer: ImageTokenizer,
+    sources: Sequence[str] | None = None,
+    *,
+    batch_size: int = 64,
+    max_bad_share: float = 0.01,
+    device: torch.device | None = None,
+) -> tuple[Path, CodesManifest]:
+    """Writes the codes of the sources' pictures, all splits; returns their folder and manifest.
+
+    Codes of the same tokenizer and the same shards of pictures are kept as they are. The folder appears complete or not
+    at all. Pictures that cannot be decoded get no codes; they are counted and listed in ``skipped.jsonl``.
+
+    Args:
+        manifest: of the data folder.
+        tokenizer: in evaluation mode, on ``device``.
+        sources: by default all that have pictures with captions.
+        batch_size: pictures encoded at once.
+        max_bad_share: more bad pictures of a source than this share are an error.
+        device: of the tokenizer; default CPU.
+
+    Raises:
+        UserError: a source that is unknown or has no pictures, or too many bad pictures.
+    """
+    from m6.tokenizers.image.pictures import picture_sources
+
+    names = picture_sources(manifest, sources)
+    checksum = tokenizer.checksum
+    folder = codes_folder(manifest, checksum)
+    existing = _load(folder) if (folder / MANIFEST_NAME).is_file() else None
+    shards = {
+        shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
+    }
+    if existing is not None and existing.data.items() >= shards.items():
+        return folder, existing
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        entries, skipped = {}, {}
+        with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skip_list:
+            for name in names:
+                entries[name], bad = _write_source(
+                    manifest, name, tokenizer, checksum, partial, batch_size, device or torch.device("cpu"), skip_list
+                )
+                rows = sum(entry.rows for entry in entries[name].values())
+                if bad.total() > max_bad_share * rows:
+                    reasons = ", ".join(f"{reason}: {count}" for reason, count in bad.most_common())
+                    raise UserError(
+                        f'{manifest.folder}: {bad.total()} of {rows} pictures of source "{name}" are bad ({reasons}), '
+                        f"more than --max-bad-share {max_bad_share:.1%}; nothing was written"
+                    )
+                if bad:
+                    skipped[name] = dict(bad.most_common())
+        written = CodesManifest(
+            tokenizer=checksum,
+            codebook_size=tokenizer.codebook_size,
+            num_codes=tokenizer.num_codes,
+            image_size=tokenizer.image_size,
+            data=shards,
+            sources=entries,
+            skipped=skipped,
+        )
+        files.write_json(partial / MANIFEST_NAME, written.model_dump())
+        shutil.rmtree(folder, ignore_errors=True)  # codes of fewer sources, or of other pictures
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder, written
+
+
+class Codes:
+    """The codes of one split of one source, in the row order of ``open_split``.
+
+    Raises:
+        UserError: there are no codes of this tokenizer, they are damaged, or the pictures are other ones by now.
+    """
+
+    def __init__(self, manifest: Manifest, source: str, split: str, checksum: str) -> None:
+        self.manifest = load_codes_manifest(manifest, checksum)
+        if source not in self.manifest.sources:
+            raise UserError(
+                f'{codes_folder(manifest, checksum)} has no codes of source "{source}"'
+                f"{nearest(source, self.manifest.sources)}"
+            )
+        folder = codes_folder(manifest, checksum)
+        for shard in manifest.split(source, split).shards:
+            if self.manifest.data.get(shard.file) != shard.sha256:
+                raise UserError(f"{manifest.folder / shard.file} has changed since its codes were made; {_REMEDY}")
+        entry = self.manifest.sources[source].get(split, SplitEntry())
+        tables = [_read_shard(folder / shard.file, shard, checksum) for shard in entry.shards]
+        self.ids: list[str] = [row for table in tables for row in table["id"].to_pylist()]
+        chunks = [chunk for table in tables for chunk in table["codes"].chunks]
+        size = self.manifest.num_codes
+        self._codes = [
+            chunk.values.slice(chunk.offset * size, len(chunk) * size).to_numpy(zero_copy_only=False).reshape(-1, size)
+            for chunk in chunks
+        ]
+        self._present = np.concatenate([chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in chunks] or [[]])
+        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> np.ndarray | None:
+        """int32 codes ``[N]`` of a row from 0; None where its picture could not be decoded."""
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        if not self._present[row]:
+            return None
+        chunk = int(np.searchsorted(self._ends, row, side="right"))
+        return self._codes[chunk][row - int(self._ends[chunk])]  # counted from the chunk's end
+
+
+_REMEDY = 'make them again with "m6 data codes"'
+
+
+def codes_folder(manifest: Manifest, checksum: str) -> Path:
+    """Where the codes of one tokenizer lie."""
+    return manifest.folder / CODES_FOLDER / checksum[:_FOLDER_CHARACTERS]
+
+
+def load_codes_manifest(manifest: Manifest, checksum: str) -> CodesManifest:
+    """The manifest of one tokenizer's codes; UserError when there are none, naming those that there are."""
+    folder = codes_folder(manifest, checksum)
+    if not (folder / MANIFEST_NAME).is_file():
+        others = sorted(path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}"))
+        found = f"; found are those of {', '.join(others)}" if others else ""
+        raise UserError(
+            f"{manifest.folder} holds no codes of the image tokenizer {checksum[:_FOLDER_CHARACTERS]}{found}; {_REMEDY}"
+        )
+    loaded = _load(folder)
+    if loaded.tokenizer != checksum:
+        raise UserError(f"{folder} holds codes of the image tokenizer {loaded.tokenizer}, expected {checksum}")
+    return loaded
+
+
+def _load(folder: Path) -> CodesManifest:
+    try:
+        return CodesManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+    except ValidationError as error:
+        raise UserError(
+            f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {error.errors()[0]['msg']}"
+        ) from None
+
+
+def _read_shard(path: Path, shard: Shard, checksum: str) -> pa.Table:
+    if not path.is_file() or path.stat().st_size != shard.bytes or files.sha256(path) != shard.sha256:
+        raise UserError(f"{path} is missing or damaged; {_REMEDY}")
+    table = pq.read_table(path)
+    recorded = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"{}"))
+    if recorded.get("checksum") != checksum:
+        raise UserError(f"{path} holds codes of the image tokenizer {recorded.get('checksum')}, expected {checksum}")
+    return table
+
+
+def _write_source(
+    manifest: Manifest,
+    source: str,
+    tokenizer: ImageTokenizer,
+    checksum: str,
+    folder: Path,
+    batch_size: int,
+    device: torch.device,
+    skip_list: Any,
+) -> tuple[dict[str, SplitEntry], collections.Counter[str]]:
+    from m6.tokenizers.image.pictures import decode_batch, to_unit_range
+
+    metadata = {"checksum": checksum, "codebook_size": tokenizer.codebook_size}
+    schema = pa.schema(
+        [pa.field("id", pa.string(), nullable=False), pa.field("codes", pa.list_(pa.int32(), tokenizer.num_codes))],
+        metadata={_METADATA_KEY: json.dumps(metadata)},
+    )
+    entries, skipped = {}, collections.Counter[str]()
+    for split in SPLITS:
+        written = []
+        for shard in manifest.split(source, split).shards:
+            path = folder / shard.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with pq.ParquetFile(manifest.folder / shard.file) as pictures, pq.ParquetWriter(path, schema) as writer:
+                batches = pictures.iter_batches(batch_size, columns=["id", "image"])
+                for batch in tqdm(batches, f"codes of {source}, {split}", disable=None):
+                    ids = batch["id"].to_pylist()
+                    pixels, good, bad = decode_batch(batch["image"].to_pylist(), tokenizer.image_size)
+                    codes: list[list[int] | None] = [None] * len(ids)
+                    if good:
+                        found = tokenizer.encode(to_unit_range(pixels, device)).cpu().tolist()
+                        for place, row in zip(good, found, strict=True):
+                            codes[place] = row
+                    for place, reason in bad.items():
+                        skipped[reason] += 1
+                        entry = {"source": source, "split": split, "id": ids[place], "reason": reason}
+                        skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                    writer.write_batch(pa.record_batch([pa.array(ids), pa.array(codes, schema.types[1])], schema))
+            files.sync(path)
+            written.append(
+                Shard(file=shard.file, rows=shard.rows, bytes=path.stat().st_size, sha256=files.sha256(path))
+            )
+        if written:
+            entries[split] = SplitEntry.of(written)
+    return entries, skipped

@@ -1,0 +1,88 @@
+"""Classification of texts: the label that the model finds most likely, against counting words."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from m6.data.objectives import Example
+from m6.evaluation.downstream.scoring import target_log_likelihoods
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.tokenizers.processor import M6Processor
+
+# Inverse strength of the logistic regression's regularisation; validation chooses, so that it is at its best.
+_STRENGTHS = (0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """N texts and their labels."""
+
+    texts: list[str]
+    labels: list[str]
+
+
+@dataclass(frozen=True)
+class ClassificationScores:
+    """Share of right labels, and the mean over labels of F1."""
+
+    accuracy: float
+    macro_f1: float
+
+
+def score_labels(predicted: Sequence[str], labels: Sequence[str]) -> ClassificationScores:
+    """Scores N predicted labels."""
+    from sklearn.metrics import accuracy_score, f1_score
+
+    macro_f1 = f1_score(labels, predicted, average="macro", zero_division=0.0)
+    return ClassificationScores(float(accuracy_score(labels, predicted)), float(macro_f1))
+
+
+def predict_by_likelihood(
+    model: M6ForConditionalGeneration,
+    processor: M6Processor,
+    texts: Sequence[str],
+    labels: Sequence[str],
+    max_tokens: int,
+) -> list[str]:
+    """The label of the greatest log p(label, <eos> | text).
+
+    Args:
+        model: fine-tuned on the objective text_classification, in evaluation mode.
+        processor: of the model.
+        texts: N.
+        labels: what to choose from.
+        max_tokens: where training cuts a text.
+    """
+    tokenizer = processor.tokenizer
+    targets = [tokenizer.encode_ids(label) for label in labels]
+    sources = [tokenizer.encode_ids(text, max_tokens) for text in texts]
+    examples = [Example(source_ids=source, target_ids=target) for source in sources for target in targets]
+    scores = target_log_likelihoods(model, processor, examples, [None] * len(examples)).view(len(texts), len(labels))
+    return [labels[index] for index in scores.argmax(dim=1).tolist()]
+
+
+def predict_by_majority(training: LabelledTexts, texts: Sequence[str]) -> list[str]:
+    """The commonest label of training for every text."""
+    return [collections.Counter(training.labels).most_common(1)[0][0]] * len(texts)
+
+
+def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, texts: Sequence[str]) -> list[str]:
+    """Logistic regression on TF-IDF of runs of one to three characters.
+
+    The regularisation is the one with which validation goes best.
+    """
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    def fit(strength: float) -> tuple[float, object]:
+        vectorizer = TfidfVectorizer(analyzer="char", ngram_range=(1, 3), sublinear_tf=True, max_features=100_000)
+        classifier = make_pipeline(vectorizer, LogisticRegression(C=strength, max_iter=1000))
+        classifier.fit(training.texts, training.labels)
+        return classifier.score(validation.texts, validation.labels), classifier
+
+    _, best = max((fit(strength) for strength in _STRENGTHS), key=lambda fitted: fitted[0])
+    return [str(label) for label in best.predict(texts)]

@@ -1,0 +1,162 @@
+"""``m6 downstream``: the tables of a fine-tuned run's tasks on the test split."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from m6.config import RunConfig, load_config
+from m6.data.manifest import Manifest
+from m6.data.mixture import permuted
+from m6.data.objectives import max_text_tokens, source_kind
+from m6.data.pretraining import source_weights
+from m6.data.reader import open_split
+from m6.errors import UserError
+from m6.evaluation.downstream import captions, classification, matching
+from m6.evaluation.downstream.classification import LabelledTexts
+from m6.evaluation.downstream.neighbours import nearest_pictures
+from m6.export import load_run_model
+from m6.files import write_text
+from m6.generation.captioning import caption
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.tokenizers.processor import M6Processor, decode_picture
+
+TASKS = ("image_captioning", "text_classification", "image_text_matching")
+CAPTION_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model under test and where its rows come from."""
+
+    model: M6ForConditionalGeneration
+    processor: M6Processor
+    config: RunConfig
+    manifest: Manifest
+    max_rows: int
+
+    def rows(self, source: str, split: str = "test") -> list[dict[str, Any]]:
+        """Up to ``max_rows`` rows in a fixed random order; all of them in training and validation."""
+        data = open_split(self.manifest, source, split)
+        if split != "test":
+            return list(data)
+        return [data[permuted(index, len(data), key=0)] for index in range(min(self.max_rows, len(data)))]
+
+    def max_tokens(self, objective: str) -> int:
+        return max_text_tokens(objective, self.config.m6.data.sequence_length, self.config.model.num_patches)
+
+
+def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
+    """Evaluates every task that a run was trained on, and writes the tables.
+
+    Args:
+        run_dir: a run with a complete checkpoint whose data folder is still there.
+        out: the Markdown file.
+        max_rows: of each source's test split.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: the folder is no run, its data are missing, or none of its objectives is a task.
+    """
+    config = load_config(run_dir / "config.json")
+    tasks = [name for name in TASKS if config.m6.objectives.of(name).weight > 0]
+    if not tasks:
+        raise UserError(f"{run_dir}: none of its objectives is a downstream task; those are {', '.join(TASKS)}")
+    model, processor = load_run_model(run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    manifest = Manifest.load(config.m6.data.path)
+    subject = _Subject(model, processor, config, manifest, max_rows)
+    tables = {"image_captioning": _captioning, "text_classification": _classification, "image_text_matching": _matching}
+    parts = [f"# Downstream tasks of {run_dir.absolute().name}"]
+    for task in tasks:
+        for source in source_weights(manifest, "train", config.m6.data.sources):
+            if manifest.sources[source].kind == source_kind(task) and manifest.split(source, "test").rows:
+                parts.append(tables[task](subject, source))
+    write_text(out, "\n\n".join(parts) + "\n")
+    return out
+
+
+def _captioning(subject: _Subject, source: str) -> str:
+    rows, training = subject.rows(source), subject.rows(source, "train")
+    pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
+    references = [row["text"] for row in rows]
+    written = caption(
+        subject.model, subject.processor, pictures, num_beams=1, max_new_tokens=CAPTION_TOKENS, do_sample=False
+    )
+    contestants = {
+        "this model": written,
+        "caption of the nearest training picture": _neighbour_captions(rows, training),
+        "commonest training caption": [captions.most_frequent([row["text"] for row in training])] * len(rows),
+    }
+    lines = []
+    for name, texts in contestants.items():
+        scores = captions.score_captions(texts, references)
+        lines.append([name, f"{scores.chrf:.1f}", f"{scores.bleu:.1f}", f"{scores.exact:.1%}"])
+    title = f"## Captioning: {source}, {len(rows)} test pictures"
+    return f"{title}\n\n{_table(['captions', 'chrF', 'BLEU', 'equal to the reference'], lines)}"
+
+
+def _classification(subject: _Subject, source: str) -> str:
+    parts = {split: _labelled(subject.rows(source, split)) for split in ("train", "validation", "test")}
+    test = parts["test"]
+    labels = sorted(set(parts["train"].labels))
+    max_tokens = subject.max_tokens("text_classification")
+    predictions = {
+        "this model": classification.predict_by_likelihood(
+            subject.model, subject.processor, test.texts, labels, max_tokens
+        ),
+        "TF-IDF and logistic regression": classification.predict_by_word_counts(
+            parts["train"], parts["validation"], test.texts
+        ),
+        "commonest training label": classification.predict_by_majority(parts["train"], test.texts),
+    }
+    lines = []
+    for name, predicted in predictions.items():
+        scores = classification.score_labels(predicted, test.labels)
+        lines.append([name, f"{scores.accuracy:.1%}", f"{scores.macro_f1:.3f}"])
+    title = f"## Classification: {source}, {len(test.texts):,} test texts of {len(labels)} labels"
+    return f"{title}\n\n{_table(['labels', 'accuracy', 'macro F1'], lines)}"
+
+
+def _matching(subject: _Subject, source: str) -> str:
+    rows, training = subject.rows(source), subject.rows(source, "train")
+    texts = sorted({row["text"] for row in rows})
+    relevant = np.array([[row["text"] == text for text in texts] for row in rows])
+    pictures = [decode_picture(row["image"], subject.config.model.image_size) for row in rows]
+    max_tokens = subject.max_tokens("image_text_matching")
+    by_model = matching.match_by_model(subject.model, subject.processor, pictures, texts, max_tokens)
+    by_neighbour = matching.match_by_neighbour(_neighbour_captions(rows, training), texts)
+    contestants = {
+        "this model": matching.score_matches(by_model, relevant),
+        "caption of the nearest training picture": matching.score_matches(by_neighbour, relevant),
+        "random order (expected)": matching.chance(relevant),
+    }
+    lines = [
+        [name, *(f"{value:.1%}" for value in (*recalls.text_to_picture, *recalls.picture_to_text))]
+        for name, recalls in contestants.items()
+    ]
+    header = [f"{way} R@{k}" for way in ("text to picture", "picture to text") for k in matching.RANKS]
+    title = f"## Matching: {source}, {len(rows)} test pictures, {len(texts)} captions"
+    return f"{title}\n\n{_table(['order by', *header], lines)}"
+
+
+def _neighbour_captions(rows: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]]) -> list[str]:
+    nearest = nearest_pictures([row["image"] for row in rows], [row["image"] for row in training])
+    return [training[index]["text"] for index in nearest.tolist()]
+
+
+def _labelled(rows: Sequence[dict[str, Any]]) -> LabelledTexts:
+    return LabelledTexts([row["text"] for row in rows], [row["answer"] for row in rows])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

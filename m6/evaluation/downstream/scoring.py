@@ -1,0 +1,54 @@
+"""How likely a model finds given targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m6.data.collate import Collator
+from m6.data.objectives import Example
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.tokenizers.processor import M6Processor
+
+
+@torch.no_grad()
+def target_log_likelihoods(
+    model: M6ForConditionalGeneration,
+    processor: M6Processor,
+    examples: Sequence[Example],
+    pictures: Sequence[np.ndarray | None],
+    batch_size: int = 64,
+) -> Tensor:
+    """log p(target, <eos> | picture, source) of N examples.
+
+    Args:
+        model: in evaluation mode.
+        processor: of the model.
+        examples: N.
+        pictures: of each, uint8 [image_size, image_size, 3], or None.
+        batch_size: examples that run together; they are sorted by length first, which saves padding.
+
+    Returns:
+        fp64 [N] on the CPU, in nats.
+    """
+    scores = torch.empty(len(examples), dtype=torch.float64)
+    prefixes = [0 if picture is None else processor.num_patches for picture in pictures]
+    lengths = [p + len(e.source_ids) + len(e.target_ids) + 2 for p, e in zip(prefixes, examples, strict=True)]
+    order = sorted(range(len(examples)), key=lengths.__getitem__)
+    for begin in range(0, len(order), batch_size):
+        part = order[begin : begin + batch_size]
+        collator = Collator(
+            tokenizer=processor.tokenizer,
+            sequence_length=lengths[part[-1]],
+            num_patches=processor.num_patches,
+            image_size=model.config.image_size,
+            packing=False,
+        )
+        batch = collator([examples[i] for i in part], [pictures[i] for i in part]).to(model.device)
+        output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+        losses = output.target_losses.double().cpu().split([len(examples[i].target_ids) + 1 for i in part])
+        scores[part] = -torch.stack([loss.sum() for loss in losses])
+    return scores

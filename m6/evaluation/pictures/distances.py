@@ -1,0 +1,83 @@
+"""FID and KID between two sets of pictures, on the judge's features, and on Inception's where the user has them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from m6.errors import UserError
+from m6.evaluation.pictures.generated import CaptionedPictures
+
+KID_SUBSETS, KID_SUBSET_SIZE = 50, 100
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Distances:
+    """FID (arXiv 1706.08500), and KID (arXiv 1801.01401) as mean and standard deviation over subsets."""
+
+    fid: float
+    kid: float
+    kid_std: float
+
+
+class _Given(nn.Module):
+    """Stands where torchmetrics expects a network: the features are there already."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+def distances_of_features(found: Tensor, expected: Tensor, seed: int = 0) -> Distances:
+    """Of features ``[n, F]`` and ``[m, F]``, n and m at least 2; the subsets of KID are drawn with ``seed``."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    given = _Given(found.shape[1])
+    fid = FrechetInceptionDistance(feature=given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it keeps all features
+        size = min(KID_SUBSET_SIZE, len(found), len(expected))
+        kid = KernelInceptionDistance(feature=given, subsets=KID_SUBSETS, subset_size=size)
+    for metric in (fid, kid):
+        metric.update(expected, real=True)
+        metric.update(found, real=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        mean, deviation = kid.compute()
+    return Distances(fid.compute().item(), mean.item(), deviation.item())
+
+
+def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures, weights: Path) -> Distances:
+    """On the 2,048 features of Inception-v3 in the version of the FID's authors.
+
+    Args:
+        found: generated pictures.
+        expected: real ones.
+        weights: the user's ``pt_inception-2015-12-05-6726825d.pth`` of torch-fidelity.
+
+    Raises:
+        UserError: torch-fidelity is not installed, or the file is not these weights.
+    """
+    try:
+        from torchmetrics.image.fid import NoTrainInceptionV3
+
+        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
+    except (ImportError, ModuleNotFoundError):
+        raise UserError("--inception needs torch-fidelity: pip install torch-fidelity") from None
+    except Exception as error:  # whatever torch.load and load_state_dict raise for another file
+        raise UserError(f"{weights}: not the weights of Inception: {str(error).splitlines()[0]}") from None
+    return distances_of_features(_apply(network, found), _apply(network, expected))
+
+
+def _apply(network: nn.Module, pictures: CaptionedPictures) -> Tensor:
+    pixels = torch.from_numpy(pictures.pixels).permute(0, 3, 1, 2)
+    return torch.cat([network(batch) for batch in pixels.split(_AT_ONCE)])

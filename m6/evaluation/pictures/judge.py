@@ -1,0 +1,158 @@
+"""The judge: a small convolutional network that tells which caption a picture has, trained on real pictures only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveFloat, PositiveInt
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from m6.errors import UserError
+from m6.evaluation.pictures.generated import CaptionedPictures
+from m6.files import atomic_path, write_json
+from m6.tokenizers.image.pictures import to_unit_range
+from m6.validation import Section, validate
+
+JUDGED_AT_ONCE = 256
+_SETTINGS_FILE, _WEIGHTS_FILE = "judge.json", "judge.safetensors"
+_LABEL_SMOOTHING = 0.1
+_MAX_SHIFT = 4  # pixels to each side
+
+
+class JudgeSettings(Section):
+    """The judge's network and training."""
+
+    image_size: PositiveInt = Field(64, description="side of a picture in pixels")
+    channels: list[PositiveInt] = Field([16, 32, 64, 128], min_length=1, description="each level halves the side")
+    epochs: PositiveInt = 12
+    batch_size: PositiveInt = 32
+    learning_rate: PositiveFloat = 2e-3
+    seed: int = Field(0, ge=0)
+
+
+class Judge(nn.Module):
+    """Levels of a strided and a plain convolution, the mean over positions, and one score for each caption.
+
+    Attributes:
+        captions: what the scores are of.
+        num_features: width of ``features``.
+    """
+
+    def __init__(self, settings: JudgeSettings, captions: list[str]) -> None:
+        super().__init__()
+        self.settings, self.captions = settings, captions
+        self.num_features = settings.channels[-1]
+        layers: list[nn.Module] = []
+        width = 3
+        for channels in settings.channels:
+            layers += [*_block(width, channels, stride=2), *_block(channels, channels, stride=1)]
+            width = channels
+        self.trunk = nn.Sequential(*layers)
+        self.head = nn.Linear(width, len(captions))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Pictures ``[B, 3, H, H]`` in [0, 1] to ``[B, num_features]``."""
+        return self.trunk(2 * pixels - 1).mean(dim=(2, 3))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pictures ``[B, 3, H, H]`` in [0, 1] to scores ``[B, len(captions)]``."""
+        return self.head(self.features(pixels))
+
+    @torch.no_grad()
+    def apply_to(self, pictures: CaptionedPictures, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Features ``[n, num_features]`` and scores ``[n, len(captions)]`` of a set, on the CPU."""
+        self.eval()
+        features = [
+            self.features(to_unit_range(pictures.pixels[first : first + JUDGED_AT_ONCE], device)).cpu()
+            for first in range(0, len(pictures), JUDGED_AT_ONCE)
+        ]
+        stacked = torch.cat(features) if features else torch.empty(0, self.num_features)
+        return stacked, F.linear(stacked, self.head.weight.cpu(), self.head.bias.cpu())
+
+
+def obtain_judge(
+    pictures: CaptionedPictures, settings: JudgeSettings, folder: Path | None, device: torch.device
+) -> Judge:
+    """Loads the judge of ``folder``, or trains one and saves it there.
+
+    Raises:
+        UserError: the judge there was trained with other settings or on other pictures, or is damaged.
+    """
+    fingerprint = _fingerprint(pictures)
+    if folder is not None and (folder / _SETTINGS_FILE).is_file():
+        return _load(folder, settings, fingerprint).to(device).eval()
+    judge = train_judge(pictures, settings, device)
+    if folder is not None:
+        with atomic_path(folder / _WEIGHTS_FILE) as temporary:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in judge.state_dict().items()}, temporary)
+        document = {"settings": settings.model_dump(), "pictures": fingerprint, "captions": judge.captions}
+        write_json(folder / _SETTINGS_FILE, document)
+    return judge
+
+
+def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: torch.device) -> Judge:
+    """Trains a judge on real pictures, each moved by a few pixels and its brightness changed at random."""
+    captions = sorted(set(pictures.captions))
+    index = {caption: number for number, caption in enumerate(captions)}
+    torch.manual_seed(settings.seed)
+    judge = Judge(settings, captions).to(device).train()
+    optimizer = torch.optim.AdamW(judge.parameters(), weight_decay=0.05)
+    labels = torch.tensor([index[caption] for caption in pictures.captions])
+    steps_per_epoch = math.ceil(len(pictures) / settings.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, settings.learning_rate, total_steps=settings.epochs * steps_per_epoch
+    )
+    for _ in tqdm(range(settings.epochs), "judge", unit=" epochs", disable=None):
+        for chosen in torch.randperm(len(pictures)).split(settings.batch_size):
+            if len(chosen) < 2:  # the statistics of BatchNorm need two
+                continue
+            pixels = _augment(to_unit_range(pictures.pixels[chosen.numpy()], device))
+            target = labels[chosen].to(device)
+            loss = F.cross_entropy(judge(pixels), target, label_smoothing=_LABEL_SMOOTHING)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return judge.eval()
+
+
+def _augment(pixels: Tensor) -> Tensor:
+    """Moves a batch by the same few pixels, and scales the contrast of each picture."""
+    down, right = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2,)).tolist()
+    contrast = 0.8 + 0.4 * torch.rand(len(pixels), 1, 1, 1, device=pixels.device)
+    padded = F.pad(pixels, [_MAX_SHIFT] * 4, mode="replicate").roll((down, right), dims=(2, 3))
+    side = pixels.shape[-1]
+    moved = padded[..., _MAX_SHIFT : _MAX_SHIFT + side, _MAX_SHIFT : _MAX_SHIFT + side]
+    return 1 - (1 - moved) * contrast  # white stays white
+
+
+def _block(inputs: int, outputs: int, stride: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.SiLU()
+
+
+def _fingerprint(pictures: CaptionedPictures) -> str:
+    digest = hashlib.sha256(json.dumps(pictures.captions).encode())
+    digest.update(pictures.pixels.tobytes())
+    return digest.hexdigest()
+
+
+def _load(folder: Path, settings: JudgeSettings, fingerprint: str) -> Judge:
+    try:
+        document: dict[str, Any] = json.loads((folder / _SETTINGS_FILE).read_bytes())
+        recorded = validate(JudgeSettings, document["settings"], "settings")
+        if recorded != settings or document["pictures"] != fingerprint:
+            raise UserError("was trained with other settings or on other pictures; choose another folder")
+        judge = Judge(settings, document["captions"])
+        judge.load_state_dict(load_file(folder / _WEIGHTS_FILE))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"the judge in {folder}: {str(error).splitlines()[0]}") from None
+    return judge

@@ -1,0 +1,96 @@
+"""Real pictures for the evaluation: what the judge learns from, what it is measured on, what may have been copied."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from m6.data.manifest import Manifest
+from m6.data.reader import open_split
+from m6.errors import UserError
+from m6.evaluation.pictures.generated import CaptionedPictures
+from m6.tokenizers.image.pictures import decode_batch, picture_sources
+
+MIN_PICTURES = 2  # of a caption: one alone teaches the judge that drawing, not what it shows
+
+
+@dataclass(frozen=True)
+class RealPictures:
+    """Three sets, and the captions of the training split.
+
+    Attributes:
+        judged: what the judge learns from: the training and validation splits without the held-out style, captions
+            with at least MIN_PICTURES. Validation brings captions that the generator has not seen.
+        held_out: what neither has seen, with captions of ``judged``: the held-out style of those splits (a generator
+            may have seen it) and the test split.
+        training: everything that a generator may have copied, the training split of the sources.
+    """
+
+    judged: CaptionedPictures
+    held_out: CaptionedPictures
+    training: CaptionedPictures
+
+    @property
+    def seen(self) -> set[str]:
+        """Captions of the training split."""
+        return set(self.training.captions)
+
+
+def load_real(
+    manifest: Manifest, sources: Sequence[str] | None, held_out_style: str | None, image_size: int
+) -> RealPictures:
+    """Reads the pictures of the sources at ``image_size``; those that cannot be decoded are left out.
+
+    Args:
+        manifest: of the data folder.
+        sources: by default all that have pictures with captions.
+        held_out_style: the last part of a row's id, such as ``twemoji`` in ``emoji/1f407/twemoji``.
+        image_size: side in pixels.
+
+    Raises:
+        UserError: a source is unknown or has no pictures, no row has the style, or a set is empty.
+    """
+    rows: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "validation": [], "test": []}
+    for source in picture_sources(manifest, sources):
+        for split, kept in rows.items():
+            if manifest.split(source, split).rows:
+                kept += _read(manifest, source, split, image_size)
+    known = rows["train"] + rows["validation"]
+    of_style = [held_out_style is not None and id.rpartition("/")[2] == held_out_style for id, _, _ in known]
+    if held_out_style is not None and not any(of_style):
+        styles = collections.Counter(id.rpartition("/")[2] for id, _, _ in known)
+        common = ", ".join(style for style, _ in styles.most_common(8))
+        raise UserError(f'--held-out-style: no id ends in "/{held_out_style}"; frequent ends: {common}')
+    judged = [row for row, style in zip(known, of_style, strict=True) if not style]
+    counts = collections.Counter(caption for _, caption, _ in judged)
+    classes = {caption for caption, count in counts.items() if count >= MIN_PICTURES}
+    held_out = [row for row, style in zip(known, of_style, strict=True) if style] + rows["test"]
+    found = RealPictures(
+        judged=_set([row for row in judged if row[1] in classes], image_size),
+        held_out=_set([row for row in held_out if row[1] in classes], image_size),
+        training=_set(rows["train"], image_size),
+    )
+    if not len(found.judged) or not len(found.held_out):
+        raise UserError(
+            f"{manifest.folder}: of {len(known)} pictures {len(found.judged)} have a caption that stands "
+            f"{MIN_PICTURES} times, and {len(found.held_out)} with such a caption are held out; both are needed "
+            "(--held-out-style names a drawing style)"
+        )
+    return found
+
+
+def _read(manifest: Manifest, source: str, split: str, image_size: int) -> list[tuple[str, str, np.ndarray]]:
+    rows = open_split(manifest, source, split).select_columns(["id", "text", "image"])
+    pixels, good, _ = decode_batch(rows["image"][:], image_size)
+    ids, captions = rows["id"][:], rows["text"][:]
+    return [(ids[place], captions[place], picture) for place, picture in zip(good, pixels, strict=True)]
+
+
+def _set(rows: list[tuple[str, str, np.ndarray]], image_size: int) -> CaptionedPictures:
+    pixels = (
+        np.stack([picture for _, _, picture in rows]) if rows else np.empty((0, image_size, image_size, 3), np.uint8)
+    )
+    return CaptionedPictures(pixels, [caption for _, caption, _ in rows])

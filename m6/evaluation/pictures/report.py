@@ -1,0 +1,189 @@
+"""``m6 evaluate-pictures``: generated pictures against real ones, in one table."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m6.errors import UserError
+from m6.evaluation.pictures.copies import COPY_PSNR_DB, find_nearest
+from m6.evaluation.pictures.distances import Distances, distances_by_inception, distances_of_features
+from m6.evaluation.pictures.generated import CaptionedPictures
+from m6.evaluation.pictures.judge import Judge
+from m6.evaluation.pictures.real import RealPictures
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How often the judge finds the caption: the mean over captions of the share of their pictures."""
+
+    captions: int
+    pictures: int
+    top_1: float
+    top_5: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Generated pictures of some captions beside real held-out pictures of the same captions (None: there are none)."""
+
+    generated: Accuracy
+    real: Accuracy | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Accuracy on generated pictures over that on real ones."""
+        return self.generated.top_1 / self.real.top_1 if self.real is not None and self.real.top_1 > 0 else None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How near pictures are to their nearest training picture."""
+
+    pictures: int
+    median_psnr_db: float
+    copies: float
+    same_caption: float
+
+
+@dataclass(frozen=True)
+class PictureReport:
+    """All measures. ``groups`` holds captions that the training split has, and captions that it has not; ``unjudged``
+    counts generated pictures whose captions the judge does not know."""
+
+    groups: dict[str, Group]
+    unjudged: int
+    skipped: dict[str, str]
+    distances: dict[str, Distances]
+    nearest: dict[str, Copies]
+
+    def document(self) -> dict[str, Any]:
+        document = asdict(self)
+        for name, group in self.groups.items():
+            document["groups"][name]["ratio"] = group.ratio
+        return document
+
+
+SEEN, UNSEEN = "seen in training", "not seen in training"
+
+
+def evaluate_pictures(
+    generated: CaptionedPictures,
+    skipped: dict[str, str],
+    real: RealPictures,
+    judge: Judge,
+    device: torch.device,
+    inception: Path | None = None,
+) -> PictureReport:
+    """Measures generated pictures.
+
+    Args:
+        generated: pictures of the judge's image_size.
+        skipped: files that could not be used.
+        real: the judge learned from ``real.judged``.
+        judge: on ``device``.
+        device: where the judge computes.
+        inception: weights for FID and KID on Inception's features too.
+
+    Raises:
+        UserError: the judge knows no caption of the generated pictures, or the Inception weights cannot be used.
+    """
+    known = set(judge.captions)
+    judged = generated.where([caption in known for caption in generated.captions])
+    if not len(judged):
+        raise UserError(
+            f'the judge knows none of the generated captions, such as "{generated.captions[0]}"; it knows such as '
+            f'"{judge.captions[0]}"'
+        )
+    wanted = set(judged.captions)
+    held_out = real.held_out.where([caption in wanted for caption in real.held_out.captions])
+    sample = real.judged.where([caption in wanted for caption in real.judged.captions])
+    features, scores = judge.apply_to(judged, device)
+    held_out_features, held_out_scores = judge.apply_to(held_out, device)
+    sample_features, _ = judge.apply_to(sample, device)
+    groups = {}
+    for name, is_seen in ((SEEN, True), (UNSEEN, False)):
+        found = accuracy(judge, judged, scores, {caption for caption in wanted if (caption in real.seen) == is_seen})
+        if found is not None:
+            captions = {c for c in judged.captions if (c in real.seen) == is_seen}
+            groups[name] = Group(found, accuracy(judge, held_out, held_out_scores, captions))
+    distances = {}
+    if min(len(judged), len(sample)) > 1:
+        distances["generated, judge's features"] = distances_of_features(features, sample_features)
+    if min(len(held_out), len(sample)) > 1:
+        distances["real held-out, judge's features"] = distances_of_features(held_out_features, sample_features)
+    if inception is not None:
+        distances["generated, Inception"] = distances_by_inception(judged, sample, inception)
+        distances["real held-out, Inception"] = distances_by_inception(held_out, sample, inception)
+    nearest = {"generated": copies(generated, real.training)}
+    if len(held_out):
+        # The training split holds the held-out style too: it is left out here, or every picture would find itself.
+        nearest["real held-out"] = copies(held_out, real.judged)
+    return PictureReport(groups, len(generated) - len(judged), skipped, distances, nearest)
+
+
+def accuracy(judge: Judge, pictures: CaptionedPictures, scores: Tensor, captions: set[str]) -> Accuracy | None:
+    """Over the pictures with one of ``captions``; None where there are none."""
+    index = {caption: number for number, caption in enumerate(judge.captions)}
+    hits: dict[str, list[tuple[bool, bool]]] = collections.defaultdict(list)
+    best = scores.topk(min(5, scores.shape[1]), dim=1).indices.tolist()
+    for caption, guesses in zip(pictures.captions, best, strict=True):
+        if caption in captions:
+            hits[caption].append((guesses[0] == index[caption], index[caption] in guesses))
+    if not hits:
+        return None
+    means = np.array([np.mean(rows, axis=0) for rows in hits.values()])
+    top_1, top_5 = means.mean(axis=0).tolist()
+    return Accuracy(len(hits), sum(map(len, hits.values())), top_1, top_5)
+
+
+def copies(pictures: CaptionedPictures, among: CaptionedPictures) -> Copies:
+    """How near the pictures are to the nearest of ``among``."""
+    found = find_nearest(pictures, among)
+    same = [among.captions[place] == caption for place, caption in zip(found.place, pictures.captions, strict=True)]
+    return Copies(len(pictures), float(np.median(found.psnr_db)), found.copies, float(np.mean(same)))
+
+
+def markdown(report: PictureReport) -> str:
+    """The report as tables."""
+    lines = [
+        "| captions | number | generated pictures | found by the judge (top 5) | real held-out pictures "
+        "| found by the judge (top 5) | ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, group in report.groups.items():
+        ours, theirs = group.generated, group.real
+        cells = [name, f"{ours.captions:,}", f"{ours.pictures:,}", _shares(ours)]
+        cells += ["0", "", ""] if theirs is None else [f"{theirs.pictures:,}", _shares(theirs), _ratio(group.ratio)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| against the judge's real pictures | FID | KID (standard deviation) |", "| --- | ---: | ---: |"]
+    lines += [f"| {name} | {d.fid:.2f} | {d.kid:.4f} ({d.kid_std:.4f}) |" for name, d in report.distances.items()]
+    lines += [
+        "",
+        f"| nearest training picture | pictures | PSNR (dB, median) | from {COPY_PSNR_DB:.0f} dB | same caption |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {name} | {c.pictures:,} | {c.median_psnr_db:.1f} | {c.copies:.1%} | {c.same_caption:.1%} |"
+        for name, c in report.nearest.items()
+    ]
+    lines += [
+        "",
+        f"{report.unjudged} pictures have captions that the judge does not know; {len(report.skipped)} skipped.",
+    ]
+    lines += [f"- {file}: {reason}" for file, reason in report.skipped.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _shares(accuracy: Accuracy) -> str:
+    return f"{accuracy.top_1:.1%} ({accuracy.top_5:.1%})"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"

@@ -1,0 +1,156 @@
+"""From a Chinese sentence to pictures: the model, its processor and the image tokenizer in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.image_transforms import to_pil_image
+
+from m6.config import check_codes_fit
+from m6.errors import UserError
+from m6.export import IMAGE_TOKENIZER, load_run_image_tokenizer, load_run_model
+from m6.generation.text_to_image import Sampling, caption_scores, check_captions, draw_codes, uniform_numbers
+from m6.tokenizers.image import ImageTokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from m6.model.modeling import M6ForConditionalGeneration
+    from m6.tokenizers import M6Processor
+
+
+@dataclass(frozen=True)
+class TextToImageOutput:
+    """Pictures of B captions, the ``num_images`` of a caption side by side.
+
+    Attributes:
+        images: B * num_images pictures.
+        codes: int64 [B * num_images, N], of which the pictures were painted.
+        scores: fp64 [B * num_images], the mean log-likelihood of the caption given the picture, in nats, by which
+            they were chosen, best first; None where nothing was chosen.
+    """
+
+    images: list[Image]
+    codes: Tensor
+    scores: Tensor | None
+
+
+class M6TextToImagePipeline:
+    """M6's text-to-image generation (arXiv 2103.00823, section 5.4): write codes after the text, paint them.
+
+    Args:
+        model: fine-tuned on the objective text_to_image.
+        processor: of the model's text tokenizer.
+        image_tokenizer: that made the codes which the model was trained on.
+
+    Raises:
+        UserError: the model's vocabulary has no room for the image tokenizer's codes.
+    """
+
+    def __init__(
+        self, model: M6ForConditionalGeneration, processor: M6Processor, image_tokenizer: ImageTokenizer
+    ) -> None:
+        check_codes_fit(model.config.image_vocab_size, image_tokenizer.codebook_size)
+        self.model, self.processor = model.eval(), processor
+        self.image_tokenizer = image_tokenizer.to(model.device).eval()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: torch.device | str = "cpu") -> M6TextToImagePipeline:
+        """Loads what ``save_pretrained`` or ``m6 export`` wrote, or a run's newest checkpoint.
+
+        Raises:
+            UserError: the folder is neither, or its model has not learned to draw.
+        """
+        folder = Path(folder)
+        image_tokenizer = load_run_image_tokenizer(folder)
+        return cls(*load_run_model(folder, torch.device(device)), image_tokenizer)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes everything that ``from_pretrained`` reads."""
+        self.model.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+        self.image_tokenizer.save_pretrained(Path(folder, IMAGE_TOKENIZER))
+
+    def __call__(
+        self,
+        captions: str | Sequence[str],
+        *,
+        num_images: int = 1,
+        num_candidates: int | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        seed: int = 0,
+        batch_size: int = 16,
+        use_cache: bool = True,
+        progress: bool = True,
+    ) -> TextToImageOutput:
+        """Draws pictures of each caption.
+
+        A picture depends on its caption, its number and the seed, not on what else is drawn or on ``batch_size``
+        (but for the rounding of sums, which differs between shapes and devices, and for experts with a capacity, for
+        which the tokens of a batch compete).
+
+        Args:
+            captions: a text, or B texts.
+            num_images: pictures of each.
+            num_candidates: draw so many of each and keep those from which the model itself would best guess the
+                caption, as M6 chooses among candidates; absent: keep all that are drawn.
+            sampling: how codes are drawn.
+            seed: any integer.
+            batch_size: pictures drawn at a time.
+            use_cache: see ``draw_codes``.
+            progress: show a bar on a terminal.
+
+        Raises:
+            UserError: an empty or overlong caption, or fewer candidates than pictures.
+        """
+        texts = [captions] if isinstance(captions, str) else list(captions)
+        drawn = num_images if num_candidates is None else num_candidates
+        if not 1 <= num_images <= drawn:
+            raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {drawn}")
+        num_codes = self.image_tokenizer.num_codes
+        check_captions(self.model.config, self.processor.tokenizer, texts, num_codes)
+        todo = [(text, index) for text in texts for index in range(drawn)]
+        codes, images, scores = [], [], []
+        steps = -(-len(todo) // batch_size) * num_codes
+        with tqdm(total=steps, unit="code", desc="drawing", disable=None if progress else True) as bar:
+            for part in _batches(todo, batch_size):
+                named = [text for text, _ in part]
+                codes.append(
+                    draw_codes(
+                        self.model,
+                        self.processor,
+                        named,
+                        torch.stack([uniform_numbers(seed, text, index, num_codes) for text, index in part]),
+                        codebook_size=self.image_tokenizer.codebook_size,
+                        sampling=sampling,
+                        use_cache=use_cache,
+                        on_code=bar.update,
+                    )
+                )
+                images += paint(self.image_tokenizer, codes[-1])
+                if num_candidates is not None:
+                    scores.append(caption_scores(self.model, self.processor, images[-len(part) :], named))
+        if num_candidates is None:
+            return TextToImageOutput(images, torch.cat(codes), None)
+        ranking = torch.cat(scores).view(len(texts), drawn).argsort(dim=1, descending=True, stable=True)
+        best = (ranking[:, :num_images] + torch.arange(len(texts)).unsqueeze(1) * drawn).flatten()
+        return TextToImageOutput([images[i] for i in best.tolist()], torch.cat(codes)[best], torch.cat(scores)[best])
+
+
+@torch.no_grad()
+def paint(image_tokenizer: ImageTokenizer, codes: Tensor) -> list[Image]:
+    """The pictures of codes int64 [B, N]."""
+    device = next(image_tokenizer.parameters()).device
+    pixels = image_tokenizer.decode(codes.to(device)).clamp(0, 1).cpu()
+    return [to_pil_image(picture.numpy(), do_rescale=True, input_data_format="channels_first") for picture in pixels]
+
+
+def _batches(items: list[tuple[str, int]], size: int) -> Iterator[list[tuple[str, int]]]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]

@@ -1,0 +1,83 @@
+"""``m6 serve``: loads a model, measures what batches cost, listens until it is told to stop."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import socket
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from m6.config import load_config
+from m6.errors import UserError
+from m6.export import IMAGE_TOKENIZER, is_exported, load_run_model
+from m6.generation.pipeline import M6TextToImagePipeline
+from m6.generation.text_to_image import Sampling
+from m6.serving.app import create_app
+from m6.serving.batcher import Batcher, Task
+from m6.serving.batching import Plan, cost_grid, measure_costs, plan_by_length
+from m6.serving.tasks import Captioning, Drawing
+
+
+def serve(
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    max_batch_size: int,
+    max_waiting: int,
+    deadline_s: float,
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> None:
+    """Serves the model of a run or of an exported folder until SIGTERM or Ctrl-C.
+
+    Requests that were taken by then are answered, unless that takes longer than ``deadline_s``.
+
+    Raises:
+        UserError: the folder holds no model, or the address cannot be listened at.
+    """
+    with _bind(host, port) as listener:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        drawing = None
+        if _draws(folder):
+            drawing = Drawing(M6TextToImagePipeline.from_pretrained(folder, device), sampling)
+            captioning = Captioning(drawing.pipeline.model, drawing.pipeline.processor, max_new_tokens)
+        else:
+            captioning = Captioning(*load_run_model(folder, device), max_new_tokens)
+        print(f"measuring what batches of up to {max_batch_size} requests cost", flush=True)
+        lanes: dict[str, tuple[Task, Plan]] = {"caption": (captioning, _plan(captioning, max_batch_size))}
+        if drawing is not None:
+            lanes["generate"] = (drawing, _plan(drawing, max_batch_size))
+        app = create_app(Batcher(lanes, max_waiting), captioning, drawing, deadline_s=deadline_s)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(deadline_s) + 1)
+        print(f"serving {folder} at http://{host}:{listener.getsockname()[1]}", flush=True)
+        # uvicorn raises the signals that stopped it once more when it is done; nothing is left to do then.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _draws(folder: Path) -> bool:
+    if is_exported(folder):
+        return (folder / IMAGE_TOKENIZER).is_dir()
+    return load_config(folder / "config.json").m6.data.image_tokenizer is not None
+
+
+def _plan(task: Captioning | Drawing, max_batch_size: int) -> Plan:
+    costs = measure_costs(task.try_out, *cost_grid(1, task.max_length, max_batch_size))
+    return functools.partial(plan_by_length, seconds=costs, max_batch_size=max_batch_size)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: until the model is ready, clients are refused rather than kept."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+    return listener

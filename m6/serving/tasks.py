@@ -1,0 +1,148 @@
+"""What the service does with a batch: describe pictures, draw pictures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from m6.errors import UserError
+from m6.generation.captioning import caption
+from m6.generation.pipeline import M6TextToImagePipeline, paint
+from m6.generation.text_to_image import Sampling, check_captions, draw_codes, uniform_numbers
+
+if TYPE_CHECKING:
+    from m6.model.modeling import M6ForConditionalGeneration
+    from m6.tokenizers import M6Processor
+
+
+@dataclass(frozen=True)
+class CaptionJob:
+    """A picture to describe in at most ``max_new_tokens``, ``<eos>`` included."""
+
+    picture: Image.Image
+    max_new_tokens: int
+
+
+class Captioning:
+    """Greedy descriptions. All prompts are of one length, so the steps of decoding are what is padded.
+
+    Args:
+        model: in evaluation mode.
+        processor: of the model.
+        max_new_tokens: the most that a job may ask for.
+
+    Raises:
+        UserError: the model has fewer positions.
+    """
+
+    def __init__(self, model: M6ForConditionalGeneration, processor: M6Processor, max_new_tokens: int) -> None:
+        if max_new_tokens > model.config.max_position_embeddings:
+            raise UserError(
+                f"max_new_tokens {max_new_tokens} is more than the model's max_position_embeddings "
+                f"{model.config.max_position_embeddings}"
+            )
+        self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
+
+    @property
+    def max_length(self) -> int:
+        return self.max_new_tokens
+
+    def length(self, job: CaptionJob) -> int:
+        return job.max_new_tokens
+
+    def run(self, jobs: Sequence[CaptionJob]) -> list[str]:
+        return self._describe(jobs)
+
+    def try_out(self, length: int, batch_size: int) -> None:
+        """Runs a batch of that size in which every job takes all of ``length`` steps."""
+        side = self.model.config.image_size
+        self._describe([CaptionJob(Image.new("RGB", (side, side), "white"), length)] * batch_size, length)
+
+    def _describe(self, jobs: Sequence[CaptionJob], min_new_tokens: int = 0) -> list[str]:
+        limits = [job.max_new_tokens for job in jobs]
+        stop = StoppingCriteriaList([RowLimits(self.model.config.bos_token_id, limits)])
+        return caption(
+            self.model,
+            self.processor,
+            [job.picture for job in jobs],
+            num_beams=1,
+            max_new_tokens=max(limits),
+            min_new_tokens=min_new_tokens,
+            do_sample=False,
+            stopping_criteria=stop,
+        )
+
+
+class RowLimits(StoppingCriteria):
+    """Ends each row of a batch after its own number of tokens behind ``<bos>``."""
+
+    def __init__(self, bos_token_id: int, limits: Sequence[int]) -> None:
+        self.bos_token_id, self.limits = bos_token_id, torch.tensor(limits)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
+        begins = (input_ids == self.bos_token_id).int().argmax(dim=1)
+        return input_ids.shape[1] - 1 - begins >= self.limits.to(input_ids.device)
+
+
+@dataclass(frozen=True)
+class DrawJob:
+    """A text to draw: the picture that ``m6 generate`` draws as number ``index`` with this seed."""
+
+    text: str
+    seed: int
+    index: int
+
+
+class Drawing:
+    """Pictures of texts, as PNG. All are of one number of codes, so the texts are what is padded.
+
+    Args:
+        pipeline: the model and its image tokenizer.
+        sampling: how codes are drawn.
+    """
+
+    def __init__(self, pipeline: M6TextToImagePipeline, sampling: Sampling) -> None:
+        self.pipeline, self.sampling = pipeline, sampling
+
+    @property
+    def max_length(self) -> int:
+        return self.pipeline.model.config.max_position_embeddings
+
+    def check(self, job: DrawJob) -> None:
+        """Raises UserError for a text that is empty or too long for the model."""
+        tokenizer, num_codes = self.pipeline.processor.tokenizer, self.pipeline.image_tokenizer.num_codes
+        check_captions(self.pipeline.model.config, tokenizer, [job.text], num_codes)
+
+    def length(self, job: DrawJob) -> int:
+        return len(self.pipeline.processor.tokenizer.encode_ids(job.text))
+
+    def run(self, jobs: Sequence[DrawJob]) -> list[bytes]:
+        image_tokenizer = self.pipeline.image_tokenizer
+        numbers = [uniform_numbers(job.seed, job.text, job.index, image_tokenizer.num_codes) for job in jobs]
+        codes = draw_codes(
+            self.pipeline.model,
+            self.pipeline.processor,
+            [job.text for job in jobs],
+            torch.stack(numbers),
+            codebook_size=image_tokenizer.codebook_size,
+            sampling=self.sampling,
+        )
+        return [_png(picture) for picture in paint(image_tokenizer, codes)]
+
+    def try_out(self, length: int, batch_size: int) -> None:
+        """Draws a batch of that size from texts of ``length`` tokens."""
+        # The tokenizer makes each digit a token.
+        self.run([DrawJob("7" * length, 0, index) for index in range(batch_size)])
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,77 @@
+"""What every image tokenizer offers, whoever trained it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from m6.files import atomic_path, write_json
+
+CONFIG_FILE = "config.json"
+
+
+class ImageTokenizer(nn.Module, ABC):
+    """Turns square pictures into a fixed number of codes and back.
+
+    Attributes:
+        image_size: side of a picture in pixels.
+        codebook_size: codes are in ``[0, codebook_size)``.
+        num_codes: N, codes of a picture, the rows of its grid one after the other.
+    """
+
+    weights_file: str
+    image_size: int
+    codebook_size: int
+    num_codes: int
+
+    @abstractmethod
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pictures ``[B, 3, image_size, image_size]`` with values in [0, 1] to int64 codes ``[B, N]``."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes ``[B, N]`` to pictures ``[B, 3, image_size, image_size]`` with values in [0, 1]."""
+
+    @abstractmethod
+    def config_document(self) -> dict[str, Any]:
+        """What ``config.json`` holds."""
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of configuration and weights in hexadecimal: codes mean nothing under another one."""
+        digest = hashlib.sha256(json.dumps(self.config_document(), sort_keys=True).encode())
+        for name, tensor in sorted(self._weights().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes ``config.json`` and the weights to ``folder``, each file atomically."""
+        folder = Path(folder)
+        with atomic_path(folder / self.weights_file) as temporary:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._weights().items()}
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        write_json(folder / CONFIG_FILE, self.config_document())
+
+    def _check_pixels(self, pixels: Tensor) -> None:
+        expected = (3, self.image_size, self.image_size)
+        if pixels.ndim != 4 or tuple(pixels.shape[1:]) != expected:
+            raise ValueError(f"pixels: expected [B, {', '.join(map(str, expected))}], found {list(pixels.shape)}")
+
+    def _check_codes(self, codes: Tensor) -> None:
+        if codes.ndim != 2 or codes.shape[1] != self.num_codes:
+            raise ValueError(f"codes: expected [B, {self.num_codes}], found {list(codes.shape)}")
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.codebook_size:
+            raise ValueError(
+                f"codes: expected [0, {self.codebook_size}), found {int(codes.min())} to {int(codes.max())}"
+            )

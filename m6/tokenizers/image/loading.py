@@ -1,0 +1,38 @@
+"""One way to load an image tokenizer, whatever its format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from m6.errors import UserError
+from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
+from m6.tokenizers.image.modeling import M6ImageTokenizer
+
+
+def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
+    """Loads ours from a folder, or a diffusers ``VQModel`` from a folder or the Hub, in evaluation mode.
+
+    Raises:
+        UserError: nothing there, not whole, or of another kind.
+    """
+    from m6.tokenizers.image.diffusers_vq import DiffusersImageTokenizer
+
+    file = Path(path_or_name, CONFIG_FILE)
+    if not file.is_file():
+        if Path(path_or_name).exists() or str(path_or_name).count("/") != 1:
+            raise UserError(
+                f'{path_or_name} holds no image tokenizer ({CONFIG_FILE} is missing); train one with "m6 '
+                'train-image-tokenizer", or give the name of a VQModel of the Hub, OWNER/NAME'
+            )
+        return DiffusersImageTokenizer.from_pretrained(str(path_or_name))
+    try:
+        document = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file}: not readable as JSON: {error}") from None
+    kind = document.get("model_type") or document.get("_class_name") if isinstance(document, dict) else None
+    if kind == "m6_image_tokenizer":
+        return M6ImageTokenizer.from_pretrained(path_or_name)
+    if kind == "VQModel":
+        return DiffusersImageTokenizer.from_pretrained(path_or_name)
+    raise UserError(f'{file}: expected an image tokenizer of ours or a VQModel of diffusers, found "{kind}"')

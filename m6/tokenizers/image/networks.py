@@ -1,0 +1,59 @@
+"""Encoder and decoder of the VQ autoencoder. Shapes: B batch, C channels of a level, H side."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from m6.tokenizers.image.configuration import NUM_GROUPS, ImageTokenizerConfig
+
+
+class ResBlock(nn.Module):
+    """``x + f(x)`` with two 3x3 convolutions behind norms; ``[B, C, H, H]`` to the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*_norm(channels), _conv(channels, channels), *_norm(channels))
+        self.last = _conv(channels, channels)
+        nn.init.zeros_(self.last.weight)  # a deep stack starts as the identity
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.branch(x))
+
+
+class Encoder(nn.Sequential):
+    """Pictures ``[B, 3, image_size, image_size]`` to features ``[B, codebook_dim, grid_size, grid_size]``."""
+
+    def __init__(self, config: ImageTokenizerConfig) -> None:
+        finest, coarsest = config.channels[0], config.channels[-1]
+        layers: list[nn.Module] = [
+            nn.PixelUnshuffle(config.patch_size),
+            _conv(3 * config.patch_size**2, finest),
+        ]
+        for level, channels in enumerate(config.channels):
+            if level:
+                layers += [nn.PixelUnshuffle(2), _conv(4 * config.channels[level - 1], channels)]
+            layers += [ResBlock(channels) for _ in range(config.num_res_blocks)]
+        super().__init__(*layers, *_norm(coarsest), nn.Conv2d(coarsest, config.codebook_dim, 1))
+
+
+class Decoder(nn.Sequential):
+    """Features ``[B, codebook_dim, grid_size, grid_size]`` to pictures ``[B, 3, image_size, image_size]``."""
+
+    def __init__(self, config: ImageTokenizerConfig) -> None:
+        finest = config.channels[0]
+        layers: list[nn.Module] = [_conv(config.codebook_dim, config.channels[-1])]
+        for level in reversed(range(len(config.channels))):
+            channels = config.channels[level]
+            layers += [ResBlock(channels) for _ in range(config.num_res_blocks)]
+            if level:
+                layers += [_conv(channels, 4 * config.channels[level - 1]), nn.PixelShuffle(2)]
+        head = _conv(finest, 3 * config.patch_size**2)
+        super().__init__(*layers, *_norm(finest), head, nn.PixelShuffle(config.patch_size))
+
+
+def _conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
+
+
+def _norm(channels: int) -> tuple[nn.Module, nn.Module]:
+    return nn.GroupNorm(NUM_GROUPS, channels), nn.SiLU()

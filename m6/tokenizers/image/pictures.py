@@ -1,0 +1,150 @@
+"""The pictures of a data folder, as a network takes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from m6.data.manifest import Manifest
+from m6.data.mixture import permuted
+from m6.data.reader import open_split
+from m6.errors import UserError
+from m6.tokenizers.processor import decode_picture
+
+if TYPE_CHECKING:
+    import datasets
+
+MIN_PICTURES_FOR_SHARE = 200  # one bad picture among the first few says nothing about a share
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Some pictures: uint8 ``[B, H, H, 3]``, their places in the set, and what could not be read."""
+
+    pixels: np.ndarray
+    rows: list[int]
+    bad: list[str]
+
+
+class PictureSet:
+    """The pictures of one split of several sources, those of a source after those of the one before.
+
+    Picklable; data files are opened where they are read.
+
+    Raises:
+        UserError: a source is unknown, holds no pictures, or the split is empty.
+    """
+
+    def __init__(self, manifest: Manifest, sources: Sequence[str] | None, split: str, image_size: int) -> None:
+        self.manifest, self.split, self.image_size = manifest, split, image_size
+        self.sizes = {name: manifest.split(name, split).rows for name in picture_sources(manifest, sources)}
+        if not len(self):
+            raise UserError(f'{manifest.folder}: the sources {", ".join(self.sizes)} have no rows in split "{split}"')
+        self._open: dict[str, datasets.Dataset] = {}
+
+    def __len__(self) -> int:
+        return sum(self.sizes.values())
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """The source of a row of the set, and its row there."""
+        for source, size in self.sizes.items():
+            if row < size:
+                return source, row
+            row -= size
+        raise IndexError(row)
+
+    def read(self, rows: Sequence[int]) -> Pictures:
+        """Decodes rows of the set; those that cannot be decoded are left out and named in ``bad``."""
+        places = [self.locate(row) for row in rows]
+        values = [self._columns(source)[index] for source, index in places]
+        pixels, good, problems = decode_batch([value["image"] for value in values], self.image_size)
+        bad = [f"{places[place][0]}:{values[place]['id']}: {reason}" for place, reason in problems.items()]
+        return Pictures(pixels, [rows[place] for place in good], bad)
+
+    def _columns(self, source: str) -> datasets.Dataset:
+        if source not in self._open:
+            self._open[source] = open_split(self.manifest, source, self.split).select_columns(["id", "image"])
+        return self._open[source]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}
+
+
+class TrainingBatches(torch.utils.data.Dataset[Pictures]):
+    """Batch number n as a function of n alone: every epoch is a permutation of the set."""
+
+    def __init__(self, pictures: PictureSet, batch_size: int, seed: int) -> None:
+        self._pictures, self._batch_size, self._seed = pictures, batch_size, seed
+
+    def __getitem__(self, number: int) -> Pictures:
+        size = len(self._pictures)
+        places = range(number * self._batch_size, (number + 1) * self._batch_size)
+        epochs = [(place // size, place % size) for place in places]
+        return self._pictures.read([permuted(place, size, key=self._seed + epoch) for epoch, place in epochs])
+
+
+class BadPictures:
+    """Counts pictures that could not be read, and ends a run that has too many."""
+
+    def __init__(self, max_share: float) -> None:
+        self.num_bad = self._num_read = 0
+        self._max_share = max_share
+
+    def count(self, pictures: Pictures) -> None:
+        """UserError when more than the allowed share of the pictures so far was bad."""
+        self.num_bad += len(pictures.bad)
+        self._num_read += len(pictures.bad) + len(pictures.rows)
+        if self.num_bad > self._max_share * max(self._num_read, MIN_PICTURES_FOR_SHARE):
+            raise UserError(
+                f"{self.num_bad} of {self._num_read} pictures are bad, more than data.max_bad_row_share "
+                f"{self._max_share}; the last: {', '.join(pictures.bad[-3:])}"
+            )
+
+
+def picture_sources(manifest: Manifest, sources: Sequence[str] | None) -> list[str]:
+    """The named sources, or all that have pictures with captions; UserError where there are no pictures."""
+    names = list(sources or (name for name, entry in manifest.sources.items() if entry.kind == "image_text"))
+    for name in names:
+        manifest.split(name, "train")
+        if manifest.sources[name].kind == "text":
+            raise UserError(f'{manifest.folder}: source "{name}" holds texts, no pictures')
+    if not names:
+        raise UserError(f"{manifest.folder} holds no source of pictures with captions")
+    return names
+
+
+def decode_batch(images: Sequence[bytes | None], image_size: int) -> tuple[np.ndarray, list[int], dict[int, str]]:
+    """Decodes picture files to uint8 ``[B, H, H, 3]``; also the places of those B, and the reasons of the others."""
+    pixels, good, bad = [], [], {}
+    for place, image in enumerate(images):
+        if image is None:
+            bad[place] = "missing image"
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                pixels.append(decode_picture(image, image_size))
+            good.append(place)
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+            bad[place] = "image too large"
+        except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
+            # The type alone: some messages hold an address in memory.
+            bad[place] = f"damaged image ({type(error).__name__})"
+    return np.stack(pixels) if pixels else np.empty((0, image_size, image_size, 3), np.uint8), good, bad
+
+
+def to_unit_range(pixels: np.ndarray, device: torch.device) -> Tensor:
+    """uint8 ``[B, H, H, 3]`` to fp32 ``[B, 3, H, H]`` with values in [0, 1]."""
+    return torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float().contiguous() / 255
+
+
+def to_bytes(pixels: Tensor) -> np.ndarray:
+    """Values in [0, 1], ``[B, 3, H, H]``, to uint8 ``[B, H, H, 3]``, rounded to the nearest."""
+    return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

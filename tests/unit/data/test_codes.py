@@ -1,0 +1,145 @@
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from m6.data.codes import Codes, codes_folder, write_codes
+from m6.data.manifest import Manifest
+from m6.data.reader import open_split
+from m6.errors import UserError
+from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
+from m6.tokenizers.processor import decode_picture
+from tests.fixtures.command import m6, user_error
+from tests.fixtures.tiny_data import ROWS, build_tiny_data
+
+CONFIG = ImageTokenizerConfig(image_size=16, channels=[8], patch_size=4, codebook_size=10, codebook_dim=4)
+
+
+@pytest.fixture
+def tokenizer():
+    torch.manual_seed(0)
+    return M6ImageTokenizer(CONFIG).eval()
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    return Manifest.load(build_tiny_data(tmp_path / "data"))
+
+
+def damage(manifest, split, rows):
+    """Replaces the pictures of rows of tiny_shapes, as a disk or a careless tool would."""
+    path = manifest.files("tiny_shapes", split)[0]
+    table = pq.read_table(path)
+    images = table["image"].to_pylist()
+    for row, image in rows.items():
+        images[row] = image
+    table = table.set_column(table.schema.get_field_index("image"), "image", pa.array(images, pa.binary()))
+    pq.write_table(table, path)
+
+
+def bomb():
+    """A small file of a picture that would take 300 MB."""
+    buffer = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_codes_are_those_of_each_row_in_order(manifest, tokenizer):
+    folder, written = write_codes(manifest, tokenizer, batch_size=7)
+    assert set(written.sources) == {"tiny_shapes"}  # pictures with captions
+    assert folder == codes_folder(manifest, tokenizer.checksum)
+    for split, size in ROWS.items():
+        codes = Codes(manifest, "tiny_shapes", split, tokenizer.checksum)
+        rows = open_split(manifest, "tiny_shapes", split)
+        assert len(codes) == len(rows) == size
+        assert codes.ids == rows["id"][:]
+        for index, row in enumerate(rows):
+            pixels = torch.from_numpy(decode_picture(row["image"], 16).copy()).permute(2, 0, 1)[None] / 255
+            assert np.array_equal(codes[index], tokenizer.encode(pixels)[0])
+        with pytest.raises(IndexError):
+            codes[size]
+
+
+def test_the_same_again_changes_nothing_and_more_sources_do(manifest, tokenizer):
+    folder, _ = write_codes(manifest, tokenizer)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    write_codes(manifest, tokenizer)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    write_codes(manifest, tokenizer, ["tiny_shapes", "tiny_vqa"])
+    assert len(Codes(manifest, "tiny_vqa", "train", tokenizer.checksum)) == ROWS["train"]
+    assert not list(folder.parent.glob("*partial*"))
+
+
+def test_bad_pictures_have_no_codes_and_are_named(manifest, tokenizer):
+    damage(manifest, "train", {3: b"nothing", 5: None, 8: bomb()})
+    folder, written = write_codes(manifest, tokenizer, batch_size=4, max_bad_share=0.1)
+    assert written.skipped == {
+        "tiny_shapes": {"damaged image (UnidentifiedImageError)": 1, "missing image": 1, "image too large": 1}
+    }
+    listed = [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+    assert [(entry["source"], entry["split"], entry["id"]) for entry in listed] == [
+        ("tiny_shapes", "train", f"train-{row}") for row in (3, 5, 8)
+    ]
+    codes = Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+    assert [row for row in range(len(codes)) if codes[row] is None] == [3, 5, 8]
+    first = torch.from_numpy(decode_picture(open_split(manifest, "tiny_shapes", "train")[9]["image"], 16).copy())
+    assert np.array_equal(codes[9], tokenizer.encode(first.permute(2, 0, 1)[None] / 255)[0])
+
+
+def test_too_many_bad_pictures_leave_nothing(manifest, tokenizer):
+    damage(manifest, "train", {3: b"nothing"})
+    with pytest.raises(UserError, match=r'1 of 85 pictures of source "tiny_shapes" are bad \(damaged image'):
+        write_codes(manifest, tokenizer)
+    assert not list((manifest.folder / "codes").iterdir())
+
+
+def test_codes_of_another_tokenizer_are_an_error(manifest, tokenizer):
+    write_codes(manifest, tokenizer)
+    right = tokenizer.checksum
+    torch.nn.init.normal_(tokenizer.decoder[0].weight)
+    wrong = tokenizer.checksum
+    with pytest.raises(
+        UserError, match=f"no codes of the image tokenizer {wrong[:16]}; found are those of {right[:16]}"
+    ):
+        Codes(manifest, "tiny_shapes", "train", wrong)
+    # Codes that were moved to another tokenizer's place are found out by what the manifest and the shards say.
+    codes_folder(manifest, right).rename(codes_folder(manifest, wrong))
+    with pytest.raises(UserError, match=f"holds codes of the image tokenizer {right}, expected {wrong}"):
+        Codes(manifest, "tiny_shapes", "train", wrong)
+    file = codes_folder(manifest, wrong) / "manifest.json"
+    file.write_text(file.read_text().replace(right, wrong))
+    with pytest.raises(UserError, match=f"holds codes of the image tokenizer {right}, expected {wrong}"):
+        Codes(manifest, "tiny_shapes", "train", wrong)
+
+
+def test_pictures_that_changed_and_damaged_codes_are_errors(manifest, tokenizer):
+    folder, _ = write_codes(manifest, tokenizer)
+    with pytest.raises(UserError, match='has no codes of source "tiny_vqa"'):
+        Codes(manifest, "tiny_vqa", "train", tokenizer.checksum)
+    shard = folder / "train/tiny_shapes-00000.parquet"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match="missing or damaged"):
+        Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+    shard.write_bytes(whole)
+    manifest.sources["tiny_shapes"].splits["train"].shards[0].sha256 = "0" * 64
+    with pytest.raises(UserError, match="has changed since its codes were made"):
+        Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+
+
+def test_the_command(manifest, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    outcome = m6("data", "codes", manifest.folder, "--image-tokenizer", tmp_path / "tokenizer")
+    assert outcome.code == 0, outcome
+    assert "tiny_shapes: train 60, validation 15, test 10 rows, skipped 0" in outcome.stdout
+    assert len(Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)) == 60
+    assert "holds no image tokenizer" in user_error("data", "codes", manifest.folder, "--image-tokenizer", tmp_path)
+    message = user_error(
+        "data", "codes", manifest.folder, "--image-tokenizer", tmp_path / "tokenizer", "--source", "tiny_text"
+    )
+    assert 'source "tiny_text" holds texts, no pictures' in message

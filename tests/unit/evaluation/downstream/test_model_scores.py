@@ -1,0 +1,113 @@
+"""The model as a judge, against one forward pass for each target; and the whole report."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from m6.data.objectives import MATCH, NO_MATCH, OBJECTIVES, Example
+from m6.evaluation.downstream.classification import predict_by_likelihood
+from m6.evaluation.downstream.matching import match_by_model
+from m6.evaluation.downstream.scoring import target_log_likelihoods
+from m6.export import load_run_model
+from m6.tokenizers.processor import decode_picture, pixel_values
+from tests.fixtures.command import m6, user_error
+from tests.fixtures.tiny_data import IMAGE_SIDE, build_tiny_data, build_tiny_tokenizer, draw_shape
+from tests.unit.data.test_task_objectives import labelled_data
+from tests.unit.evaluation.fabricated_run import run_document, write_run
+
+TEXTS = ["红色", "今天早上，小明在公园里看书。", "蓝色的方块和绿色的圆形"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("downstream")
+    build_tiny_data(folder / "data")
+    labelled_data(folder / "labelled")
+    build_tiny_tokenizer(folder / "tokenizer")
+    return folder
+
+
+def run_of(folder: Path, data: str, *tasks: str) -> Path:
+    document = run_document(folder / data, folder / "tokenizer", initializer_range=0.5)
+    document["m6"]["objectives"] = {name: {"weight": float(name in tasks)} for name in OBJECTIVES}
+    run = folder / "_".join([data, *tasks])
+    if not run.exists():
+        write_run(run, document)
+    return run
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path):
+    model, processor = load_run_model(run_of(folder, "data", "image_text_matching"), torch.device("cpu"))
+    return model.double(), processor
+
+
+def by_hand(model, processor, source, target, picture=None):
+    """log p of the target and <eos> by one forward pass over one row, positions and types derived by the model."""
+    tokenizer = processor.tokenizer
+    patches = [] if picture is None else [tokenizer.image_token_id] * processor.num_patches
+    prompt = [*patches, *tokenizer.encode_ids(source), tokenizer.bos_token_id]
+    answer = [*tokenizer.encode_ids(target), tokenizer.eos_token_id]
+    pixels = None if picture is None else pixel_values([picture], IMAGE_SIDE).double()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + answer]), pixel_values=pixels).logits[0]
+    steps = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
+    return float(steps.gather(1, torch.tensor(answer).unsqueeze(1)).sum())
+
+
+def test_likelihoods_of_a_batch_are_those_of_single_rows(judge):
+    model, processor = judge
+    picture = decode_picture(draw_shape("红色", "圆形", "大"), IMAGE_SIDE)
+    cases = [(text, target, shown) for text in TEXTS for target in ("好", "红色圆形") for shown in (None, picture)]
+    encode = processor.tokenizer.encode_ids
+    examples = [Example(source_ids=encode(text), target_ids=encode(target)) for text, target, _ in cases]
+    scores = target_log_likelihoods(model, processor, examples, [shown for *_, shown in cases], batch_size=5)
+    expected = [by_hand(model, processor, *case) for case in cases]
+    # The losses are fp32.
+    assert scores.numpy() == pytest.approx(np.array(expected), rel=1e-5)
+
+
+def test_the_label_of_the_greatest_likelihood(judge):
+    model, processor = judge
+    labels = ["好评", "差评", "圆形"]
+    expected = [max(labels, key=lambda label: by_hand(model, processor, text, label)) for text in TEXTS]
+    assert predict_by_likelihood(model, processor, TEXTS, labels, max_tokens=40) == expected
+
+
+def test_matches_are_likelihood_ratios(judge):
+    model, processor = judge
+    pictures = [decode_picture(draw_shape(c, "圆形", "大"), IMAGE_SIDE) for c in ("红色", "蓝色")]
+    scores = match_by_model(model, processor, pictures, TEXTS, max_tokens=40)
+    for row, picture in enumerate(pictures):
+        for column, text in enumerate(TEXTS):
+            yes, no = (by_hand(model, processor, text, answer, picture) for answer in (MATCH, NO_MATCH))
+            assert scores[row, column] == pytest.approx(yes - no, rel=1e-4, abs=1e-4)
+
+
+def test_tables_of_pictures(folder: Path):
+    run = run_of(folder, "data", "image_captioning", "image_text_matching")
+    outcome = m6("downstream", run, "--max-rows", 6)
+    assert outcome.code == 0, outcome.stderr
+    text = (run / "downstream.md").read_text(encoding="utf-8")
+    assert outcome.stdout == text + "\n"
+    assert "## Captioning: tiny_shapes, 6 test pictures" in text
+    assert "## Matching: tiny_shapes, 6 test pictures" in text
+    assert "caption of the nearest training picture" in text
+
+
+def test_table_of_labels(folder: Path):
+    run = run_of(folder, "labelled", "text_classification")
+    outcome = m6("downstream", run, "--out", run / "labels.md")
+    assert outcome.code == 0, outcome.stderr
+    lines = (run / "labels.md").read_text(encoding="utf-8").splitlines()
+    assert "## Classification: reviews, 4 test texts of 2 labels" in lines
+    assert "| commonest training label | 50.0% | 0.333 |" in lines
+    assert "| TF-IDF and logistic regression | 100.0% | 1.000 |" in lines
+
+
+def test_a_run_without_a_task_is_refused(folder: Path):
+    assert "none of its objectives is a downstream task" in user_error(
+        "downstream", run_of(folder, "data", "text_denoising")
+    )

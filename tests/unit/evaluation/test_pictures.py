@@ -1,0 +1,233 @@
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
+from m6.data.shards import ShardWriter
+from m6.errors import UserError
+from m6.evaluation.pictures.copies import find_nearest
+from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, distances_of_features
+from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
+from m6.evaluation.pictures.judge import Judge, JudgeSettings, obtain_judge, train_judge
+from m6.evaluation.pictures.real import load_real
+from m6.evaluation.pictures.report import SEEN, UNSEEN, accuracy, evaluate_pictures, markdown
+from tests.fixtures.command import m6, user_error
+from tests.fixtures.tiny_data import _COLOURS, _SHAPES, draw_shape
+
+CPU = torch.device("cpu")
+SETTINGS = JudgeSettings(image_size=32, channels=[8, 16, 32], epochs=60, batch_size=8, learning_rate=1e-2)
+UNSEEN_CAPTION = "红色圆形"
+STYLES = {"大": "large", "小": "small"}
+
+
+def write_data(folder):
+    """A picture per colour, shape and style (its size) four times; one composition in validation and test alone."""
+    rows = {"train": [], "validation": [], "test": []}
+    for colour in _COLOURS:
+        for shape in _SHAPES:
+            for size, style in STYLES.items():
+                caption = colour + shape
+                for copy in range(4):
+                    split = "train" if caption != UNSEEN_CAPTION else "validation" if copy < 2 else "test"
+                    row_id = f"shapes/{caption}{copy}/{style}"
+                    image = draw_shape(colour, shape, size)
+                    rows[split].append({"id": row_id, "group": caption, "text": caption, "image": image})
+    rows["train"].append({"id": "shapes/once/large", "group": "o", "text": "孤独", "image": rows["train"][0]["image"]})
+    splits = {}
+    for split, entries in rows.items():
+        with ShardWriter(folder, split, "shapes") as writer:
+            for entry in entries:
+                writer.write({**entry, "source": "shapes"})
+        splits[split] = SplitEntry.of(writer.shards)
+    origin = Origin(package="tests", version="1", licence="Apache-2.0")
+    entry = SourceEntry(kind="image_text", licence="Apache-2.0", origin=[origin], splits=splits)
+    Manifest(sources={"shapes": entry}).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("shapes") / "data")
+
+
+@pytest.fixture(scope="module")
+def real(data):
+    return load_real(Manifest.load(data), None, "small", 32)
+
+
+@pytest.fixture(scope="module")
+def judge(real):
+    return train_judge(real.judged, SETTINGS, CPU)
+
+
+def write_generated(folder, pictures):
+    """``pictures``: (file, caption, bytes)."""
+    folder.mkdir()
+    for file, _, content in pictures:
+        (folder / file).write_bytes(content)
+    lines = [json.dumps({"file": file, "caption": caption}, ensure_ascii=False) for file, caption, _ in pictures]
+    (folder / "captions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def shapes(size="大"):
+    return [
+        (f"{number}.png", colour + shape, draw_shape(colour, shape, size))
+        for number, (colour, shape) in enumerate((c, s) for c in _COLOURS for s in _SHAPES)
+    ]
+
+
+def test_the_sets_of_real_pictures(real):
+    assert UNSEEN_CAPTION not in real.seen
+    assert len(real.seen) == 12  # 11 compositions and the caption that stands once
+    assert set(real.judged.captions) == (real.seen | {UNSEEN_CAPTION}) - {"孤独"}
+    assert len(real.judged) == 11 * 4 + 2
+    assert len(real.held_out) == 11 * 4 + 2 + 4  # the style; of the unseen caption also both styles of the test split
+    assert len(real.training) == 11 * 8 + 1
+
+
+def test_the_judge_recognises_shapes(real, judge):
+    _, scores = judge.apply_to(real.judged, CPU)
+    found = accuracy(judge, real.judged, scores, set(judge.captions))
+    assert (found.captions, found.pictures) == (12, 46)
+    assert found.top_1 > 0.9  # 1/12 by chance
+    assert found.top_5 >= found.top_1
+
+
+def test_accuracy_is_the_mean_over_captions():
+    judge = Judge(SETTINGS, ["甲", "乙", "丙"])
+    pictures = CaptionedPictures(np.zeros((4, 32, 32, 3), np.uint8), ["甲", "甲", "甲", "乙"])
+    scores = torch.tensor([[3.0, 2, 1], [3, 2, 1], [1, 2, 3], [3, 2, 1]])
+    found = accuracy(judge, pictures, scores, {"甲", "乙"})
+    assert found.top_1 == pytest.approx((2 / 3 + 0) / 2)
+    assert found.top_5 == 1.0
+    assert accuracy(judge, pictures, scores, {"丙"}) is None
+
+
+def test_good_pictures_are_told_from_bad_ones(real, judge, tmp_path):
+    good, _ = load_generated(write_generated(tmp_path / "good", shapes()), 32)
+    report = evaluate_pictures(good, {}, real, judge, CPU)
+    assert set(report.groups) == {SEEN, UNSEEN}
+    assert report.groups[SEEN].generated.captions == 11
+    assert report.groups[UNSEEN].real.pictures == 6
+    assert report.groups[SEEN].generated.top_1 > 0.9
+    assert report.groups[SEEN].ratio == report.groups[SEEN].generated.top_1 / report.groups[SEEN].real.top_1
+    # What was drawn stands in the training set to the pixel, except for the composition that was held out.
+    assert report.nearest["generated"].copies == pytest.approx(11 / 12)
+    assert report.nearest["real held-out"].copies == pytest.approx(2 / 50)  # the large ones of the test split
+    shuffled = CaptionedPictures(np.roll(good.pixels, 5, axis=0), good.captions)
+    bad = evaluate_pictures(shuffled, {}, real, judge, CPU)
+    assert bad.groups[SEEN].generated.top_1 < 0.2
+    noise = np.random.default_rng(0).integers(0, 256, good.pixels.shape, dtype=np.uint8)
+    noisy = evaluate_pictures(CaptionedPictures(noise, good.captions), {}, real, judge, CPU)
+    name = "generated, judge's features"
+    assert noisy.distances[name].fid > 10 * report.distances[name].fid
+    assert noisy.distances[name].kid > 10 * report.distances[name].kid
+    assert noisy.nearest["generated"].copies == 0
+
+
+def test_distances_are_those_of_their_definitions():
+    generator = np.random.default_rng(0)
+    found, expected = generator.normal(size=(60, 5)), generator.normal(0.5, 2.0, size=(80, 5))
+    measured = distances_of_features(torch.tensor(found), torch.tensor(expected))
+    from scipy.linalg import sqrtm
+
+    a, b = np.cov(found.T), np.cov(expected.T)
+    fid = np.sum((found.mean(0) - expected.mean(0)) ** 2) + np.trace(a + b - 2 * sqrtm(a @ b).real)
+    assert measured.fid == pytest.approx(fid, rel=1e-6)  # another way to the trace of the root, in fp64
+
+    def kernel(x, y):
+        return (x @ y.T / 5 + 1) ** 3
+
+    def unbiased(x):
+        return (kernel(x, x).sum() - np.trace(kernel(x, x))) / (len(x) * (len(x) - 1))
+
+    kid = unbiased(found) + unbiased(expected) - 2 * kernel(found, expected).mean()
+    # Subsets of 60 of 80: their mean is the whole's but for the noise of 50 draws.
+    assert min(len(found), len(expected)) < KID_SUBSET_SIZE
+    assert measured.kid == pytest.approx(kid, abs=4 * measured.kid_std / np.sqrt(50))
+    assert distances_of_features(torch.tensor(found), torch.tensor(expected)) == measured
+
+
+def test_the_nearest_picture_is_the_nearest():
+    generator = np.random.default_rng(0)
+    pictures, among = (generator.integers(0, 256, (n, 8, 8, 3), dtype=np.uint8) for n in (5, 1100))
+    pictures[2] = among[1050]
+    found = find_nearest(CaptionedPictures(pictures, ["图"] * 5), CaptionedPictures(among, ["图"] * 1100))
+    difference = (pictures[:, None].astype(float) - among[None]) / 255
+    mse = (difference**2).mean(axis=(2, 3, 4))
+    assert found.place.tolist() == mse.argmin(1).tolist()
+    assert found.place[2] == 1050
+    assert found.psnr_db[2] == pytest.approx(60)
+    others = [0, 1, 3, 4]
+    # fp32 against fp64 on 192 summands.
+    np.testing.assert_allclose(found.psnr_db[others], -10 * np.log10(mse.min(1)[others]), atol=1e-3)
+    assert found.copies == pytest.approx(0.2)
+
+
+def test_a_kept_judge_is_used_where_it_fits(real, judge, tmp_path, monkeypatch):
+    monkeypatch.setattr("m6.evaluation.pictures.judge.train_judge", lambda *_: judge)
+    assert obtain_judge(real.judged, SETTINGS, tmp_path, CPU) is judge
+    monkeypatch.setattr("m6.evaluation.pictures.judge.train_judge", None)
+    kept = obtain_judge(real.judged, SETTINGS, tmp_path, CPU)
+    assert kept.captions == judge.captions
+    assert torch.equal(kept.apply_to(real.held_out, CPU)[1], judge.apply_to(real.held_out, CPU)[1])
+    fewer = real.judged.where([True] * 40 + [False] * 6)
+    for pictures, settings in ((fewer, SETTINGS), (real.judged, JudgeSettings(image_size=32))):
+        with pytest.raises(UserError, match="other settings or on other pictures"):
+            obtain_judge(pictures, settings, tmp_path, CPU)
+    (tmp_path / "judge.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match=f"the judge in {tmp_path}"):
+        obtain_judge(real.judged, SETTINGS, tmp_path, CPU)
+
+
+def test_bad_generated_pictures_are_skipped_by_name(tmp_path):
+    pictures = [*shapes()[:2], ("empty.png", " ", shapes()[0][2]), ("broken.png", "图", b"no")]
+    folder = write_generated(tmp_path / "generated", pictures)
+    with (folder / "captions.jsonl").open("a") as file:
+        file.write('{"file": "../outside.png", "caption": "x"}\n')
+    found, skipped = load_generated(folder, 32)
+    assert found.captions == [caption for _, caption, _ in pictures[:2]]
+    assert skipped == {
+        "broken.png": "damaged image (UnidentifiedImageError)",
+        "../outside.png": "missing image",
+        "empty.png": "empty caption",
+    }
+    buffer = io.BytesIO()
+    Image.fromarray(found.pixels[0]).save(buffer, "PNG")
+    (folder / "captions.jsonl").write_text('{"file": "0.png"}\n')
+    with pytest.raises(UserError, match=r'captions.jsonl:1: expected {"file"'):
+        load_generated(folder, 32)
+    (folder / "captions.jsonl").write_text("")
+    with pytest.raises(UserError, match="no picture can be used"):
+        load_generated(folder, 32)
+
+
+def test_the_command_and_its_mistakes(data, tmp_path):
+    folder = write_generated(tmp_path / "generated", [*shapes(), ("x.png", "独一无二", shapes()[0][2])])
+    command = ("evaluate-pictures", folder, "--data", data, "--epochs", 1)
+    outcome = m6(*command, "--held-out-style", "small", "--judge", tmp_path / "judge")
+    assert outcome.code == 0, outcome
+    assert outcome.stdout == (folder / "report.md").read_text()
+    report = json.loads((folder / "report.json").read_text())
+    assert report["unjudged"] == 1
+    assert report["groups"][SEEN]["generated"]["captions"] == 11
+    assert "| seen in training | 11 | 11 |" in outcome.stdout
+    message = user_error(*command, "--held-out-style", "tiny")
+    assert 'no id ends in "/tiny"; frequent ends: large, small' in message
+    assert 'no source "shape"' in user_error(*command, "--source", "shape")
+    assert "no such file" in user_error("evaluate-pictures", tmp_path, "--data", data)
+    alone = write_generated(tmp_path / "alone", [("x.png", "独一无二", shapes()[0][2])])
+    message = user_error("evaluate-pictures", alone, "--data", data, "--epochs", 1)
+    assert "the judge knows none of the generated captions" in message
+
+
+def test_the_tables(real, judge, tmp_path):
+    generated, _ = load_generated(write_generated(tmp_path / "generated", shapes()), 32)
+    text = markdown(evaluate_pictures(generated, {"a.png": "missing image"}, real, judge, CPU))
+    assert "| not seen in training | 1 | 1 |" in text
+    assert "- a.png: missing image" in text

@@ -1,0 +1,183 @@
+"""Drawing codes: cached against uncached and against a loop by hand, guidance, sampling, choosing candidates."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from m6.errors import UserError
+from m6.generation.text_to_image import Sampling, _draw, caption_scores, draw_codes, uniform_numbers
+from m6.model import M6Config, M6ForConditionalGeneration
+from m6.tokenizers import load_text_tokenizer
+from m6.tokenizers.processor import M6ImageProcessor, M6Processor
+from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE, build_tiny_tokenizer
+
+CODES = 6
+CAPTIONS = ["红色圆形", "一个大的蓝色三角形。", "小"]
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    tokenizer = load_text_tokenizer(build_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return M6Processor(M6ImageProcessor(size={"height": 32, "width": 32}), tokenizer, num_patches=4)
+
+
+@pytest.fixture(scope="module", params=[None, {"num_experts": 4, "num_prototypes": 2}], ids=["dense", "moe"])
+def model(request):
+    torch.manual_seed(0)
+    config = M6Config(
+        text_vocab_size=TINY_VOCAB_SIZE,
+        image_vocab_size=TINY_IMAGE_VOCAB_SIZE,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=2,
+        ffn_hidden_size=64,
+        max_position_embeddings=32,
+        image_size=32,
+        patch_size=16,
+        initializer_range=0.2,  # so that the untrained model is not indifferent
+        moe=request.param,
+    )
+    return M6ForConditionalGeneration(config).double().eval()
+
+
+def uniform(count, seed=0):
+    return torch.stack([uniform_numbers(seed, "红", index, CODES) for index in range(count)])
+
+
+def draw(model, processor, captions=CAPTIONS, numbers=None, codebook_size=TINY_IMAGE_VOCAB_SIZE, **options):
+    use_cache = options.pop("use_cache", True)
+    numbers = uniform(len(captions)) if numbers is None else numbers
+    return draw_codes(
+        model,
+        processor,
+        captions,
+        numbers,
+        codebook_size=codebook_size,
+        sampling=Sampling(**options),
+        use_cache=use_cache,
+    )
+
+
+def by_hand(model, tokenizer, caption, numbers, guidance):
+    """One caption alone, the whole row again for each code, types and positions written out."""
+    codes, first = [], tokenizer.image_code_to_id(0)
+    for number in numbers:
+        scores = []
+        for source in (tokenizer.encode_ids(caption), []):
+            target = [tokenizer.bos_token_id, tokenizer.boi_token_id, *(first + code for code in codes)]
+            row = [*source, *target]
+            logits = model(
+                input_ids=torch.tensor([row]),
+                token_type_ids=torch.tensor([[1] * len(source) + [2] * len(target)]),
+                position_ids=torch.tensor([[*range(len(source)), *range(len(target))]]),
+            ).logits
+            scores.append(logits[0, -1, first:].double())
+        conditional, unconditional = scores
+        probabilities = (unconditional + guidance * (conditional - unconditional)).softmax(-1)
+        codes.append(int((probabilities.cumsum(-1) > number).nonzero()[0]))
+    return codes
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_batch_draws_what_each_caption_draws_by_hand(model, processor, use_cache, guidance):
+    numbers = uniform(3)
+    drawn = draw(model, processor, numbers=numbers, guidance_scale=guidance, use_cache=use_cache)
+    with torch.no_grad():
+        expected = [
+            by_hand(model, processor.tokenizer, caption, row, guidance)
+            for caption, row in zip(CAPTIONS, numbers.tolist(), strict=True)
+        ]
+    assert drawn.tolist() == expected
+    assert len({tuple(row) for row in expected}) == 3
+
+
+def test_guidance_of_zero_forgets_the_caption(model, processor):
+    numbers = uniform(1).expand(3, -1)
+    same = draw(model, processor, numbers=numbers, guidance_scale=0.0)
+    assert (same == same[0]).all()
+    assert not (draw(model, processor, numbers=numbers) == same).all()
+
+
+def test_codes_stay_in_the_codebook(model, processor):
+    numbers = torch.full((3, CODES), 1 - 2**-24, dtype=torch.float64)
+    assert draw(model, processor, numbers=numbers, codebook_size=5).max() == 4
+    assert draw(model, processor, numbers=torch.zeros(3, CODES), codebook_size=5).min() == 0
+
+
+def test_temperature_zero_takes_the_best_whatever_the_numbers(model, processor):
+    best = draw(model, processor, temperature=0.0)
+    assert torch.equal(best, draw(model, processor, numbers=1 - uniform(3), temperature=0.0))
+    assert torch.equal(best, draw(model, processor, top_k=1))
+    assert torch.equal(best, draw(model, processor, top_p=1e-6))
+
+
+def test_probabilities():
+    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    plain = scores.double().softmax(-1)
+    assert torch.allclose(Sampling().probabilities(scores), plain)
+    assert torch.allclose(Sampling(temperature=0.5).probabilities(scores), (2 * scores.double()).softmax(-1))
+    kept = Sampling(top_k=2).probabilities(scores)
+    assert torch.allclose(kept, torch.tensor([[plain[0, 0], plain[0, 1], 0, 0]]) / plain[0, :2].sum())
+    # 0.64 is not yet 0.7, so the second code is needed.
+    assert (Sampling(top_p=0.7).probabilities(scores) > 0).tolist() == [[True, True, False, False]]
+
+
+def test_drawing_follows_the_distribution():
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
+    numbers = torch.from_numpy(np.random.default_rng(0).random(20_000))
+    counts = torch.bincount(_draw(probabilities.expand(20_000, -1), numbers), minlength=5) / 20_000
+    # The standard error of a share of 20,000 is at most 0.0035.
+    assert torch.allclose(counts.double(), probabilities, atol=0.015)
+    assert counts[1] == counts[4] == 0
+
+
+def test_random_numbers_depend_on_their_picture_alone():
+    numbers = uniform_numbers(3, "熊猫", 1, 4)
+    assert torch.equal(numbers, uniform_numbers(3, "熊猫", 1, 8)[:4])
+    for other in (uniform_numbers(4, "熊猫", 1, 4), uniform_numbers(3, "猫", 1, 4), uniform_numbers(3, "熊猫", 2, 4)):
+        assert not torch.equal(numbers, other)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+
+
+def test_a_caption_score_is_its_mean_log_likelihood(model, processor):
+    rng = np.random.default_rng(0)
+    images = [Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)) for _ in CAPTIONS]
+    scores = caption_scores(model, processor, images, CAPTIONS)
+    for score, image, caption in zip(scores, images, CAPTIONS, strict=True):
+        inputs = processor(images=[image], target_prefix=caption)
+        ids = [*processor.tokenizer.encode_ids(caption), model.config.eos_token_id]
+        with torch.no_grad():
+            logits = model(**{**inputs, "pixel_values": inputs["pixel_values"].double()}).logits
+        chosen = logits[0, -len(ids) :].log_softmax(-1)[range(len(ids)), ids]
+        # The pictures are resized by Pillow here and there, in 8 bits or after them.
+        assert float(score) == pytest.approx(float(chosen.mean()), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ([""], "the caption '' is empty"),
+        (["红", " "], "the caption ' ' is empty"),
+        (["红色圆形" * 20], "the model reads 32"),
+    ],
+)
+def test_captions_that_cannot_be_drawn(model, processor, captions, message):
+    with pytest.raises(UserError, match=message):
+        draw(model, processor, captions)
+    with pytest.raises(UserError, match="31 codes does not fit into max_position_embeddings 32"):
+        draw(model, processor, ["红"], numbers=torch.zeros(1, 31))
+
+
+def test_unknown_characters_are_read_in_bytes(model, processor):
+    assert draw(model, processor, ["𠮷龘🦄"]).shape == (1, CODES)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"guidance_scale": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}], ids=str
+)
+def test_sampling_that_makes_no_sense(options):
+    with pytest.raises(UserError, match=r"at least|in \(0, 1\]"):
+        Sampling(**options)

@@ -1,0 +1,294 @@
+"""The real application over a tiny model, and the real server."""
+
+import asyncio
+import functools
+import io
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from m6.export import load_run_model
+from m6.generation.captioning import caption
+from m6.generation.pipeline import M6TextToImagePipeline
+from m6.generation.text_to_image import Sampling
+from m6.serving import app as app_module
+from m6.serving.app import create_app
+from m6.serving.batcher import Batcher
+from m6.serving.batching import plan_by_arrival
+from m6.serving.tasks import Captioning, CaptionJob, Drawing
+from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
+from tests.fixtures.command import user_error
+from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer, draw_shape
+from tests.unit.evaluation.fabricated_run import run_document, write_run
+
+PICTURES = [draw_shape("红色", "圆形", "大"), draw_shape("蓝色", "方块", "小"), draw_shape("绿色", "三角形", "大")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serving")
+    build_tiny_data(folder / "data")
+    build_tiny_tokenizer(folder / "tokenizer")
+    # Large weights, so that descriptions differ between pictures and go on for long.
+    write_run(folder / "run", run_document(folder / "data", folder / "tokenizer", initializer_range=0.5))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def captioning(run: Path) -> Captioning:
+    return Captioning(*load_run_model(run, torch.device("cpu")), max_new_tokens=12)
+
+
+class Gated(Captioning):
+    """Describes once the test opens the gate, or fails when told to."""
+
+    def __init__(self, captioning: Captioning) -> None:
+        super().__init__(captioning.model, captioning.processor, captioning.max_new_tokens)
+        self.gate, self.entered, self.sizes = threading.Event(), threading.Event(), []
+
+    def run(self, jobs: Sequence[CaptionJob]) -> list[str]:
+        self.sizes.append(len(jobs))
+        self.entered.set()
+        assert self.gate.wait(30)
+        return super().run(jobs)
+
+
+def with_client(task: Captioning, scenario: Callable[[httpx.AsyncClient], Awaitable[Any]], **options: Any) -> Any:
+    """Runs a scenario against the application, which starts and stops around it."""
+    options = {"max_waiting": 4, "deadline_s": 30.0, "drawing": None, **options}
+    plan = functools.partial(plan_by_arrival, max_batch_size=4)
+    lanes = {"caption": (task, plan)} | ({"generate": (options["drawing"], plan)} if options["drawing"] else {})
+
+    async def main() -> Any:
+        batcher = Batcher(lanes, options["max_waiting"])
+        app = create_app(batcher, task, options["drawing"], deadline_s=options["deadline_s"])
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://m6")
+        async with app.router.lifespan_context(app), client:
+            return await scenario(client)
+
+    return asyncio.run(main())
+
+
+async def until_waiting(client: httpx.AsyncClient, number: int) -> None:
+    for _ in range(1000):
+        if (await client.get("/health")).json()["waiting"] == number:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"there are never {number} requests waiting")
+
+
+def reference(task: Captioning, picture: bytes, max_new_tokens: int) -> str:
+    image = Image.open(io.BytesIO(picture))
+    options = {"num_beams": 1, "max_new_tokens": max_new_tokens, "do_sample": False}
+    return caption(task.model, task.processor, [image], **options)[0]
+
+
+def test_a_batch_of_different_lengths_equals_each_description_alone(captioning: Captioning):
+    limits = [3, 12, 7]
+    expected = [reference(captioning, *pair) for pair in zip(PICTURES, limits, strict=True)]
+    assert len(set(expected)) == 3
+    jobs = [CaptionJob(Image.open(io.BytesIO(p)), limit) for p, limit in zip(PICTURES, limits, strict=True)]
+    assert captioning.run(jobs) == expected
+
+
+def test_requests_that_wait_share_a_batch_and_get_their_own_answers(captioning: Captioning):
+    task = Gated(captioning)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(client.post("/caption", content=PICTURES[0]))
+        await asyncio.to_thread(task.entered.wait, 30)
+        rest = [asyncio.create_task(client.post("/caption?max_new_tokens=5", content=p)) for p in PICTURES]
+        await until_waiting(client, 3)
+        task.gate.set()
+        assert (await first).json() == {"text": reference(task, PICTURES[0], 12)}
+        answers = [(await answer).json()["text"] for answer in rest]
+        assert sorted(answers) == sorted(reference(task, picture, 5) for picture in PICTURES)
+        assert answers == [reference(task, picture, 5) for picture in PICTURES]
+        assert task.sizes == [1, 3]
+
+    with_client(task, scenario)
+
+
+def png_bomb() -> bytes:
+    """A PNG of a few bytes whose header promises 40,000 x 40,000 pixels."""
+    header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+BAD = {
+    "empty": (b"", "corrupt image"),
+    "no picture": (b"hello", "corrupt image"),
+    "half a picture": (PICTURES[0][:60], "corrupt image"),
+    "bomb": (png_bomb(), "image too large"),
+    "drawing": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "corrupt image"),
+    "large body": (b"x" * 2000, "larger than 0 MiB"),
+}
+
+
+def test_bad_input_is_explained_and_the_service_goes_on(captioning: Captioning, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 1000)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for body, reason in BAD.values():
+            answer = await client.post("/caption", content=body)
+            assert answer.status_code == 422
+            assert reason in answer.json()["detail"]
+        for query, name in (
+            ("max_new_tokens=13", "max_new_tokens"),
+            ("deadline_s=0", "deadline_s"),
+            ("deadline_s=nan", ""),
+        ):
+            answer = await client.post(f"/caption?{query}", content=PICTURES[0])
+            assert answer.status_code == 422
+            assert answer.json()["detail"].startswith(name)
+        assert (await client.post("/caption", content=PICTURES[0])).status_code == 200
+
+    with_client(captioning, scenario)
+
+
+def test_a_full_queue_is_429_and_a_passed_deadline_504(captioning: Captioning):
+    task = Gated(captioning)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(client.post("/caption", content=PICTURES[0]))
+        await asyncio.to_thread(task.entered.wait, 30)
+        late = await client.post("/caption?deadline_s=0.01", content=PICTURES[1])
+        assert late.status_code == 504
+        waits = asyncio.create_task(client.post("/caption", content=PICTURES[1]))
+        await until_waiting(client, 1)
+        refused = await client.post("/caption", content=PICTURES[2])
+        assert refused.status_code == 429
+        assert refused.headers["Retry-After"] == "1"
+        task.gate.set()
+        assert {(await first).status_code, (await waits).status_code} == {200}
+        health = (await client.get("/health")).json()
+        assert (health["status"], health["tasks"]) == ("ok", ["caption"])
+        assert (health["done"], health["rejected"], health["expired"], health["waiting"]) == (2, 1, 1, 0)
+
+    with_client(task, scenario, max_waiting=1)
+
+
+def test_an_error_of_the_model_is_500_and_the_service_goes_on(captioning: Captioning, monkeypatch: pytest.MonkeyPatch):
+    def fail(jobs: Sequence[CaptionJob]) -> list[str]:
+        raise RuntimeError("out of memory")
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(captioning, "run", fail)
+            assert (await client.post("/caption", content=PICTURES[0])).status_code == 500
+        assert (await client.post("/caption", content=PICTURES[0])).status_code == 200
+
+    with_client(captioning, scenario)
+
+
+def test_the_page(captioning: Captioning):
+    async def scenario(client: httpx.AsyncClient) -> str:
+        answer = await client.get("/")
+        assert answer.headers["content-type"].startswith("text/html")
+        return answer.text
+
+    assert "/caption" in with_client(captioning, scenario)
+
+
+@pytest.fixture(scope="module")
+def drawing(captioning: Captioning) -> Drawing:
+    torch.manual_seed(0)
+    config = ImageTokenizerConfig(image_size=32, patch_size=8, channels=[8], codebook_size=16, codebook_dim=4)
+    image_tokenizer = M6ImageTokenizer(config)
+    return Drawing(M6TextToImagePipeline(captioning.model, captioning.processor, image_tokenizer), Sampling())
+
+
+def test_pictures_that_wait_share_a_batch_and_are_those_of_the_pipeline(captioning: Captioning, drawing: Drawing):
+    texts = ["红色的圆形", "一个大的蓝色三角形，和今天早上公园里的熊猫。"]
+    expected = [drawing.pipeline(text, num_images=2, seed=7, progress=False).images for text in texts]
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        bodies = [{"text": text, "seed": 7, "index": index} for text in texts for index in range(2)]
+        answers = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+        assert {answer.headers["content-type"] for answer in answers} == {"image/png"}
+        pictures = [np.asarray(Image.open(io.BytesIO(answer.content)), dtype=int) for answer in answers]
+        for got, wanted in zip(pictures, [picture for row in expected for picture in row], strict=True):
+            # The sums of a batch are rounded in another order, which may turn a grey value over.
+            assert np.abs(got - np.asarray(wanted, dtype=int)).max() <= 1
+        assert len({picture.tobytes() for picture in pictures}) == 4
+        health = (await client.get("/health")).json()
+        assert health["tasks"] == ["caption", "generate"]
+        assert health["batches"] < 4
+        for body, reason in (
+            ({"text": ""}, "is empty"),
+            ({"text": " \u3000 "}, "is empty"),
+            ({"text": "七" * 300}, "the model reads 96"),
+            ({"text": 5}, "text: input should be a valid string"),
+            ({}, "text: missing"),
+            ({"text": "红", "index": -1}, "index: "),
+            ({"text": "红", "sed": 1}, 'sed: unknown key; did you mean "seed"?'),
+        ):
+            answer = await client.post("/generate", json=body)
+            assert answer.status_code == 422, body
+            assert reason in answer.json()["detail"]
+        for content in (b"", b"[", b'{"text": "\\ud800"}', b"\xff"):
+            assert (await client.post("/generate", content=content)).status_code == 422
+
+    with_client(captioning, scenario, drawing=drawing)
+
+
+def test_a_model_that_does_not_draw_has_no_such_route(captioning: Captioning):
+    async def scenario(client: httpx.AsyncClient) -> int:
+        return (await client.post("/generate", json={"text": "红色"})).status_code
+
+    assert with_client(captioning, scenario) == 404
+
+
+def test_a_process_answers_and_ends_cleanly(run: Path):
+    """SIGTERM while a request is on its way: it is answered, and the exit code is 0."""
+    command = [sys.executable, "-m", "m6.cli", "serve", "--checkpoint", run, "--port", "0", "--max-new-tokens", "8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("measuring")
+            line = process.stdout.readline()
+            address = re.fullmatch(r"serving .* at (http://127\.0\.0\.1:\d+)\n", line)
+            assert address, (line, process.stderr)
+
+            def body() -> Any:
+                yield PICTURES[0][:50]
+                process.send_signal(signal.SIGTERM)
+                yield PICTURES[0][50:]
+
+            answer = httpx.post(f"{address[1]}/caption", content=body(), timeout=60)
+            assert answer.status_code == 200
+            assert answer.json()["text"]
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_user_errors(run: Path, tmp_path: Path):
+    assert "neither a run nor an exported model" in user_error("serve", "--checkpoint", tmp_path, "--port", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = user_error("serve", "--checkpoint", run, "--port", port)
+    assert message == f"cannot listen at 127.0.0.1:{port}: Address already in use"
+    message = user_error("serve", "--checkpoint", run, "--port", 0, "--max-new-tokens", 1000)
+    assert message == "max_new_tokens 1000 is more than the model's max_position_embeddings 96"
