@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to pictures of Chinese sentences on two cores without a GPU, in under an hour: environment, real
 # pictures with captions, image tokenizer, short pretraining, fine-tuning, a grid, and the evaluation of what was drawn.
-#   bash scripts/text_to_image.sh [FOLDER]   (default: runs/text_to_image; data goes to data/text_to_image)
+#   bash scripts/text_to_image.sh [FOLDER]   (default: runs/text_to_image; data goes to data/pictures, data/text_to_image)
 # Everything resumes: the same command goes on after an interruption. The time of each part is in FOLDER/times.tsv.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -9,10 +9,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 here=scripts/experiments/text_to_image
 out=${1:-runs/text_to_image}
-data=data/text_to_image
-rows=1500 # of each source: 1,500 emoji are about 300 concepts, a fair sample of all, in five drawing styles
-# Combinations of colour and shape that no training picture shows; each colour and each shape is shown with others.
-held_out=(红色的三角形 蓝色的圆形 绿色的长方形 黄色的三角形)
+pictures=data/pictures  # all of them, from which the image tokenizer learns what pictures look like
+data=data/text_to_image # those whose captions the model learns
+rows=500                # of each source: 500 emoji are about 100 concepts, a fair sample, in five drawing styles
 make_environment data
 mkdir -p "$out"
 
@@ -25,9 +24,10 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
 }
 
 build() {
-    m6 data build inews emoji easy_vqa --limit "$rows" "${held_out[@]/#/--hold-out=}" --out "$data"
+    m6 data build emoji easy_vqa --out "$pictures"
+    m6 data build inews emoji easy_vqa_compositions --limit "$rows" --out "$data"
     if [ ! -d "$data/tokenizer" ]; then
-        m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 4000 --image-vocab-size 1024 \
+        m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 3000 --image-vocab-size 1024 \
             --character-coverage 0.995 --sample-megabytes 2
     fi
 }
@@ -46,7 +46,7 @@ grid() {
 
 part "data" build
 part "image tokenizer" m6 train-image-tokenizer configs/image_tokenizer/pictures_64.json \
-    --set data.path="$data" --out runs/image_tokenizer
+    --set data.path="$pictures" --out runs/image_tokenizer
 part "image codes" m6 data codes "$data" --image-tokenizer runs/image_tokenizer
 part "pretraining" m6 pretrain "$here/pretrain.json" --run-dir "$out/pretrained"
 part "fine-tuning" m6 finetune configs/finetune/text_to_image.json --init "$out/pretrained" --run-dir "$out/finetuned"

@@ -40,8 +40,6 @@ class BuildSettings:
     validation_share: float = 0.01
     test_share: float = 0.01
     max_bad_share: float = 0.01
-    hold_out: tuple[str, ...] = ()
-    """texts that are kept out of training: their rows go to validation instead"""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "passage_chars", "limit"):
@@ -69,9 +67,7 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
         raise UserError(f'two sources are called "{repeated[0]}"; name one with CALLED=PATH')
     out = out.resolve()
     origins = {source.name: source.origin() for source in sources}
-    recipe = {name: value for name, value in asdict(settings).items() if name not in ("max_bad_share", "hold_out")}
-    if settings.hold_out:
-        recipe["hold_out"] = list(settings.hold_out)
+    recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share"}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
         if existing is not None and _describes(existing, recipe, origins):
@@ -135,8 +131,6 @@ def _build_source(
                     skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 continue
             split = row.split or assign_split(row.group, settings.validation_share, test_share)
-            if split == "train" and row.text in settings.hold_out:
-                split = "validation"
             columns = ("id", "text", "image", "question", "answer", "group")
             writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
     splits = {cast(Split, split): SplitEntry.of(writer.shards) for split, writer in writers.items()}

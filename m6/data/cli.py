@@ -44,10 +44,6 @@ def build(
     validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
     test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
     max_bad_share: Annotated[float, typer.Option(help="More bad rows than this share are an error.")] = 0.01,
-    hold_out: Annotated[
-        list[str] | None,
-        typer.Option(help="A caption to keep out of training, so that it can be tested; may be given often."),
-    ] = None,
     text_column: Annotated[str, typer.Option(help="Your own data: the column of captions or texts.")] = "text",
     image_column: Annotated[
         str | None, typer.Option(help='Your own data: the column of pictures ("image" where there is one).')
@@ -67,7 +63,6 @@ def build(
         validation_share=validation_share,
         test_share=test_share,
         max_bad_share=max_bad_share,
-        hold_out=tuple(hold_out or ()),
     )
     options = SourceOptions(
         cache=cache or default_cache(),

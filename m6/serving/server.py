@@ -46,7 +46,8 @@ def serve(
             drawing = Drawing(M6TextToImagePipeline.from_pretrained(folder, device), sampling)
             captioning = Captioning(drawing.pipeline.model, drawing.pipeline.processor, max_new_tokens)
         else:
-            captioning = Captioning(*load_run_model(folder, device), max_new_tokens)
+            model, processor = load_run_model(folder, device)
+            captioning = Captioning(model, processor, max_new_tokens)
         print(f"measuring what batches of up to {max_batch_size} requests cost", flush=True)
         lanes: dict[str, tuple[Task, Plan]] = {"caption": (captioning, _plan(captioning, max_batch_size))}
         if drawing is not None:

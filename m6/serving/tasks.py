@@ -86,7 +86,7 @@ class RowLimits(StoppingCriteria):
     def __init__(self, bos_token_id: int, limits: Sequence[int]) -> None:
         self.bos_token_id, self.limits = bos_token_id, torch.tensor(limits)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         begins = (input_ids == self.bos_token_id).int().argmax(dim=1)
         return input_ids.shape[1] - 1 - begins >= self.limits.to(input_ids.device)
 

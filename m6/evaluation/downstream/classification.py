@@ -78,7 +78,7 @@ def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, t
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
 
-    def fit(strength: float) -> tuple[float, object]:
+    def fit(strength: float) -> tuple[float, Any]:
         vectorizer = TfidfVectorizer(analyzer="char", ngram_range=(1, 3), sublinear_tf=True, max_features=100_000)
         classifier = make_pipeline(vectorizer, LogisticRegression(C=strength, max_iter=1000))
         classifier.fit(training.texts, training.labels)

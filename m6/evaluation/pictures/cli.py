@@ -23,7 +23,7 @@ def evaluate_pictures(
         Optional[Path],  # noqa: UP045
         typer.Option(help="folder to keep the judge in; one that is there is used if it fits"),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="over the pictures that the judge learns from")] = 12,
+    judge_steps: Annotated[int, typer.Option(min=1, help="steps of 32 pictures that the judge is trained for")] = 1500,
     inception: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="weights of Inception-v3 in torch-fidelity's format, for FID and KID on its features too"),
@@ -44,7 +44,7 @@ def evaluate_pictures(
     from m6.evaluation.pictures.report import markdown
     from m6.files import write_json, write_text
 
-    settings = JudgeSettings(epochs=epochs)
+    settings = JudgeSettings(total_steps=judge_steps)
     pictures, skipped = load_generated(generated, settings.image_size)
     real = load_real(Manifest.load(data), source, held_out_style, settings.image_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ class JudgeSettings(Section):
 
     image_size: PositiveInt = Field(64, description="side of a picture in pixels")
     channels: list[PositiveInt] = Field([16, 32, 64, 128], min_length=1, description="each level halves the side")
-    epochs: PositiveInt = 12
-    batch_size: PositiveInt = 32
-    learning_rate: PositiveFloat = 2e-3
-    seed: int = Field(0, ge=0)
+    total_steps: PositiveInt = Field(1500, description="of training")
+    batch_size: PositiveInt = Field(32, description="pictures of a step")
+    learning_rate: PositiveFloat = Field(4e-3, description="its peak")
+    seed: int = Field(0, ge=0, description="fixes weights, order of pictures and their changes")
 
 
 class Judge(nn.Module):
@@ -107,21 +106,18 @@ def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: to
     judge = Judge(settings, captions).to(device).train()
     optimizer = torch.optim.AdamW(judge.parameters(), weight_decay=0.05)
     labels = torch.tensor([index[caption] for caption in pictures.captions])
-    steps_per_epoch = math.ceil(len(pictures) / settings.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.learning_rate, total_steps=settings.epochs * steps_per_epoch
-    )
-    for _ in tqdm(range(settings.epochs), "judge", unit=" epochs", disable=None):
-        for chosen in torch.randperm(len(pictures)).split(settings.batch_size):
-            if len(chosen) < 2:  # the statistics of BatchNorm need two
-                continue
-            pixels = _augment(to_unit_range(pictures.pixels[chosen.numpy()], device))
-            target = labels[chosen].to(device)
-            loss = F.cross_entropy(judge(pixels), target, label_smoothing=_LABEL_SMOOTHING)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.total_steps)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in tqdm(range(settings.total_steps), "judge", unit=" steps", disable=None):
+        while len(order) < settings.batch_size:
+            order = torch.cat([order, torch.randperm(len(pictures))])
+        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+        pixels = _augment(to_unit_range(pictures.pixels[chosen.numpy()], device))
+        loss = F.cross_entropy(judge(pixels), labels[chosen].to(device), label_smoothing=_LABEL_SMOOTHING)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
     return judge.eval()
 
 

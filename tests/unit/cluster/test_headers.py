@@ -18,7 +18,7 @@ SCRIPTS = {
     "pretrain_100b": ("gpu_16x8", []),
     "pretrain_1t": ("gpu_60x8", []),
     "pretrain_10t": ("gpu_64x8", []),
-    "finetune_text_to_image": ("gpu_1x8", []),
+    "finetune_text_to_image": ("gpu_1x8", ["m6.moe.num_experts=32"]),  # of the run that it begins with
 }
 
 

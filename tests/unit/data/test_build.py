@@ -174,24 +174,6 @@ def test_limit_counts_rows_of_each_source(tmp_path):
     assert [sum(s.rows for s in entry.splits.values()) for entry in manifest.sources.values()] == [4, 4]
 
 
-def test_texts_that_are_held_out_are_not_trained_on(tmp_path):
-    rows = [Row(f"f/{n}", f"concept {n}", f"图{n % 3}", picture()) for n in range(30)]
-    own = [Row("f/test", "own", "图1", picture(), split="test")]
-    settings = BuildSettings(validation_share=0.1, test_share=0.1, hold_out=("图1",))
-    held, _ = build([Fake(rows + own)], tmp_path / "held", settings)
-    plain, _ = build([Fake(rows + own)], tmp_path / "plain", BuildSettings(validation_share=0.1, test_share=0.1))
-    splits, before = read(held), read(plain)
-    assert {row["text"] for row in splits["train"]} == {"图0", "图2"}
-    assert splits["test"] == before["test"]
-    moved = [row for row in before["train"] if row["text"] == "图1"]
-    assert moved
-    assert [row for row in splits["train"] if row not in before["train"]] == []
-    assert all(row in splits["validation"] for row in moved + before["validation"])
-    assert held.recipe["hold_out"] == ["图1"]
-    assert "hold_out" not in plain.recipe, "a folder that was built without it is still recognised"
-    assert not build([Fake(rows + own)], tmp_path / "held", settings)[1]
-
-
 def test_two_sources_of_one_name_are_refused(tmp_path):
     with pytest.raises(UserError, match='two sources are called "fake"'):
         build([Fake([]), Fake([])], tmp_path / "data", BuildSettings())

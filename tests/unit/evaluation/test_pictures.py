@@ -19,7 +19,7 @@ from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import _COLOURS, _SHAPES, draw_shape
 
 CPU = torch.device("cpu")
-SETTINGS = JudgeSettings(image_size=32, channels=[8, 16, 32], epochs=60, batch_size=8, learning_rate=1e-2)
+SETTINGS = JudgeSettings(image_size=32, channels=[16, 32], total_steps=360, batch_size=16)
 UNSEEN_CAPTION = "红色圆形"
 STYLES = {"大": "large", "小": "small"}
 
@@ -209,7 +209,7 @@ def test_bad_generated_pictures_are_skipped_by_name(tmp_path):
 
 def test_the_command_and_its_mistakes(data, tmp_path):
     folder = write_generated(tmp_path / "generated", [*shapes(), ("x.png", "独一无二", shapes()[0][2])])
-    command = ("evaluate-pictures", folder, "--data", data, "--epochs", 1)
+    command = ("evaluate-pictures", folder, "--data", data, "--judge-steps", 10)
     outcome = m6(*command, "--held-out-style", "small", "--judge", tmp_path / "judge")
     assert outcome.code == 0, outcome
     assert outcome.stdout == (folder / "report.md").read_text()
@@ -222,7 +222,7 @@ def test_the_command_and_its_mistakes(data, tmp_path):
     assert 'no source "shape"' in user_error(*command, "--source", "shape")
     assert "no such file" in user_error("evaluate-pictures", tmp_path, "--data", data)
     alone = write_generated(tmp_path / "alone", [("x.png", "独一无二", shapes()[0][2])])
-    message = user_error("evaluate-pictures", alone, "--data", data, "--epochs", 1)
+    message = user_error("evaluate-pictures", alone, "--data", data, "--judge-steps", 10)
     assert "the judge knows none of the generated captions" in message
 
 

@@ -1,0 +1,25 @@
+"""``m6 downstream``: the tables of a fine-tuned run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from m6.errors import UserError
+
+
+def downstream(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    out: Annotated[Optional[Path], typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,  # noqa: UP045
+    max_rows: Annotated[int, typer.Option(min=1, help="rows of each source's test split")] = 200,
+) -> None:
+    """Scores a fine-tuned run on captioning, classification and matching, against baselines on the same rows."""
+    for package in ("sacrebleu", "sklearn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
+    from m6.evaluation.downstream.report import write_downstream
+
+    print(write_downstream(run, out or run / "downstream.md", max_rows).read_text(encoding="utf-8"))
