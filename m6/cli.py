@@ -182,61 +182,6 @@ def evaluate(
 
 
 @app.command()
-def serve(
-    checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
-    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 is every one of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="most requests that run together")] = 16,
-    max_waiting: Annotated[int, typer.Option(min=1, help="most requests that wait; one more gets status 429")] = 64,
-    deadline: Annotated[float, typer.Option(min=0.001, help="longest that a request may take, in seconds")] = 60.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest description")] = 48,
-    guidance: Annotated[float, typer.Option(min=0.0, help="of pictures: classifier-free guidance; 1 is none")] = 3.0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="of pictures; 0 is deterministic")] = 1.0,
-    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k best codes")] = None,  # noqa: UP045
-    top_p: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
-    ] = None,
-) -> None:
-    """Serves a model over HTTP, with a page to try it on, until Ctrl-C or SIGTERM."""
-    import importlib.util
-
-    for package in ("fastapi", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
-    from m6.generation.text_to_image import Sampling
-    from m6.serving.server import serve as serve_folder
-
-    serve_folder(
-        checkpoint,
-        host=host,
-        port=port,
-        max_batch_size=max_batch_size,
-        max_waiting=max_waiting,
-        deadline_s=deadline,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(guidance, temperature, top_k, top_p),
-    )
-
-
-@app.command()
-def downstream(
-    run: RunFolder,
-    out: Annotated[Optional[Path], typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,  # noqa: UP045
-    max_rows: Annotated[int, typer.Option(min=1, help="rows of each source's test split")] = 200,
-) -> None:
-    """Scores a fine-tuned run on captioning, classification and matching, against baselines on the same rows."""
-    import importlib.util
-
-    for package in ("sacrebleu", "sklearn"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
-    from m6.evaluation.downstream.report import write_downstream
-
-    print(write_downstream(run, out or run / "downstream.md", max_rows).read_text(encoding="utf-8"))
-
-
-@app.command()
 def export(
     run: RunFolder,
     hf: Annotated[Path, typer.Option("--hf", help="folder to write; must not exist or be empty")],
@@ -307,12 +252,16 @@ def _mount_commands() -> None:
     from m6.data.cli import app as data_app
     from m6.data.codes_cli import codes
     from m6.data.tokenizer_cli import tokenizer
+    from m6.evaluation.downstream.cli import downstream
     from m6.evaluation.pictures.cli import evaluate_pictures
     from m6.generation.cli import generate
     from m6.planning.cli import app as plan_app
+    from m6.serving.cli import serve
 
     app.command()(evaluate_pictures)
     app.command()(generate)
+    app.command()(serve)
+    app.command()(downstream)
     data_app.command()(tokenizer)
     data_app.command()(codes)
 

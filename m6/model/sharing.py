@@ -58,14 +58,14 @@ class Sharing:
     def pseudo_name(self, name: str) -> str:
         """The name in the Pseudo model of the parameter ``name`` of the Real model."""
         found = _LAYER.fullmatch(name)
-        if found is None or not self._is_shared(found[3]):
+        if found is None or not self.shares(found[3]):
             return name
         return f"{found[1]}{self.first_layer(int(found[2]))}.{found[3]}"
 
     def real_names(self, name: str) -> list[str]:
         """The names in the Real model of the parameter ``name`` of the Pseudo model; several if it is shared."""
         found = _LAYER.fullmatch(name)
-        if found is None or not self._is_shared(found[3]):
+        if found is None or not self.shares(found[3]):
             return [name]
         return [f"{found[1]}{layer}.{found[3]}" for layer in self.group(int(found[2]))]
 
@@ -101,11 +101,12 @@ class Sharing:
                     f'{config.moe_layer_frequency}); share ["attention", "norms"] only, or use other groups'
                 )
 
+    def shares(self, name: str) -> bool:
+        """Whether the layers of a group share the parameter that is called ``name`` within a layer."""
+        return any(name.startswith(f"{module}.") for part in self.parts for module in _MODULES[part])
+
     def _group(self, layer: int) -> int:
         return layer * self.num_groups // self.num_layers
-
-    def _is_shared(self, name: str) -> bool:
-        return any(name.startswith(f"{module}.") for part in self.parts for module in _MODULES[part])
 
 
 def share_layers(model: nn.Module, sharing: Sharing) -> None:

@@ -8,6 +8,7 @@ It follows PyTorch 2.13's CPU kernels; ``m6.planning.measure`` measures the trut
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from m6.config import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.measure import SavedTensors
+from moe.config import MoEConfig
 
 FP32 = 4
 _INT64 = 8
@@ -24,8 +26,13 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What of a micro-batch decides how much memory it takes."""
+    """What of a micro-batch decides how much memory it takes.
 
+    Attributes:
+        samples: of the micro-batch; several may share a row.
+    """
+
+    samples: int
     rows: int
     sequence_length: int
     real: int
@@ -36,7 +43,9 @@ class BatchShape:
     @classmethod
     def of(cls, *batches: MicroBatch) -> BatchShape:
         """The shape that holds each of ``batches``."""
-        shapes = [(*b.input_ids.shape, b.num_tokens, b.num_target_tokens, len(b.pixel_values)) for b in batches]
+        shapes = [
+            (b.num_samples, *b.input_ids.shape, b.num_tokens, b.num_target_tokens, len(b.pixel_values)) for b in batches
+        ]
         return cls(*(max(sizes) for sizes in zip(*shapes, strict=True)))
 
 
@@ -72,14 +81,30 @@ class Activations:
         self.tokens = batch.rows * batch.sequence_length
         self.vectors = self.tokens * self.model.hidden_size
 
+    @functools.cached_property
+    def moe(self) -> MoEConfig:
+        return self.model.moe_config()
+
     def total(self) -> int:
         """What is kept at the end of the forward pass, or under activation checkpointing while a block is computed
         anew, if that is more."""
-        kept = self.embeddings() + self.norm() + self.head()
+        kept = self.embeddings() + self.norm() + self.head() + self.kept_by_blocks()
         if not self.config.m6.training.activation_checkpointing:
-            return kept + sum(self.blocks())
-        masks = self.tokens * (self.batch.sequence_length + 1)
-        return kept + self.model.num_layers * self.block_input() + masks + self.recomputation()
+            return kept
+        return kept + self.tokens * (self.batch.sequence_length + 1) + self.recomputation()  # with the masks
+
+    def kept_by_blocks(self) -> int:
+        if self.config.m6.training.activation_checkpointing:
+            return self.model.num_layers * self.block_input()
+        return sum(self.blocks())
+
+    def replicated(self) -> int:
+        """Of that, what tensor parallelism would not split: the inputs of blocks, or five vectors of each.
+
+        Equation 2 of arXiv 2205.05198.
+        """
+        vectors = 1 if self.config.m6.training.activation_checkpointing else 5
+        return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
 
     def loss_backward(self) -> int:
         """What lives beside that when the backward pass begins: the gradients of the log-probabilities and of the
@@ -94,7 +119,9 @@ class Activations:
         return max(0, max(self.blocks()) - self.block_input() - self.head())
 
     def blocks(self) -> list[int]:
-        return [self.block(sparse=self.model.is_moe_layer(layer)) for layer in range(self.model.num_layers)]
+        kinds = [self.model.is_moe_layer(layer) for layer in range(self.model.num_layers)]
+        each = {sparse: self.block(sparse) for sparse in set(kinds)}
+        return [each[sparse] for sparse in kinds]
 
     def block_input(self) -> int:
         return self.vectors * self.precision.residual
@@ -154,7 +181,7 @@ class Activations:
 
     def experts(self) -> int:
         """The tokens, unless they are those of the router; inner values before and after the activation; outputs."""
-        moe, width, inner = self.model.moe_config(), self.model.hidden_size, self.model.ffn_hidden_size
+        moe, width, inner = self.moe, self.model.hidden_size, self.model.ffn_hidden_size
         real, rows, precision = self.batch.real, self.rows(), self.precision
         # Each row's choice, its token, its gate; the rows by token, and where each token's begin.
         dispatch = rows * (3 * _INT64 + FP32) + real * _INT64
@@ -181,13 +208,13 @@ class Activations:
 
     def rows(self) -> int:
         """(token, expert) pairs that are computed; padding takes part neither in routing nor in the experts."""
-        moe, real = self.model.moe_config(), self.batch.real
+        moe, real = self.moe, self.batch.real
         choices = real * moe.experts_per_token
         capacity = moe.capacity(real, training=True)
         return choices if capacity is None else min(choices, capacity * moe.num_experts)
 
     def router(self) -> int:
-        moe, real, width = self.model.moe_config(), self.batch.real, self.model.hidden_size
+        moe, real, width = self.moe, self.batch.real, self.model.hidden_size
         # The router works in fp32: the tokens, and beside 16-bit weights their copy.
         router = real * width * FP32 + (0 if self.precision.weights == FP32 else moe.num_experts * width * FP32)
         # Scores, which experts were chosen, and for the z loss logits and their logsumexp.
@@ -197,7 +224,7 @@ class Activations:
         return router
 
     def local_experts(self) -> int:
-        return self.model.moe_config().num_experts // self.config.m6.training.ep_size
+        return self.moe.num_experts // self.config.m6.training.ep_size
 
     def combined(self, output_size: int) -> int:
         """The real tokens' places, and their results before these are spread over the rows of the batch."""

@@ -106,7 +106,7 @@ def _collectives(device: torch.device) -> list[CollectivePoint]:
             "all_to_all": lambda s=source, t=target: dist.all_to_all_single(t, s),  # type: ignore[misc]
         }
         for kind, operation in operations.items():
-            seconds = torch.tensor(_seconds(operation, device, collective=True), device=device)
+            seconds = torch.tensor(_seconds(operation, device), device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             points.append(
                 CollectivePoint(kind=kind, tier=tier, ranks=world, num_bytes=numel * 4, seconds=seconds.item())
@@ -149,13 +149,13 @@ def _host_copy(device: torch.device) -> float | None:
     return host.nbytes / _seconds(lambda: there.copy_(host, non_blocking=True), device)
 
 
-def _seconds(operation: Callable[[], object], device: torch.device, collective: bool = False) -> float:
+def _seconds(operation: Callable[[], object], device: torch.device) -> float:
     """Median of a few calls after a first one that does not count.
 
-    Of one thread on a CPU its own time is taken, which other programs do not disturb; a collective waits, and is
-    measured by the clock on the wall.
+    On a CPU with one thread that is processor time, which other programs do not disturb; a collective's leaves out what
+    ranks wait for each other.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not collective
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     operation()
     times = []

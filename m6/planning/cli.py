@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -37,7 +37,9 @@ Forced = Annotated[
     list[str] | None, typer.Option("--force", help="NAME=VALUE that the layout must have, as zero_stage=2")
 ]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="what m6 plan calibrate wrote")]
-Pseudo = Annotated[bool, typer.Option("--pseudo", help="plan the Pseudo stage: the layers share one layer's weights")]
+Stage = Annotated[
+    Literal["pseudo", "real"], typer.Option(help="pseudo: what m6.pseudo_to_real trains first, with shared weights")
+]
 World = Annotated[int | None, typer.Option("--world", min=1, help="use so many of the cluster's devices")]
 Fraction = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0, help="share of memory to plan for")]
 MEMORY_FRACTION = 0.9
@@ -50,7 +52,6 @@ def best(
     overrides: Overrides = None,
     force: Forced = None,
     profile: ProfileFile = None,
-    pseudo: Pseudo = False,
     world: World = None,
     memory_fraction: Fraction = MEMORY_FRACTION,
     out: Annotated[
@@ -58,18 +59,20 @@ def best(
     ] = None,
     time_limit_min: Annotated[int, typer.Option(min=1, help="of the job")] = 1440,
 ) -> None:
-    """Finds the fastest layout that runs and fits, and says why each other is not better."""
+    """Finds the fastest layout that runs and fits, and says why each other is not better; of both stages, if there are
+    two."""
     from m6.errors import UserError
     from m6.files import write_json, write_text
     from m6.planning.emit import job_description, run_document, sbatch_header
-    from m6.planning.reports import no_plan_report, plan_report
+    from m6.planning.reports import search_report
+    from m6.planning.search import stages
 
-    planner = _planner(config, cluster, overrides, force, profile, pseudo, memory_fraction)(world)
-    result = planner.search()
+    planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
+    for stage in stages(planner):  # the last one holds the whole model: its layout is that of the JSON
+        planner, result = stage, stage.search()
+        print(search_report(planner, result), end="\n\n")
     if not result.plans:
-        print(no_plan_report(planner, result))
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}")
-    print(plan_report(planner, result))
     if out is not None:
         job = job_description(planner, result.best, time_limit_min)
         write_json(out / config.name, run_document(planner, result.best))
@@ -86,7 +89,7 @@ def explain(
     overrides: Overrides = None,
     force: Forced = None,
     profile: ProfileFile = None,
-    pseudo: Pseudo = False,
+    stage: Stage = "real",
     world: World = None,
     memory_fraction: Fraction = MEMORY_FRACTION,
 ) -> None:
@@ -97,7 +100,7 @@ def explain(
     from m6.planning.reports import explanation
     from m6.planning.rules import capability_matrix
 
-    planner = _planner(config, cluster, overrides, None, profile, pseudo, memory_fraction)(world)
+    planner = _planner(config, cluster, overrides, None, profile, memory_fraction, stage)(world)
     layout = layout_of(planner.config, planner.cluster.num_devices)
     layout = replace(layout, **parse_forced(tuple(force or ())))
     print(explanation(planner, planner.judge(layout)))
@@ -111,7 +114,7 @@ def frontier(
     overrides: Overrides = None,
     force: Forced = None,
     profile: ProfileFile = None,
-    pseudo: Pseudo = False,
+    stage: Stage = "real",
     memory_fraction: Fraction = MEMORY_FRACTION,
     out: Annotated[Path | None, typer.Option(help="PNG to draw")] = None,
 ) -> None:
@@ -120,7 +123,7 @@ def frontier(
     from m6.planning.frontier import frontier as find
     from m6.planning.reports import frontier_table
 
-    make = _planner(config, cluster, overrides, force, profile, pseudo, memory_fraction)
+    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     planner = make(None)
     plans = find(lambda part: make(part.num_devices), planner.cluster, device_counts(planner.cluster))
     print(frontier_table(planner, plans))
@@ -135,7 +138,7 @@ def curve(
     overrides: Overrides = None,
     force: Forced = None,
     profile: ProfileFile = None,
-    pseudo: Pseudo = False,
+    stage: Stage = "real",
     memory_fraction: Fraction = MEMORY_FRACTION,
 ) -> None:
     """Shows the best layout and its speed on 1, 2, 4, ... devices of the cluster."""
@@ -143,7 +146,7 @@ def curve(
     from m6.planning.frontier import device_counts
     from m6.planning.reports import curve_table
 
-    make = _planner(config, cluster, overrides, force, profile, pseudo, memory_fraction)
+    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     whole = make(None).cluster
     print(curve_table(find(lambda part: make(part.num_devices), whole, device_counts(whole))))
 
@@ -211,24 +214,32 @@ def _planner(
     overrides: list[str] | None,
     force: list[str] | None,
     profile: Path | None,
-    pseudo: bool,
     memory_fraction: float,
+    stage: Literal["pseudo", "real"] = "real",
 ) -> Callable[[int | None], Planner]:
-    """Reads everything once; the function returned plans for a number of the cluster's devices."""
+    """Reads everything once; the function returned plans for a number of the cluster's devices.
+
+    Raises:
+        UserError: a file or a value is wrong, or the run has no Pseudo stage.
+    """
     from m6.config import load_config
+    from m6.errors import UserError
     from m6.planning.cluster import load_cluster
     from m6.planning.layout import parse_forced
     from m6.planning.profile import Profile, load_profile
-    from m6.planning.search import Planner
+    from m6.planning.search import Planner, pseudo_sharing
 
     settings = load_config(config, tuple(overrides or ()))
     whole: Cluster = load_cluster(cluster)
     calibration = Profile() if profile is None else load_profile(profile)
+    if stage == "pseudo" and settings.m6.pseudo_to_real is None:
+        raise UserError(f"--stage pseudo: {config} has no section m6.pseudo_to_real")
+    sharing = pseudo_sharing(settings) if stage == "pseudo" else None
     forced: dict[str, Any] = parse_forced(tuple(force or ()))
 
     @functools.cache
     def make(world: int | None) -> Planner:
         part = whole if world is None else whole.first(world)
-        return Planner(settings, part, calibration, None, pseudo, memory_fraction, forced)
+        return Planner(settings, part, calibration, None, sharing, memory_fraction, forced)
 
     return make

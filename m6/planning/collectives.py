@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from m6.planning.cluster import Link, Nodes
+from m6.planning.cluster import Cluster, Link, Nodes
 from m6.planning.profile import CollectiveKind, Profile
 
 
@@ -66,6 +66,13 @@ def collective_s(kind: CollectiveKind, num_bytes: float, group: Group, nodes: No
     near = num_bytes * (group.per_node - 1) / group.per_node
     far = num_bytes / group.per_node * (group.num_nodes - 1) / group.num_nodes
     return rounds * (latency * math.ceil(math.log2(group.size)) + near / inside + far / between)
+
+
+def send_s(num_bytes: float, cluster: Cluster, nodes: Nodes, profile: Profile) -> float:
+    """Seconds of a message to a rank of another node, or of the same where there is but one, while all ranks send."""
+    between = cluster.num_devices > nodes.devices_per_node
+    link, sharers = (nodes.links.network, nodes.devices_per_node) if between else (nodes.links.device, 1)
+    return _latency(link) + num_bytes / _rate(link, sharers, profile)
 
 
 def tier_bytes(kind: CollectiveKind, num_bytes: float, group: Group) -> tuple[float, float]:

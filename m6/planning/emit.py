@@ -22,7 +22,7 @@ def run_document(planner: Planner, plan: Plan) -> dict[str, Any]:
 
 def checkpoint_s(planner: Planner, plan: Plan) -> float:
     """Seconds of writing a checkpoint: fp32 weights and moments of one rank."""
-    counts = planner.memory.counts(plan.layout)
+    counts = planner.memory.counts(plan.layout).divided(plan.layout.tp_size)
     layout, config = plan.layout, planner.config
     owned = (counts.local - counts.experts) / layout.dp_size
     owned += counts.experts / (layout.dp_size // layout.ep_size)

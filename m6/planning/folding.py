@@ -6,6 +6,7 @@ Repeated subgraphs are found once and counted: TAP (arXiv 2302.00247), section 4
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from torch import nn
 from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.modeling import M6Block
+from m6.model.sharing import Sharing
 
 Shape = tuple[int, ...]
 Kind = Literal["embeddings", "dense", "sparse", "norm"]
@@ -49,7 +51,8 @@ class FoldedModel:
 
     Attributes:
         blocks: (block, times computed, times stored); the last differs in the Pseudo stage of M6-10T (arXiv
-            2110.03888), in which all layers of a kind share one layer's weights.
+            2110.03888), in which layers share weights. What they share only in part is in two entries, of which one
+            is computed 0 times.
     """
 
     config: M6Config
@@ -60,27 +63,51 @@ class FoldedModel:
         """Stored parameters."""
         return sum(block.numel * stored for block, _, stored in self.blocks)
 
+    def fullest_stage(self, stages: int) -> FoldedModel:
+        """The first of ``stages`` pipeline stages: it has the embeddings, as the last, which needs them for its output,
+        and as many layers as any."""
+        if stages == 1:
+            return self
 
-def fold(config: M6Config, pseudo: bool = False) -> FoldedModel:
+        def share(block: Block, number: int) -> int:
+            return math.ceil(number / stages) if block.kind in ("dense", "sparse") else number
+
+        blocks = ((block, share(block, computed), share(block, stored)) for block, computed, stored in self.blocks)
+        return FoldedModel(self.config, tuple(blocks))
+
+
+def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
     """Builds each distinct block once, on the meta device.
 
     Args:
         config: the model.
-        pseudo: the layers of a kind share one layer's weights.
+        sharing: what the layers share, for the Pseudo model.
     """
-    layers = [config.is_moe_layer(index) for index in range(config.num_layers)]
+    blocks: list[tuple[Block, int, int]] = []
     with torch.device("meta"):
-        blocks = [(_block("embeddings", M6Embeddings(config)), 1, 1)]
-        for kind, sparse in (("dense", False), ("sparse", True)):
-            if (count := layers.count(sparse)) > 0:
-                block = _block(kind, M6Block(config, layers.index(sparse)))  # type: ignore[arg-type]
-                blocks.append((block, count, 1 if pseudo else count))
+        blocks.append((_block("embeddings", M6Embeddings(config)), 1, 1))
+        kinds: tuple[tuple[Kind, bool], ...] = (("dense", False), ("sparse", True))
+        for kind, sparse in kinds:
+            layers = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer) == sparse]
+            if layers:
+                blocks += _layers(kind, M6Block(config, layers[0]), layers, sharing)
         blocks.append((_block("norm", nn.LayerNorm(config.hidden_size)), 1, 1))
     return FoldedModel(config, tuple(blocks))
 
 
-def _block(kind: Kind, module: nn.Module) -> Block:
-    parameters = list(module.parameters())
+def _layers(kind: Kind, layer: nn.Module, layers: list[int], sharing: Sharing | None) -> list[tuple[Block, int, int]]:
+    """Entries for ``layers``, which are all like ``layer``."""
+    if sharing is None:
+        return [(_block(kind, layer), len(layers), len(layers))]
+    firsts = sum(sharing.first_layer(index) == index for index in layers)
+    shared = _block(kind, layer, sharing.shares)
+    rest = _block(kind, layer, lambda name: not sharing.shares(name))
+    return [(shared, len(layers), firsts), *([(rest, 0, len(layers))] if rest.shapes else [])]
+
+
+def _block(kind: Kind, module: nn.Module, takes: Callable[[str], bool] = lambda name: True) -> Block:
+    """The parameters of ``module`` whose names ``takes`` accepts."""
+    parameters = [parameter for name, parameter in module.named_parameters() if takes(name)]
     return Block(
         kind,
         tuple(tuple(parameter.shape) for parameter in parameters),

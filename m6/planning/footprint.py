@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from m6.config import RunConfig
+from m6.model.sharing import Sharing
 from m6.planning.activations import FP32, Activations, BatchShape, Precision
 from m6.planning.folding import FoldedModel, Shape, fold
 from m6.planning.layout import Layout
@@ -19,6 +20,9 @@ from m6.planning.profile import Profile
 
 BUCKET_NUMEL = 500_000_000  # DeepSpeed's default of reduce_bucket_size, and of the buffers at stage 0
 _MASTER_AND_MOMENTS = 3
+# Of a rank's weights and gradients, made while ZeRO flattens the former at the start and the latter in every step. A
+# CPU's allocator keeps what they took: found by configurations of scripts/benchmarks/planner.
+_KEPT_COPIES = 4
 _STREAM_WINDOW_LAYERS = 2
 # DeepSpeed 0.19.8 beside 16-bit weights, a census of live storages after two steps: bytes of host memory for each
 # parameter that a rank owns. Stages 1 and 2 with one micro-batch a step and with more; stage 3 without the weights
@@ -72,19 +76,25 @@ class MemoryModel:
     Args:
         config: the run.
         profile: calibrated overheads.
-        batch: the shape of a micro-batch of one row; see :func:`full_row`.
-        pseudo: price the Pseudo stage, in which the layers share one layer's weights.
+        batch: the shape of a micro-batch; see :func:`full_row`.
+        sharing: what the layers share, to price the Pseudo stage.
+        on_touch: memory counts once something was written to it, as that of a CPU, and not when it is asked for.
     """
 
     def __init__(
-        self, config: RunConfig, profile: Profile, batch: BatchShape | None = None, pseudo: bool = False
+        self,
+        config: RunConfig,
+        profile: Profile,
+        batch: BatchShape | None = None,
+        sharing: Sharing | None = None,
+        on_touch: bool = False,
     ) -> None:
-        self.config, self.profile, self.pseudo = config, profile, pseudo
+        self.config, self.profile, self.sharing, self.on_touch = config, profile, sharing, on_touch
         self.row = batch or full_row(config)
-        self.model: FoldedModel = fold(config.model, pseudo)
+        self.model: FoldedModel = fold(config.model, sharing)
         self.precision = Precision.of(config)
-        self._activations: dict[tuple[int, bool, int], tuple[int, int]] = {}
-        self._counts: dict[int, _Counts] = {}
+        self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
+        self._counts: dict[tuple[int, int], _Counts] = {}
 
     def __call__(self, layout: Layout) -> Footprint:
         counts = self.counts(layout)
@@ -95,10 +105,11 @@ class MemoryModel:
         )
 
     def counts(self, layout: Layout) -> _Counts:
-        """Elements of one rank's parameters; tensor and pipeline parallelism divide all but what must be whole."""
-        if layout.ep_size not in self._counts:
-            self._counts[layout.ep_size] = _count(self.model, layout.ep_size)
-        return self._counts[layout.ep_size]
+        """Parameters of a rank of the fullest pipeline stage, before tensor parallelism divides them."""
+        key = layout.ep_size, layout.pp_size
+        if key not in self._counts:
+            self._counts[key] = _count(self.model.fullest_stage(layout.pp_size), layout.ep_size)
+        return self._counts[key]
 
     def batch_of(self, layout: Layout) -> BatchShape:
         return scale_batch(self.row, layout.micro_batch_size)
@@ -109,16 +120,18 @@ class MemoryModel:
     def _activation_bytes(self, layout: Layout) -> int:
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size)
         if key not in self._activations:
-            activations = self.activations_of(layout)
-            self._activations[key] = (activations.total(), activations.loss_backward())
-        kept, loss_backward = self._activations[key]
+            found = self.activations_of(layout)
+            total = found.total() + found.loss_backward()
+            self._activations[key] = (total, found.kept_by_blocks(), found.replicated())
+        total, blocks, replicated = self._activations[key]
         # A stage of a pipeline keeps as many micro-batches as stages follow; the first keeps the most.
         in_flight = min(layout.pp_size, layout.accumulation(self.config.deepspeed.train_batch_size))
-        return (kept * in_flight // layout.pp_size + loss_backward) // layout.tp_size
+        kept = (replicated + (blocks - replicated) // layout.tp_size) * in_flight // layout.pp_size
+        return math.ceil((kept + (total - blocks) // layout.tp_size) * self.profile.activation_factor)
 
     def _states(self, layout: Layout, counts: _Counts) -> Footprint:
         width, stage, world = self.precision.weights, layout.zero_stage, layout.world_size
-        counts = counts.divided(layout.tp_size * layout.pp_size)
+        counts = counts.divided(layout.tp_size)
         if layout.stream_experts:
             return self._streamed(layout, counts)
         if stage == 0:
@@ -138,7 +151,7 @@ class MemoryModel:
         owned = sum(partitions)
         gradients = counts.local if stage == 1 else min(counts.local, owned + counts.largest)
         padded = sum(part * ranks for part, ranks in zip(partitions, counts.ranks(layout), strict=True))
-        bucket = _bucket(self.config, width)
+        bucket = self._bucket(counts.local)
         weights = padded * width + counts.fixed(width)
         if layout.offload_optimizer:
             kind = "one" if layout.accumulation(self.config.deepspeed.train_batch_size) == 1 else "many"
@@ -153,6 +166,17 @@ class MemoryModel:
             update=max(partitions) * FP32 if width < FP32 else 0,
         )
 
+    def _bucket(self, local: int) -> int:
+        """Bytes of the buffer through which stages 1 to 3 reduce gradients of ``local`` parameters."""
+        section = self.config.deepspeed.keys.get("zero_optimization", {})
+        if not section.get("contiguous_gradients", True):
+            return 0
+        numel = int(section.get("reduce_bucket_size", BUCKET_NUMEL))
+        copies = 2 if section.get("overlap_comm") else 1
+        if self.on_touch:
+            return (min(numel, local) * copies + _KEPT_COPIES * local) * self.precision.weights
+        return numel * self.precision.weights * copies
+
     def _stage_3(self, layout: Layout, counts: _Counts) -> Footprint:
         width, world = self.precision.weights, layout.dp_size
         section = self.config.deepspeed.keys.get("zero_optimization", {})
@@ -166,7 +190,7 @@ class MemoryModel:
             gathered = persistent + min(rest, max(max_live, counts.largest_module))
         on_host = layout.offload_params
         weights = (gathered + (0 if on_host else owned + counts.frozen_shard(world))) * width + counts.buffer_bytes
-        bucket = _bucket(self.config, width)
+        bucket = self._bucket(counts.local)
         if layout.offload_optimizer:
             host = owned * (_HOST_BYTES_STAGE_3[on_host] + 2 * (width - 2))
             return Footprint(weights=weights, buckets=bucket, host=host)
@@ -253,17 +277,14 @@ class _Counts:
 def full_row(config: RunConfig) -> BatchShape:
     """One row without padding in which every token is a target, with one picture: more than data ever holds."""
     length = config.m6.data.sequence_length
-    return BatchShape(rows=1, sequence_length=length, real=length, targets=length, pictures=1)
+    return BatchShape(samples=1, rows=1, sequence_length=length, real=length, targets=length, pictures=1)
 
 
-def scale_batch(row: BatchShape, rows: int) -> BatchShape:
-    """``rows`` times the shape of one row, or the share of a shape of several."""
-    share = rows / row.rows
-    return BatchShape(
-        rows,
-        row.sequence_length,
-        *(math.ceil(number * share) for number in (row.real, row.targets, row.pictures)),
-    )
+def scale_batch(batch: BatchShape, samples: int) -> BatchShape:
+    """The shape of ``samples`` samples like those of ``batch``."""
+    share = samples / batch.samples
+    rows, *others = (math.ceil(number * share) for number in (batch.rows, batch.real, batch.targets, batch.pictures))
+    return BatchShape(samples, rows, batch.sequence_length, *others)
 
 
 def with_training(config: RunConfig, layout: Layout) -> RunConfig:
@@ -271,13 +292,6 @@ def with_training(config: RunConfig, layout: Layout) -> RunConfig:
     update = {"ep_size": layout.ep_size, "activation_checkpointing": layout.checkpointing}
     training = config.m6.training.model_copy(update=update)
     return replace(config, m6=config.m6.model_copy(update={"training": training}))
-
-
-def _bucket(config: RunConfig, width: int) -> int:
-    section = config.deepspeed.keys.get("zero_optimization", {})
-    if not section.get("contiguous_gradients", True):
-        return 0
-    return int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * width * (2 if section.get("overlap_comm") else 1)
 
 
 def _count(model: FoldedModel, ep_size: int) -> _Counts:

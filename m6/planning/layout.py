@@ -26,7 +26,7 @@ class Layout:
         checkpointing: blocks are computed anew in the backward pass.
         offload_optimizer: DeepSpeed keeps the optimizer's states in host memory and updates there.
         offload_params: DeepSpeed keeps the weights in host memory, too (stage 3).
-        stream_experts: expert weights and their states live in host memory and come to the device layer by layer.
+        stream_experts: ``m6.offload``: experts and their states live in host memory and come to the device in chunks.
     """
 
     world_size: int
@@ -87,6 +87,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         checkpointing=config.m6.training.activation_checkpointing,
         offload_optimizer=_offloads(zero.get("offload_optimizer")),
         offload_params=_offloads(zero.get("offload_param")),
+        stream_experts=config.m6.offload is not None,
     )
 
 
@@ -96,12 +97,16 @@ def configure(config: RunConfig, layout: Layout) -> dict[str, Any]:
     Raises:
         UserError: the JSON has no words for the layout.
     """
-    if layout.tp_size > 1 or layout.pp_size > 1 or layout.stream_experts:
-        raise UserError(f"{layout}: a run's JSON cannot ask for tensor or pipeline parallelism or streamed experts")
+    if layout.tp_size > 1 or layout.pp_size > 1:
+        raise UserError(f"{layout}: a run's JSON cannot ask for tensor or pipeline parallelism")
+    if layout.stream_experts and config.m6.offload is None:
+        raise UserError(f"{layout}: only a run knows its budgets; add the section m6.offload to its JSON")
     document = copy.deepcopy(config.document)
     document["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
     document.pop("gradient_accumulation_steps", None)
     document["zero_optimization"] = _zero_section(document.get("zero_optimization", {}), layout)
+    if not layout.stream_experts:
+        document["m6"].pop("offload", None)
     training = document["m6"]["training"]
     training["ep_size"] = layout.ep_size
     training["activation_checkpointing"] = layout.checkpointing

@@ -52,6 +52,20 @@ def partition_layers(
     return starts[::-1], best[stages][layers]
 
 
+def balanced_share(times: Sequence[float], stages: int) -> float:
+    """Of the sum of ``times``, the share of the slowest stage in the best contiguous partition without memory caps.
+
+    Bisection over the bound of a stage: filling stages one after the other uses the fewest for any bound.
+    """
+    low, high = max(max(times), sum(times) / stages), float(sum(times))
+    while high - low > 1e-9 * high:
+        bound, used, filled = (low + high) / 2, 1, 0.0
+        for seconds in times:
+            used, filled = (used, filled + seconds) if filled + seconds <= bound else (used + 1, seconds)
+        low, high = (low, bound) if used <= stages else (bound, high)
+    return high / sum(times)
+
+
 def slice_tokens(
     length: int, stages: int, seconds: Callable[[int, int], float], grain: int = 8
 ) -> tuple[list[int], float]:

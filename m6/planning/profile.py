@@ -68,6 +68,9 @@ class Profile(Section):
         default_factory=dict, description="the same on one core of the host"
     )
     host_copy_bytes_per_s: PositiveFloat | None = Field(None, description="measured, host to device and back")
+    activation_factor: PositiveFloat = Field(
+        1.0, description="fitted to measured runs: bytes held for each byte of activations"
+    )
     process_bytes: int = Field(0, ge=0, description="device memory that is held beside tensors")
     host_bytes: int = Field(0, ge=0, description="host memory of a process beside tensors")
     checkpoint_bytes_per_s: PositiveFloat | None = Field(None, description="measured writing speed of one rank")

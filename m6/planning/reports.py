@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from m6.planning.alternatives import alternatives
 from m6.planning.footprint import Footprint
 from m6.planning.profile import Profile
-from m6.planning.search import Plan, Planner, Rejection, SearchResult, giga, smallest_cluster, would_fit
+from m6.planning.search import Plan, Planner, Rejection, SearchResult, giga, pseudo_sharing, smallest_cluster, would_fit
 from m6.planning.step_time import StepTime
 
 _HEAD = "| layout | step s | device GB | host GB a node | tokens/s |"
+
+
+def search_report(planner: Planner, result: SearchResult) -> str:
+    """What a search found, or why it found nothing."""
+    return plan_report(planner, result) if result.plans else no_plan_report(planner, result)
 
 
 def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> str:
@@ -28,6 +34,9 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         "",
         "Why not otherwise, one choice changed at a time:",
         *(f"- {rejection.why}" for rejection in planner.neighbours(best)),
+        "",
+        "What the engine does not do:",
+        *(alternatives(planner, best) or ["- nothing that would apply"]),
         "",
         tally(result),
         *warnings(planner),
@@ -59,18 +68,21 @@ def _remedies(planner: Planner) -> list[str]:
     if smallest is not None:
         enough = f"{smallest.num_devices} such devices hold it ({smallest.nodes[0].count} nodes)"
     lines = [f"- More of {kind.device.name}: {enough}."]
-    streamed = would_fit(planner, "streamed experts", {"stream_experts": True})
+    lifted = ("streamed experts", "what m6.offload refuses")
+    streamed = would_fit(planner, lifted, {"stream_experts": True, "pp_size": 1, "tp_size": 1})
     if streamed is not None:
         lines.append(
-            f"- Experts streamed from host memory, which no engine here does: {streamed.layout} would need "
-            f"{giga(streamed.footprint.peak)} on the device and "
+            f"- Experts streamed from host memory, by m6.offload on a real device and in 16 bits: {streamed.layout} "
+            f"would need {giga(streamed.footprint.peak)} on the device and "
             f"{giga(streamed.footprint.host * planner.cluster.smallest.devices_per_node)} in the host memory of a node."
         )
-    if not planner.memory.pseudo:
-        pseudo = planner.changed(pseudo=True).search()
+    if planner.memory.sharing is None and planner.config.m6.pseudo_to_real is None:  # else it has a report of its own
+        pseudo = planner.changed(sharing=pseudo_sharing(planner.config)).search()
         if pseudo.plans:
             plan = pseudo.best
-            lines.append(f"- The Pseudo stage fits without offloading: {plan.layout}, {giga(plan.footprint.peak)}.")
+            lines.append(
+                f"- A Pseudo stage, whose layers share weights, fits: {plan.layout}, {giga(plan.footprint.peak)}."
+            )
     return ["What would hold it:", *lines, ""]
 
 
@@ -170,7 +182,9 @@ def _rows(planner: Planner) -> int:
 
 def _title(planner: Planner) -> str:
     parameters = planner.memory.model.num_parameters
-    stage = ", Pseudo stage" if planner.memory.pseudo else ""
+    stage = "" if planner.config.m6.pseudo_to_real is None else ", Real stage"
+    if planner.memory.sharing is not None:
+        stage = ", Pseudo stage"
     return (
         f"{parameters / 1e9:,.2f} B parameters{stage}, {planner.config.deepspeed.optimizer_type}, global batch "
         f"{_rows(planner)}, on {planner.cluster.num_devices} devices of {planner.cluster.name}"

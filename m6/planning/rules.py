@@ -36,6 +36,12 @@ def _num_experts(config: RunConfig) -> int:
     return 1 if config.m6.moe is None else config.model.moe_config().num_experts
 
 
+def _streamable(config: RunConfig) -> bool:
+    autocast = config.deepspeed.keys.get("torch_autocast", {}).get("enabled", False)
+    moe = config.m6.moe
+    return moe is not None and not autocast and not moe.get("expert_dropout") and config.m6.pseudo_to_real is None
+
+
 RULES: tuple[Rule, ...] = (
     # This project.
     Rule(
@@ -52,9 +58,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "streamed experts",
-        "no engine here keeps experts in host memory and brings them layer by layer",
+        "m6.offload streams experts to a simulated device only",
         "test_rules.py::test_experts_stream_on_a_simulated_device_alone",
         lambda config, layout: layout.stream_experts,
+    ),
+    Rule(
+        "what m6.offload refuses",
+        "m6.offload takes neither stage 3 nor torch_autocast, expert dropout, or layers that share experts",
+        "test_rules.py::test_our_validation_refuses_to_stream",
+        lambda config, layout: layout.stream_experts and (layout.zero_stage == 3 or not _streamable(config)),
     ),
     Rule(
         "16 bits at stage 0",

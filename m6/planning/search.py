@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from m6.config import RunConfig
 from m6.errors import UserError
+from m6.model.sharing import PARTS, Sharing
 from m6.planning.activations import BatchShape
 from m6.planning.cluster import Cluster
 from m6.planning.footprint import Footprint, MemoryModel
@@ -24,6 +25,7 @@ from m6.planning.step_time import StepTime, TimeModel
 
 MEMORY_FRACTION = 0.9
 _TP_SIZES = (1, 2, 4, 8)
+_PLAIN = {"tp_size": 1, "pp_size": 1, "stream_experts": False}
 # Within this share of the fastest a simpler layout is preferred: an uncalibrated model knows no better.
 _BAND = 0.01
 
@@ -88,7 +90,7 @@ class Planner:
         cluster: whose devices are all used.
         profile: calibration.
         batch: shape of a micro-batch that the data makes, if it is known.
-        pseudo: plan the Pseudo stage.
+        sharing: what the layers share, to plan the Pseudo stage.
         memory_fraction: how much of each memory may be planned for; allocators need the rest.
         forced: values that layouts must have.
     """
@@ -99,13 +101,14 @@ class Planner:
         cluster: Cluster,
         profile: Profile | None = None,
         batch: BatchShape | None = None,
-        pseudo: bool = False,
+        sharing: Sharing | None = None,
         memory_fraction: float = MEMORY_FRACTION,
         forced: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.cluster, self.profile = config, cluster, profile or Profile()
         self.memory_fraction, self.forced = memory_fraction, forced or {}
-        self.memory = MemoryModel(config, self.profile, batch, pseudo)
+        on_cpu = cluster.smallest.links.host is None
+        self.memory = MemoryModel(config, self.profile, batch, sharing, on_cpu)
         self.time = TimeModel(config, cluster, self.profile, self.memory)
 
     def changed(self, **changes: Any) -> Planner:
@@ -114,7 +117,7 @@ class Planner:
             "cluster": self.cluster,
             "profile": self.profile,
             "batch": self.memory.row,
-            "pseudo": self.memory.pseudo,
+            "sharing": self.memory.sharing,
             "memory_fraction": self.memory_fraction,
             "forced": self.forced,
         }
@@ -236,6 +239,19 @@ class Planner:
         return found
 
 
+def pseudo_sharing(config: RunConfig) -> Sharing:
+    """What the layers share in the Pseudo stage of the run, or would in that of M6-10T: everything."""
+    settings, layers = config.m6.pseudo_to_real, config.model.num_layers
+    return Sharing(layers, 1, PARTS) if settings is None else settings.sharing(layers)
+
+
+def stages(planner: Planner) -> list[Planner]:
+    """``planner``, after one of the Pseudo stage if the run has one."""
+    if planner.config.m6.pseudo_to_real is None:
+        return [planner]
+    return [planner.changed(sharing=pseudo_sharing(planner.config)), planner]
+
+
 def smallest_cluster(planner: Planner, limit: int = 1 << 16) -> Cluster | None:
     """The smallest cluster of the same nodes that holds the run at all, by doubling; None up to ``limit`` devices."""
     nodes = planner.cluster.nodes[0]
@@ -244,7 +260,8 @@ def smallest_cluster(planner: Planner, limit: int = 1 << 16) -> Cluster | None:
     num_nodes = 1
     while num_nodes * nodes.devices_per_node <= limit:
         cluster = planner.cluster.resized(num_nodes * nodes.devices_per_node)
-        other = planner.changed(cluster=cluster)
+        # What rules refuse need not be visited for every size.
+        other = planner.changed(cluster=cluster, forced={**_PLAIN, **planner.forced})
         for layout in other.lattice():
             if refusal(other.config, layout) is None and other.shortfall(layout, other.memory(layout)) is None:
                 return cluster
@@ -252,12 +269,18 @@ def smallest_cluster(planner: Planner, limit: int = 1 << 16) -> Cluster | None:
     return None
 
 
-def would_fit(planner: Planner, rule: str, forced: dict[str, Any]) -> Plan | None:
-    """The fastest layout with ``forced`` values that only the rule called ``rule`` forbids and that fits."""
+def would_fit(
+    planner: Planner,
+    lifted: Collection[str],
+    forced: dict[str, Any],
+    wanted: Callable[[Layout], bool] = lambda layout: True,
+) -> Plan | None:
+    """The fastest layout with ``forced`` values that is ``wanted``, that fits, and that no rule but those called
+    ``lifted`` forbids."""
     other = planner.changed(forced={**planner.forced, **forced})
     found: Plan | None = None
-    for layout in other.lattice():
-        if any(each.refuses(other.config, layout) for each in RULES if each.name != rule):
+    for layout in filter(wanted, other.lattice()):
+        if any(each.refuses(other.config, layout) for each in RULES if each.name not in lifted):
             continue
         footprint = other.memory(layout)
         if other.shortfall(layout, footprint) is None:

@@ -6,13 +6,15 @@ as their design has it: transfers and the host's update behind the computation.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from m6.config import RunConfig
 from m6.planning.cluster import Cluster, Nodes
-from m6.planning.collectives import Group, collective_s, neighbours, strided
+from m6.planning.collectives import Group, collective_s, neighbours, send_s, strided
 from m6.planning.footprint import MemoryModel
 from m6.planning.layout import Layout
+from m6.planning.partition import balanced_share
 from m6.planning.profile import CollectiveKind, Profile
 from m6.planning.work import BlockWork, Matmul, compute_dtype, work_of
 
@@ -20,6 +22,11 @@ from m6.planning.work import BlockWork, Matmul, compute_dtype, work_of
 # gradient four times, the weight and the update.
 _UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32}
 _HOST_UPDATE_BYTES = {"AdamW": 48, "Adafactor": 32}
+# What DeepSpeed's ZeRO stages 1 to 3 move beside that for each parameter of which a rank computes gradients: into the
+# bucket and out of it, for every micro-batch above stage 1; to the partition, for the norm in fp64 and the scaling.
+_BUCKET_BYTES, _PARTITION_BYTES = 24, 46
+# Calls around the fetch, the release and the reduction of one parameter at stage 3, mostly Python.
+_STAGE_3_OPERATORS = 200
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of what is saved
 
 
@@ -54,10 +61,22 @@ class StepTime:
 
 
 class TimeModel:
-    """Step times of one run's layouts on one cluster."""
+    """Step times of one run's layouts on one cluster.
 
-    def __init__(self, config: RunConfig, cluster: Cluster, profile: Profile, memory: MemoryModel) -> None:
+    Args:
+        stage_share: of the layers' seconds, how much falls to the slowest of so many pipeline stages.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        profile: Profile,
+        memory: MemoryModel,
+        stage_share: Callable[[Sequence[float], int], float] = balanced_share,
+    ) -> None:
         self.config, self.cluster, self.profile, self.memory = config, cluster, profile, memory
+        self._stage_share = stage_share
         self.dtype = compute_dtype(config)
         self.nodes: Nodes = cluster.slowest(self.dtype)
         self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
@@ -65,17 +84,37 @@ class TimeModel:
 
     def __call__(self, layout: Layout) -> StepTime:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        once = self._compute(layout)
+        once, exchange = self._compute(layout), self._exchange(layout)
         stages = layout.pp_size
         parts = {name: value * steps / stages for name, value in once.parts().items()}
-        parts["exchange"] += steps * self._exchange(layout) / stages
+        parts["exchange"] += steps * exchange / stages
+        if layout.zero_stage == 3:
+            parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
         parts["reduction"] = self.profile.factor("reduction") * self._reduction(layout, steps)
         parts["update"], host = self._update(layout, steps, parts["matmul"] + parts["experts"])
         parts["update"] *= self.profile.factor("update")
         parts["host"] = self.profile.factor("host") * host
-        # 1F1B: the last stage begins after stages - 1 micro-batches and ends as many before the first.
-        parts["bubble"] = (stages - 1) * (once.compute + self._exchange(layout)) / stages
+        if stages > 1:
+            # 1F1B: the last stage begins after stages - 1 micro-batches and ends as many before the first.
+            slowest = self._stage_share(self.layer_s(layout), stages) * (once.compute + exchange)
+            parts["bubble"] = (steps + stages - 1) * slowest - steps * (once.compute + exchange) / stages
         return StepTime(**parts)
+
+    def _stage_3_launches(self, layout: Layout) -> float:
+        """Of one micro-batch, in which every parameter is fetched twice and its gradient reduced."""
+        tensors = sum(number for _, number in self.memory.counts(layout).sizes)
+        return 3 * tensors * _STAGE_3_OPERATORS * self.profile.kernel_s / self._share()
+
+    def layer_s(self, layout: Layout) -> list[float]:
+        """Seconds of computing one micro-batch: of the embeddings, of every layer, and of the head with its loss."""
+        model = self.memory.model
+        kinds = [block.kind for block, count, _ in model.blocks if count]
+        seconds = {
+            kind: self._block(work, layout).compute for kind, (work, _) in zip(kinds, self._work(layout), strict=True)
+        }
+        layers = range(model.config.num_layers)
+        between = [seconds["sparse" if model.config.is_moe_layer(layer) else "dense"] for layer in layers]
+        return [seconds["embeddings"], *between, seconds["norm"]]
 
     def lower_bound(self, layout: Layout) -> float:
         """Seconds that no efficiency can beat: the products alone at the device's peak."""
@@ -108,19 +147,23 @@ class TimeModel:
         return self._computes[key]
 
     def _compute_anew(self, layout: Layout) -> StepTime:
-        bandwidth = self._memory_bandwidth()
-        matmul = experts = elementwise = launch = 0.0
-        for work, count in self._work(layout):
-            passes = self._passes(work, layout)
-            for product in work.matmuls:
-                seconds = passes * count * self._matmul_s(product)
-                if product.grouped:
-                    experts += seconds
-                else:
-                    matmul += seconds
-            moved = work.saved_bytes * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
-            elementwise += count * moved / layout.tp_size / bandwidth
-            launch += count * passes * work.operators * self.profile.kernel_s
+        blocks = [(self._block(work, layout), count) for work, count in self._work(layout)]
+        names = ("matmul", "experts", "elementwise", "launch")
+        return StepTime(*(sum(getattr(block, name) * count for block, count in blocks) for name in names))
+
+    def _block(self, work: BlockWork, layout: Layout) -> StepTime:
+        """Of one micro-batch in one block."""
+        passes = self._passes(work, layout)
+        matmul = experts = 0.0
+        for product in work.matmuls:
+            seconds = passes * self._matmul_s(product)
+            if product.grouped:
+                experts += seconds
+            else:
+                matmul += seconds
+        moved = work.saved_bytes * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
+        elementwise = moved / layout.tp_size / self._memory_bandwidth()
+        launch = passes * work.operators * self.profile.kernel_s / self._share()
         factor = self.profile.factor
         return StepTime(
             matmul * factor("matmul"),
@@ -161,17 +204,25 @@ class TimeModel:
                 rows = batch.rows * batch.sequence_length * self.config.model.hidden_size
                 each += 2 * self._collective("all_reduce", rows * self.memory.precision.compute, tensor)
             seconds += count * again * each
+        if layout.pp_size > 1:
+            seconds += layout.pp_size * self._hand_over(layout)
         return seconds * self.profile.factor("exchange")
 
+    def _hand_over(self, layout: Layout) -> float:
+        """Of a pipeline stage and one micro-batch: the residual stream to the next stage, and its gradient back."""
+        batch = self.memory.batch_of(layout)
+        numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
+        return 2 * send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
+
     def _collective(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
-        return collective_s(kind, num_bytes, group, self.nodes, self.profile)
+        return collective_s(kind, num_bytes, group, self.nodes, self.profile) / self._share()
 
     def _reduction(self, layout: Layout, steps: int) -> float:
         """Stages 0 and 1 reduce once a step; 2 and 3 with every micro-batch (DeepSpeed 0.19.8)."""
-        counts = self.memory.counts(layout).divided(layout.tp_size * layout.pp_size)
+        counts = self.memory.counts(layout).divided(layout.tp_size)
         width, stage = self.memory.precision.weights, layout.zero_stage
-        everyone = neighbours(layout.dp_size, self.nodes)
-        same = strided(layout.dp_size // layout.ep_size, layout.ep_size, self.nodes)
+        everyone = strided(layout.dp_size, layout.tp_size, self.nodes)
+        same = strided(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, self.nodes)
         experts = 0 if layout.stream_experts else counts.experts
         parts = ((counts.local - counts.experts, everyone), (experts, same))
         times = steps if stage >= 2 else 1
@@ -190,7 +241,7 @@ class TimeModel:
 
     def _update(self, layout: Layout, steps: int, compute: float) -> tuple[float, float]:
         """Seconds of the update on the device, and of everything that has to do with host memory."""
-        counts = self.memory.counts(layout).divided(layout.tp_size * layout.pp_size)
+        counts = self.memory.counts(layout).divided(layout.tp_size)
         stage, width = layout.zero_stage, self.memory.precision.weights
         owned, owned_experts = float(counts.local - counts.experts), float(counts.experts)
         if stage > 0:
@@ -201,16 +252,18 @@ class TimeModel:
             host = self._streaming(counts.experts, steps, compute)
             owned_experts = 0
         owned += owned_experts
+        moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
+        copies = moved * counts.local / self._memory_bandwidth()
         if not layout.offload_optimizer:
             optimizer = self.config.deepspeed.optimizer_type
             measured = self.profile.update_s_per_parameter.get(optimizer)
             each = _UPDATE_BYTES[optimizer] / self._memory_bandwidth() if measured is None else measured / self._share()
-            return owned * each, host
+            return owned * each + copies, host
         down = owned * (4 if steps == 1 else 2 * steps + 4)
         up = owned * (width if steps == 1 else width + 2 * steps)
         if layout.offload_params:
             up += owned * 4 * steps
-        return 0.0, host + (down + up) / self._host_rate() + self._host_update(owned)
+        return copies, host + (down + up) / self._host_rate() + self._host_update(owned)
 
     def _streaming(self, numel: int, steps: int, compute: float) -> float:
         """What sticks out: weights come once for the forward and once for the backward pass of a micro-batch."""

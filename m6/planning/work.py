@@ -80,6 +80,8 @@ def work_of(
     )
     result: list[tuple[BlockWork, int]] = []
     for block, count, _ in folded.blocks:
+        if count == 0:
+            continue
         if block.kind == "dense":
             ffn = (Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype))
             work = BlockWork(attention + ffn, activations.block(sparse=False), (), _DENSE_OPERATORS, True)

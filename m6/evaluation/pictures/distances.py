@@ -62,16 +62,17 @@ def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures
     Args:
         found: generated pictures.
         expected: real ones.
-        weights: the user's ``pt_inception-2015-12-05-6726825d.pth`` of torch-fidelity.
+        weights: the user's ``weights-inception-2015-12-05-6726825d.pth`` of torch-fidelity.
 
     Raises:
         UserError: torch-fidelity is not installed, or the file is not these weights.
     """
-    try:
-        from torchmetrics.image.fid import NoTrainInceptionV3
+    from torchmetrics.image.fid import NoTrainInceptionV3
 
+    try:
+        torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity would run code from the file
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
-    except (ImportError, ModuleNotFoundError):
+    except ModuleNotFoundError:
         raise UserError("--inception needs torch-fidelity: pip install torch-fidelity") from None
     except Exception as error:  # whatever torch.load and load_state_dict raise for another file
         raise UserError(f"{weights}: not the weights of Inception: {str(error).splitlines()[0]}") from None

@@ -98,13 +98,13 @@ class BadPictures:
         self._max_share = max_share
 
     def count(self, pictures: Pictures) -> None:
-        """UserError when more than the allowed share of the pictures so far was bad."""
+        """UserError when more than the allowed share of the pictures so far was bad, or all of these."""
         self.num_bad += len(pictures.bad)
         self._num_read += len(pictures.bad) + len(pictures.rows)
-        if self.num_bad > self._max_share * max(self._num_read, MIN_PICTURES_FOR_SHARE):
+        if not pictures.rows or self.num_bad > self._max_share * max(self._num_read, MIN_PICTURES_FOR_SHARE):
             raise UserError(
-                f"{self.num_bad} of {self._num_read} pictures are bad, more than data.max_bad_row_share "
-                f"{self._max_share}; the last: {', '.join(pictures.bad[-3:])}"
+                f"{self.num_bad} of {self._num_read} pictures are bad (data.max_bad_row_share is {self._max_share}); "
+                f"the last: {', '.join(pictures.bad[-3:])}"
             )
 
 

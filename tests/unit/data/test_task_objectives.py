@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from m6.data.collate import IGNORED_LABEL
-from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.objectives import (
     MATCH,
     MAX_ANSWER_TOKENS,
@@ -20,9 +19,8 @@ from m6.data.objectives import (
     pair,
 )
 from m6.data.pretraining import DataSettings, PretrainingData
-from m6.data.shards import ShardWriter
 from m6.tokenizers import load_text_tokenizer
-from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer, draw_shape
+from tests.fixtures.tiny_data import build_labelled_data, build_tiny_data, build_tiny_tokenizer, draw_shape
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +77,6 @@ def test_pairs_are_as_often_true_as_false():
     assert all(pair(sample, "红色", rng).answer == MATCH for _ in range(20))
 
 
-def labelled_data(folder):
-    entries = {}
-    splits = {}
-    for split, rows in (("train", 12), ("validation", 4), ("test", 4)):
-        with ShardWriter(folder, split, "reviews") as writer:
-            for row in range(rows):
-                key, good = f"{split}-{row}", row % 2 == 0
-                text = "很好" if good else "很差"
-                writer.write(
-                    {"id": key, "group": key, "source": "reviews", "text": text, "answer": "好评" if good else "差评"}
-                )
-        splits[split] = SplitEntry.of(writer.shards)
-    origin = Origin(package="tests", version="1", licence="Apache-2.0")
-    entries["reviews"] = SourceEntry(kind="labelled_text", licence="Apache-2.0", origin=[origin], splits=splits)
-    Manifest(sources=entries).save(folder)
-    return folder
-
-
 def open_data(folder, tokenizer_folder, **weights):
     objectives = {name: {"weight": weights.get(name, 0.0)} for name in OBJECTIVES}
     return PretrainingData(
@@ -121,7 +101,7 @@ def targets_of(batch, tokenizer):
 
 
 def test_batches_of_labels_and_their_baseline_targets(tmp_path, tokenizer_folder, tokenizer):
-    data = open_data(labelled_data(tmp_path / "data"), tokenizer_folder, text_classification=1.0)
+    data = open_data(build_labelled_data(tmp_path / "data"), tokenizer_folder, text_classification=1.0)
     assert targets_of(data.micro_batch(0), tokenizer).keys() == {"好评", "差评"}
     assert targets_of(data.validation_micro_batches("text_classification", 1)[0], tokenizer) == {"好评": 2, "差评": 2}
     targets = [tokenizer.decode(ids) for ids in data.target_ids("text_classification", "reviews", "train")]

@@ -10,7 +10,7 @@ from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
 from m6.errors import UserError
 from m6.evaluation.pictures.copies import find_nearest
-from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, distances_of_features
+from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, distances_by_inception, distances_of_features
 from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, obtain_judge, train_judge
 from m6.evaluation.pictures.real import load_real
@@ -151,6 +151,22 @@ def test_distances_are_those_of_their_definitions():
     assert min(len(found), len(expected)) < KID_SUBSET_SIZE
     assert measured.kid == pytest.approx(kid, abs=4 * measured.kid_std / np.sqrt(50))
     assert distances_of_features(torch.tensor(found), torch.tensor(expected)) == measured
+
+
+def test_weights_that_are_not_inceptions_are_refused_and_never_run(tmp_path):
+    pictures = CaptionedPictures(np.zeros((2, 8, 8, 3), np.uint8), ["图"] * 2)
+    with pytest.raises(UserError, match=r"none.pth: not the weights of Inception"):
+        distances_by_inception(pictures, pictures, tmp_path / "none.pth")
+    ran = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self):
+            return (ran.touch, ())
+
+    torch.save({"weight": Hostile()}, tmp_path / "hostile.pth")
+    with pytest.raises(UserError, match=r"hostile.pth: not the weights of Inception"):
+        distances_by_inception(pictures, pictures, tmp_path / "hostile.pth")
+    assert not ran.exists()
 
 
 def test_the_nearest_picture_is_the_nearest():

@@ -9,11 +9,13 @@ import torch
 from m6.config import RunConfig, load_config, parse_config
 from m6.model import M6ForConditionalGeneration
 from m6.model.configuration import M6Config
+from m6.model.sharing import PARTS, Sharing, share_layers
 from m6.planning.folding import fold
 from m6.planning.footprint import MemoryModel, full_row, scale_batch
 from m6.planning.layout import Layout, configured, layout_of
 from m6.planning.memory import predict_memory
 from m6.planning.profile import Profile
+from m6.planning.search import pseudo_sharing
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MIXED = {"num_experts": 8, "num_prototypes": 2}
@@ -75,7 +77,8 @@ def test_pseudo_stage_stores_one_layer():
     one.document["m6"]["model"]["num_layers"] = 1
     single = parse_config(one.document)
     layout = Layout(4, 4, zero_stage=2, micro_batch_size=4, checkpointing=True)
-    pseudo, shallow = MemoryModel(config, Profile(), pseudo=True), MemoryModel(single, Profile())
+    pseudo = MemoryModel(config, Profile(), sharing=pseudo_sharing(config))
+    shallow = MemoryModel(single, Profile())
     assert pseudo.model.num_parameters == shallow.model.num_parameters
     for part in ("weights", "gradients", "optimizer_state"):
         assert getattr(pseudo(layout), part) == getattr(shallow(layout), part)
@@ -105,3 +108,32 @@ def test_layout_survives_the_journey_through_json():
         assert layout_of(changed, asked.world_size) == asked
         assert changed.model.to_dict() == config.model.to_dict()
         assert changed.deepspeed.train_batch_size == config.deepspeed.train_batch_size
+
+
+def test_a_stage_that_shares_in_part_stores_what_the_model_does():
+    """Every way to share, against the parameters of the Pseudo model."""
+    config = small_run().model
+    sharings = [
+        Sharing(6, groups, parts) for groups in (1, 2, 3) for parts in (PARTS, ("experts",), ("attention", "norms"))
+    ]
+    for sharing in sharings:
+        with torch.device("meta"):
+            model = M6ForConditionalGeneration(config)
+        share_layers(model, sharing)
+        unfolded = sorted(tuple(parameter.shape) for parameter in model.parameters())
+        folded = fold(config, sharing)
+        assert sorted(shape for block, _, stored in folded.blocks for shape in block.shapes * stored) == unfolded
+        assert folded.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert sum(computed for block, computed, _ in folded.blocks if block.kind in ("dense", "sparse")) == 6
+
+
+def test_pipeline_stages_share_layers_and_have_the_embeddings():
+    config = small_run()
+    memory = MemoryModel(config, Profile())
+    whole, half = (memory.counts(Layout(8, pp_size=size)) for size in (1, 2))
+    embeddings = sum(block.numel * n for block, _, n in memory.model.blocks if block.kind in ("embeddings", "norm"))
+    assert half.local - embeddings == (whole.local - embeddings) / 2
+    one, two, four = (memory(Layout(8, pp_size=size, tp_size=1, micro_batch_size=4)) for size in (1, 2, 4))
+    assert one.weights > two.weights > four.weights
+    # The first of two stages keeps two micro-batches of half of the layers.
+    assert two.activations == one.activations

@@ -22,7 +22,7 @@ from m6.training.runtime import start
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 
-ANY_BATCH = BatchShape(rows=1, sequence_length=64, real=64, targets=1, pictures=0)
+ANY_BATCH = BatchShape(samples=1, rows=1, sequence_length=64, real=64, targets=1, pictures=0)
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
 BF16 = {"enabled": True}
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from m6.errors import UserError
-from m6.planning.partition import delayed_step_s, partition_layers, share_rows, slice_tokens
+from m6.planning.partition import balanced_share, delayed_step_s, partition_layers, share_rows, slice_tokens
 
 
 def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -93,3 +93,18 @@ def test_shares_are_the_best_of_all(seed: int):
 def test_a_schedule_without_flush_has_no_bubble():
     flushed, delayed = delayed_step_s(2.0, 8, 4)
     assert (flushed, delayed) == (22.0, 16.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_share_is_the_best_of_all_cuts(seed: int):
+    generator = random.Random(seed)
+    times = [generator.uniform(0.1, 2.0) for _ in range(generator.randrange(2, 9))]
+    stages = generator.randrange(1, len(times) + 1)
+    best = min(
+        max(sum(times[begin:end]) for begin, end in itertools.pairwise((0, *cuts, len(times))))
+        for cuts in itertools.combinations(range(1, len(times)), stages - 1)
+    )
+    assert balanced_share(times, stages) == pytest.approx(best / sum(times), rel=1e-6)
+    assert balanced_share(times, stages) == pytest.approx(
+        partition_layers(times, [0.0] * len(times), [0.0] * stages)[1] / sum(times), rel=1e-6
+    )

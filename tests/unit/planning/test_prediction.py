@@ -11,12 +11,12 @@ from m6.config import load_config
 from m6.errors import UserError
 from m6.planning.activations import BatchShape
 from m6.planning.detect import detect_cluster
-from m6.planning.fit import fit_factors, kendall_tau, regret
+from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret
 from m6.planning.prediction import announce, outcome_line, read_outcome, refit, validation_table
 from m6.planning.profile import PARTS, Profile, load_profile, save_profile
 
 CONFIG = Path(__file__).parents[3] / "configs" / "m6_smoke.json"
-SHAPE = BatchShape(rows=4, sequence_length=256, real=900, targets=500, pictures=3)
+SHAPE = BatchShape(samples=4, rows=4, sequence_length=256, real=900, targets=500, pictures=3)
 
 
 def test_scores():
@@ -36,6 +36,16 @@ def test_factors_are_found_again():
     # The pull to 1 keeps a few percent back.
     assert {part: found[part] for part in truth} == pytest.approx(truth, rel=0.1)  # type: ignore[index]
     assert all(found[part] == pytest.approx(1) for part in PARTS if part not in truth)
+
+
+def test_memory_of_the_process_is_found_again():
+    generator = random.Random(1)
+    states, activations = ([generator.uniform(1e8, 2e9) for _ in range(30)] for _ in range(2))
+    measured = [8e8 + s + 0.7 * a for s, a in zip(states, activations, strict=True)]
+    constant, factor = fit_memory(states, activations, measured, 5e8)
+    # The pull to what was calibrated keeps a little back.
+    assert (constant, factor) == pytest.approx((8e8, 0.7), rel=0.02)
+    assert fit_memory([], [], [], 5e8) == pytest.approx((5e8, 1.0))
 
 
 def finished_run(folder: Path, seconds: float, **changes: Any) -> Path:

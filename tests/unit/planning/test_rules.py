@@ -12,7 +12,7 @@ import m6.planning.rules as rules_module
 from m6.config import load_config, parse_config
 from m6.deepspeed_keys import REFUSED
 from m6.errors import UserError
-from m6.planning.layout import Layout, configure, configured, divisors
+from m6.planning.layout import Layout, configure, configured, divisors, layout_of
 from m6.planning.rules import RULES, capability_matrix, refusal
 from m6.training.engine import build_engine
 from m6.training.runtime import Runtime
@@ -59,6 +59,38 @@ def test_experts_stream_on_a_simulated_device_alone(tmp_path):
     document = tiny_document(tmp_path, m6__offload__device_budget_mib=1.0)
     with pytest.raises(UserError, match="there is a simulated device only, and this machine has cuda"):
         build_engine(parse_config(document), Runtime(0, 1, 0, torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"zero_optimization": {"stage": 3}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"m6__moe__expert_dropout": 0.1},
+        {"m6__pseudo_to_real": {"switch_step": 2}},
+        {"m6__moe": None},
+    ],
+    ids=str,
+)
+def test_our_validation_refuses_to_stream(tmp_path, changes):
+    """The rule refuses what the validation of m6.offload does, and nothing else."""
+    rule = next(rule for rule in RULES if rule.name == "what m6.offload refuses")
+    plain = parse_config(tiny_document(tmp_path, **changes))
+    layout = replace(layout_of(plain, 4), stream_experts=True)
+    assert rule.refuses(plain, layout) == bool(changes)
+    document = tiny_document(tmp_path, **changes)
+    document["m6"]["offload"] = {"device_budget_mib": 1.0}
+    if changes:
+        with pytest.raises(UserError, match=r"m6\.offload"):
+            parse_config(document)
+        return
+    streaming = parse_config(document)
+    assert layout_of(streaming, 4) == layout
+    assert configure(streaming, layout)["m6"]["offload"] == {"device_budget_mib": 1.0}
+    assert "offload" not in configure(streaming, replace(layout, stream_experts=False))["m6"]
+    with pytest.raises(UserError, match=r"add the section m6\.offload"):
+        configure(plain, layout)
 
 
 def test_arithmetic():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 
 from m6.config import RunConfig, load_config, parse_config
 from m6.errors import UserError
+from m6.planning.alternatives import alternatives, best_pipeline, cut
 from m6.planning.cluster import Cluster, load_cluster
 from m6.planning.emit import checkpoint_s, job_description, run_document, sbatch_header, signal_lead_s
 from m6.planning.frontier import curve, device_counts, draw_frontier, frontier, pareto, plan_costs
 from m6.planning.layout import Layout, divisors, layout_of, parse_forced
 from m6.planning.reports import explanation, no_plan_report, plan_report
 from m6.planning.rules import refusal
-from m6.planning.search import Plan, Planner, Rejection, smallest_cluster, would_fit
+from m6.planning.search import Plan, Planner, Rejection, smallest_cluster, stages, would_fit
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ADAM = 'optimizer={"type":"AdamW","params":{"lr":1e-4}}'
@@ -112,21 +114,23 @@ def test_512_gpus_of_32_gb_must_stream_the_parameters_of_10t():
     assert not result.plans
     with pytest.raises(UserError, match=r"no layout fits; the nearest: .* GB too much"):
         _ = result.best
-    streamed = would_fit(real, "streamed experts", {"stream_experts": True})
+    lifted = {"streamed experts", "what m6.offload refuses"}
+    streamed = would_fit(real, lifted, {"stream_experts": True})
     assert streamed is not None
     assert streamed.footprint.host * 8 == pytest.approx(4 * experts * 8)
-    assert would_fit(real.changed(), "streamed experts", {"stream_experts": False}) is None
-    pseudo = real.changed(pseudo=True).search()
+    assert would_fit(real.changed(), lifted, {"stream_experts": False}) is None
+    pseudo, last = (stage.search() for stage in stages(real))
+    assert not last.plans
     assert not pseudo.best.layout.stream_experts
     report = no_plan_report(real, result)
-    for part in ("no layout fits", "What would hold it", "Pseudo stage fits without offloading", "stream experts"):
+    for part in ("no layout fits", "What would hold it", "m6.offload"):
         assert part in report
 
 
 def test_a_512_gpu_plan_takes_seconds():
     """The work is counted: well under the 200,000 prices that ten seconds would buy."""
     begin = time.process_time()
-    result = planner("m6_10t", "v100_32g_x512", pseudo=True).search()
+    result = stages(planner("m6_10t", "v100_32g_x512"))[0].search()
     assert result.visited < 200_000
     assert result.tally["priced"] + result.tally.get("device memory", 0) < 2_000
     assert time.process_time() - begin >= 0  # recorded in the README, no assertion on speed
@@ -221,3 +225,30 @@ def test_frontier_and_curve(tmp_path: Path):
     rows = curve(lambda part: Planner(config, part), cluster, counts)
     assert [count for count, plan, _ in rows if plan is not None] == counts
     assert list(divisors(8)) == [1, 2, 4, 8]
+
+
+def test_what_the_engine_does_not_do_is_priced():
+    subject = planner("m6_100b", "a100_80g_x128")
+    best = subject.search().best
+    found = best_pipeline(subject, best)
+    assert found is not None
+    assert found.layout.pp_size > 1
+    assert found.layout.zero_stage == best.layout.zero_stage
+    sizes, slowest, equal = cut(subject, found.layout)
+    assert sum(sizes) == subject.config.model.num_layers + 2
+    assert len(sizes) == found.layout.pp_size
+    assert slowest <= equal
+    assert sum(subject.time.layer_s(found.layout)) >= slowest >= max(subject.time.layer_s(found.layout))
+    text = "\n".join(alternatives(subject, best))
+    for part in ('refused by "pipeline"', "BaPipe", "PipeDream-2BW", "TeraPipe"):
+        assert part in text
+    assert "Whale" not in text
+
+
+def test_unequal_devices_would_take_unequal_shares():
+    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512")
+    best = subject.search().best
+    [line] = [line for line in alternatives(subject, best) if "Whale" in line]
+    faster, slower = (int(found) for found in re.search(r"(\d+) on \S+, (\d+) on", line).groups())  # type: ignore[union-attr]
+    assert faster > slower
+    assert re.search(r"would take -\d+\.\d% of the time", line)

@@ -100,6 +100,12 @@ def test_a_finished_run_only_measures(trained, data):
     assert (out / "model.safetensors").read_bytes() == before
 
 
+def test_workers_change_nothing(trained, data, tmp_path):
+    changed = settings(data, data={"path": str(data), "num_workers": 1})
+    train_image_tokenizer(changed, tmp_path, CPU)
+    assert losses(tmp_path) == losses(trained[0])
+
+
 def test_dead_codes_come_back(data, tmp_path):
     trainer = Trainer(settings(data), CPU)
     codebook = trainer.tokenizer.quantizer._codebook
@@ -200,9 +206,7 @@ def test_bad_pictures_are_counted_and_too_many_are_an_error(tmp_path):
     last = (tmp_path / "some/training/metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["bad_pictures"] >= 1
     strict = settings(folder, data={"path": str(folder), "max_bad_row_share": 0.0})
-    with pytest.raises(
-        UserError, match=r"more than data.max_bad_row_share 0.0; the last: tiny_shapes:train-7: damaged"
-    ):
+    with pytest.raises(UserError, match=r"data.max_bad_row_share is 0.0\); the last: tiny_shapes:train-7: damaged"):
         train_image_tokenizer(strict, tmp_path / "none", CPU)
 
 

@@ -146,7 +146,7 @@ def test_parameters_are_those_of_one_layer_then_of_all(make_trainer: MakeTrainer
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_both_stages_hold_the_predicted_bytes(make_trainer: MakeTrainer, stage: int):
-    any_batch = BatchShape(rows=1, sequence_length=64, real=64, targets=1, pictures=0)
+    any_batch = BatchShape(samples=1, rows=1, sequence_length=64, real=64, targets=1, pictures=0)
     trainer = make_trainer(**changes(), zero_optimization__stage=stage)
     seen = []
     release = trainer._delink

@@ -13,8 +13,7 @@ from m6.evaluation.downstream.scoring import target_log_likelihoods
 from m6.export import load_run_model
 from m6.tokenizers.processor import decode_picture, pixel_values
 from tests.fixtures.command import m6, user_error
-from tests.fixtures.tiny_data import IMAGE_SIDE, build_tiny_data, build_tiny_tokenizer, draw_shape
-from tests.unit.data.test_task_objectives import labelled_data
+from tests.fixtures.tiny_data import IMAGE_SIDE, build_labelled_data, build_tiny_data, build_tiny_tokenizer, draw_shape
 from tests.unit.evaluation.fabricated_run import run_document, write_run
 
 TEXTS = ["红色", "今天早上，小明在公园里看书。", "蓝色的方块和绿色的圆形"]
@@ -24,7 +23,7 @@ TEXTS = ["红色", "今天早上，小明在公园里看书。", "蓝色的方�
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("downstream")
     build_tiny_data(folder / "data")
-    labelled_data(folder / "labelled")
+    build_labelled_data(folder / "labelled")
     build_tiny_tokenizer(folder / "tokenizer")
     return folder
 
