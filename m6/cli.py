@@ -235,16 +235,23 @@ def status(run: RunFolder) -> None:
 def plot(
     run: RunFolder,
     experts: Annotated[bool, typer.Option("--experts", help="the load of every expert over training")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="the device's memory over a step, where experts are offloaded")
+    ] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="PNG to write; default RUN/curves.png, or RUN/experts.png"),
+        typer.Option(help="PNG to write; default RUN/curves.png, RUN/experts.png or RUN/memory.png"),
     ] = None,
 ) -> None:
-    """Draws a run's curves, or the load of its experts."""
+    """Draws a run's curves, the load of its experts, or its memory."""
+    if experts and memory:
+        raise UserError("plot: give either --experts or --memory")
     from m6.plotting import plot_run
     from m6.plotting_experts import plot_experts
+    from m6.plotting_memory import plot_memory
 
-    print(plot_experts(run, out) if experts else plot_run(run, out))
+    draw = plot_experts if experts else plot_memory if memory else plot_run
+    print(draw(run, out))
 
 
 @functools.cache

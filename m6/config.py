@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter
+from pydantic import Field, PositiveInt, TypeAdapter
 
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
@@ -20,6 +20,7 @@ from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.model.sharing import PARTS, Part, Sharing
+from m6.offload_settings import OffloadSettings, check_offload
 from m6.validation import Section, check_keys, describe, read_document, validate
 from moe.config import MoEConfig
 from moe.expert_parallel import exchange_steps
@@ -110,23 +111,6 @@ class PseudoToRealSettings(Section):
         return Sharing(num_layers, self.num_groups, tuple(self.shared))
 
 
-class OffloadSettings(Section):
-    """Experts in host memory that stream through a byte budget (M6-10T's granular CPU offloading). The results do not
-    depend on any of these values. The device is a simulated one so far."""
-
-    device_budget_mib: PositiveFloat = Field(
-        description="what chunks of experts may occupy on the device, their gradients and copies in flight included"
-    )
-    host_budget_mib: float | None = Field(
-        None, gt=0, description="what this rank's experts may occupy on the host; absent: no limit"
-    )
-    chunk_mib: PositiveFloat = Field(
-        64.0, description="the most that one copy moves: as many whole experts of a layer as fit, at least one"
-    )
-    prefetch_depth: int = Field(1, ge=0, description="chunks that are on their way to the device ahead of their use")
-    num_threads: PositiveInt = Field(1, description="threads of the host that update experts")
-
-
 class EvaluationSettings(Section):
     """Validation during training, one mean loss per objective."""
 
@@ -211,6 +195,12 @@ class RunConfig:
     document: dict[str, Any]
     """The JSON as given, with overrides applied: what RUN/config.json records."""
 
+    @property
+    def offload(self) -> OffloadSettings | None:
+        """Where experts are in our own store; None also where DeepSpeed offloads."""
+        settings = self.m6.offload
+        return None if settings is None or settings.policy == "deepspeed" else settings
+
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Reads and validates a run's JSON.
@@ -246,7 +236,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         )
     deepspeed.check_experts(settings.training.ep_size)
     if settings.offload is not None:
-        _check_offload(settings, deepspeed)
+        switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
+        deepspeed = check_offload(settings.offload, deepspeed, model, switch)
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
@@ -285,24 +276,6 @@ def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, total
         raise UserError(f"m6.pseudo_to_real: {error}") from None
 
 
-def _check_offload(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
-    reason = ""
-    if settings.moe is None:
-        reason = "only experts are offloaded, but the model is dense; add m6.moe or leave m6.offload out"
-    elif deepspeed.zero_stage == 3:
-        reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
-    elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):
-        reason = "experts are kept in the precision they compute in: use bf16 instead of torch_autocast"
-    elif settings.moe.get("expert_dropout"):
-        reason = "expert_dropout draws other numbers for other sizes of chunks, and budgets would change results"
-    elif settings.pseudo_to_real is not None:
-        reason = (
-            "layers that share experts cannot be offloaded yet; leave out m6.pseudo_to_real or delink the run first"
-        )
-    if reason:
-        raise UserError(f"m6.offload: {reason}")
-
-
 def _check_pictures(settings: M6Settings) -> None:
     draws = settings.objectives.text_to_image.weight > 0
     if draws and settings.data.image_tokenizer is None:
@@ -316,6 +289,11 @@ def _check_pictures(settings: M6Settings) -> None:
 def check_world_size(config: RunConfig, world_size: int) -> int:
     """Checks the run against a number of ranks; returns the gradient accumulation steps."""
     accumulation = config.deepspeed.accumulation_steps(world_size)
+    if config.offload is not None and config.offload.update == "backward" and accumulation > 1:
+        raise UserError(
+            'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
+            f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
+        )
     ep_size = config.m6.training.ep_size
     if world_size % ep_size:
         raise UserError(

@@ -78,9 +78,12 @@ def _sections(settings: type[BaseModel], path: str) -> Iterator[str]:
         key = f"{path}.{name}".lstrip(".")
         if key in _DATACLASSES:
             inner.extend([f"### `{key}`\n", *_dataclass_section(*_DATACLASSES[key])])
-        section = _model_of(field.annotation)
+        listed = get_origin(field.annotation) is list
+        section = _model_of(get_args(field.annotation)[0] if listed else field.annotation)
         if section is not None:
-            inner.extend([f"### `{key}`\n", _sentence(_meaning(field, section)), *_sections(section, key)])
+            heading = f"### `{key}[]`\n" if listed else f"### `{key}`\n"
+            meaning = _sentence(_summary(section) if listed else _meaning(field, section))
+            inner.extend([heading, meaning, *_sections(section, key)])
         rows.append([f"`{name}`", _type(field.annotation, field), _default(field), _meaning(field, section)])
     yield _table(["key", "type", "default", "meaning"], rows)
     yield from inner
@@ -139,8 +142,12 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
         return _type(arguments[0])
     if origin is Literal:
         return ", ".join(_json(value) for value in arguments)
+    if origin is Annotated:
+        return _type(arguments[0], FieldInfo.from_annotation(annotation))
     if origin is list:
-        return f"array of {_type(arguments[0])}"
+        return f"array of {_type(arguments[0])}" + ("s" if _model_of(arguments[0]) is not None else "")
+    if origin is tuple:
+        return f"array of {len(arguments)} {_type(arguments[0])}s"
     if origin is dict:
         return "object" if arguments[1] is Any else f"object of {_type(arguments[1])}s"
     if _model_of(annotation) is not None:

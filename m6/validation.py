@@ -15,6 +15,7 @@ from m6.errors import UserError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN_CHARACTERS = 80
+_KINDS = ("float", "constrained-float")
 
 
 class Section(BaseModel):
@@ -83,7 +84,8 @@ def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None
 def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, where: str) -> str:
     """The first problem of a pydantic error in one line: the key, the value, what was expected."""
     problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"]]
+    # Where a key takes values of two kinds, pydantic appends the kind that it tried.
+    path = [str(part) for part in problem["loc"] if part not in _KINDS and "[" not in str(part)]
     name = _dotted(where, *path)
     if problem["type"] == "extra_forbidden" and model is not None:
         return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"

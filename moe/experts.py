@@ -48,13 +48,21 @@ class Experts(nn.Module):
             local = parameter.detach().narrow(0, first_expert, num_local_experts).clone()
             setattr(self, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
-    def forward(self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None) -> Tensor:
+    def draw_dropout(self, num_rows: int, device: torch.device) -> Tensor | None:
+        """Which values of the rows' hidden layer stay, bool [R, F]; None where all do."""
+        dropout = self.config.expert_dropout if self.training else 0.0
+        return torch.rand(num_rows, self.w_out.shape[2], device=device) >= dropout if dropout else None
+
+    def forward(
+        self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None, row_values: Tensor | None = None
+    ) -> Tensor:
         """Applies expert e to its rows.
 
         Args:
             rows: [R, D] sorted by expert; with ``pairs`` the tokens [T, D] that they are copies of.
             counts: [E] int64 rows of each expert, some may be 0; sums to R.
             pairs: whose rows they are.
+            row_values: what ``draw_dropout`` drew for them, where it was called before; absent: it is called here.
 
         Returns:
             [R, D]; with ``pairs`` the sum of each token's rows, weighted by their gates, [T, D]. In autocast's data
@@ -71,11 +79,10 @@ class Experts(nn.Module):
         elif rows.dtype != self.w_in.dtype:
             raise ValueError(f"the experts' weights are {self.w_in.dtype}, but the tokens are {rows.dtype}")
 
-        mask = None
-        dropout = self.config.expert_dropout if self.training else 0.0
-        if dropout:
-            num_rows = len(rows) if pairs is None else len(pairs.source)
-            mask = torch.rand(num_rows, self.w_out.shape[2], device=rows.device) >= dropout
+        mask = row_values
+        if mask is None:
+            mask = self.draw_dropout(len(rows) if pairs is None else len(pairs.source), rows.device)
+        dropout = 0.0 if mask is None else self.config.expert_dropout
         inputs = (rows, *weights, None if pairs is None else pairs.gates)
         keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
         return ExpertsFunction.apply(

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.device import Device
 from offload.update import OptimizerSettings, rest_dtype
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
@@ -19,17 +18,17 @@ _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of a layer's experts, stacked per parameter.
+    """The matrices and vectors of a layer's experts, stacked per parameter.
 
     Attributes:
         name: of the layer.
         num_experts: how many this rank holds.
-        matrices: parameter name -> (rows, columns) of one expert's matrix.
+        matrices: parameter name -> (rows, columns) of one expert's matrix, or (numel,) of its vector.
     """
 
     name: str
     num_experts: int
-    matrices: dict[str, tuple[int, int]]
+    matrices: dict[str, tuple[int, ...]]
 
     @property
     def expert_size(self) -> int:
@@ -39,7 +38,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Plane:
-    """One kind of value of a chunk: a tensor [N, rows, columns] for each parameter, one behind the other."""
+    """One kind of value of a chunk: a tensor [N, ...] for each parameter, one behind the other."""
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
@@ -86,21 +85,25 @@ def cut(stacks: Sequence[Stack], chunk_bytes: int, dtype: torch.dtype) -> list[C
 class Layout:
     """Where the planes of a chunk lie in its one block of memory: weight, rest, gradient, optimizer states.
 
+    Args:
+        gradient_dtype: None: gradients are not kept.
+
     Attributes:
         planes: by name; ``weight`` comes first.
         num_bytes: of the block.
     """
 
     def __init__(
-        self, chunk: Chunk, dtype: torch.dtype, gradient_dtype: torch.dtype, settings: OptimizerSettings
+        self, chunk: Chunk, dtype: torch.dtype, gradient_dtype: torch.dtype | None, settings: OptimizerSettings
     ) -> None:
         self.planes: dict[str, Plane] = {}
         self.num_bytes = 0
         self._add("weight", dtype, chunk.shapes)
-        rest = rest_dtype(dtype)
+        rest = rest_dtype(dtype, settings.split_master)
         if rest is not None:
             self._add("rest", rest, chunk.shapes)
-        self._add("gradient", gradient_dtype, chunk.shapes)
+        if gradient_dtype is not None:
+            self._add("gradient", gradient_dtype, chunk.shapes)
         states = [settings.states(shape) for shape in chunk.shapes]
         for name in states[0]:
             self._add(name, torch.float32, tuple(state[name] for state in states))
@@ -112,27 +115,21 @@ class Layout:
         self.num_bytes += -(-plane.numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
+def lay_out(
+    stacks: Sequence[Stack],
+    chunk_bytes: int,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype | None,
+    settings: OptimizerSettings,
+) -> list[tuple[Chunk, Layout]]:
+    """All chunks, and where their values lie; the arguments are those of ``cut`` and ``Layout``."""
+    return [(chunk, Layout(chunk, dtype, gradient_dtype, settings)) for chunk in cut(stacks, chunk_bytes, dtype)]
+
+
 class Memory(Protocol):
     """A block of host memory, or a buffer of the device."""
 
     def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor: ...
-
-
-class HostBlock:
-    """Host memory of exactly the size that is needed, fit for fast copies."""
-
-    def __init__(self, num_bytes: int, device: Device) -> None:
-        self._device = device
-        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
-        device.pin(self._bytes)
-
-    def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return self._bytes[offset_bytes : offset_bytes + num_bytes].view(dtype).view(tuple(shape))
-
-    def free(self) -> None:
-        self._device.unpin(self._bytes)
-        del self._bytes
 
 
 def flat(memory: Memory, plane: Plane) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,29 @@ from torch import Tensor
 
 Event = Any
 """A point in the work of a queue; every device has its own kind."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second. They weigh a byte up, a byte down and a byte of the host's update against each other, and
+    predict how long copies take.
+
+    Attributes:
+        pageable: of copies from and to host memory that could not be pinned.
+    """
+
+    upload: float = 12e9
+    download: float = 12e9
+    host: float = float("inf")
+    pageable: float = 3e9
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most bytes since the last moment began: of everything but buffers, and of all together."""
+
+    nonmodel: int
+    total: int
 
 
 class DeviceOutOfMemory(RuntimeError):
@@ -48,6 +73,23 @@ class Buffer:
         return tensor.set_(self.storage, offset_bytes // dtype.itemsize, tuple(shape))  # type: ignore[call-overload]
 
 
+class PeakCounter:
+    """Follows the peaks of a moment. To be told before and after every change of what buffers occupy."""
+
+    def __init__(self) -> None:
+        self._nonmodel = self._total = 0
+
+    def note(self, nonmodel_bytes: int, used_bytes: int) -> None:
+        """``nonmodel_bytes``: their peak since the last call; ``used_bytes`` did not change since then."""
+        self._nonmodel = max(self._nonmodel, nonmodel_bytes)
+        self._total = max(self._total, nonmodel_bytes + used_bytes)
+
+    def take(self) -> Peaks:
+        peaks = Peaks(self._nonmodel, self._total)
+        self._nonmodel = self._total = 0
+        return peaks
+
+
 class Device(ABC):
     """An accelerator with a byte budget for everything: buffers, and what the rest of the model holds.
 
@@ -59,14 +101,19 @@ class Device(ABC):
         torch_device: where the tensors live.
         budget_bytes: what buffers and non-model memory may occupy together.
         used_bytes: what the present buffers occupy.
+        pinned_bytes, pageable_bytes: host memory that is in use for copies, and whether it could be pinned.
+        rates: how fast copies are.
         uploaded_bytes, downloaded_bytes: moved since the construction.
     """
 
     torch_device: torch.device
+    rates: Rates
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
+        self.pinned_bytes = 0
+        self.pageable_bytes = 0
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
 
@@ -109,17 +156,59 @@ class Device(ABC):
     def host_waits(self, event: Event) -> None:
         """The calling thread waits for ``event``."""
 
+    @property
     @abstractmethod
-    def begin_moment(self, number: int) -> int:
-        """Tells that the step's access ``number`` begins; returns the peak of non-model bytes since the last call."""
+    def nonmodel_bytes(self) -> int:
+        """What everything but buffers occupies now."""
 
     @abstractmethod
-    def pin(self, memory: Tensor) -> None:
-        """Makes a block of host memory fit for copies that do not hold up the host."""
+    def begin_moment(self, number: int) -> Peaks:
+        """Tells that the step's access ``number`` begins; returns the peaks since the last call."""
 
     @abstractmethod
-    def unpin(self, memory: Tensor) -> None:
-        """Undoes ``pin``, before the block is freed."""
+    def mark(self) -> Event:
+        """A point in the computation whose time can be read later."""
+
+    @abstractmethod
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """From one mark to a later one; waits until the computation has passed both."""
+
+    @abstractmethod
+    def _pin(self, memory: Tensor) -> str | None:
+        """Pins a block; the reason where that is refused."""
+
+    @abstractmethod
+    def _unpin(self, memory: Tensor) -> None:
+        """Undoes ``_pin``."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Makes a block of host memory fit for copies that do not hold up the host; returns whether it is.
+
+        Where the system refuses, the block stays pageable: slower, and no less right. The first time that is a
+        warning with its cost.
+        """
+        refusal = self._pin(memory)
+        if refusal is None:
+            self.pinned_bytes += memory.nbytes
+            return True
+        if not self.pageable_bytes:
+            warnings.warn(
+                f"{memory.nbytes:,} bytes of host memory could not be pinned ({refusal}); {self.pinned_bytes:,} bytes "
+                f"are. Copies of what is not pinned run at about {self.rates.pageable / 1e9:.1f} instead of "
+                f"{self.rates.upload / 1e9:.1f} GB/s and hold up the host: raise the limit of locked memory (ulimit "
+                "-l) or lower what the host holds",
+                stacklevel=2,
+            )
+        self.pageable_bytes += memory.nbytes
+        return False
+
+    def unpin(self, memory: Tensor, pinned: bool) -> None:
+        """Undoes ``pin``, which returned ``pinned``, before the block is freed."""
+        if pinned:
+            self._unpin(memory)
+            self.pinned_bytes -= memory.nbytes
+        else:
+            self.pageable_bytes -= memory.nbytes
 
     @abstractmethod
     def computes_on(self, buffer: Buffer, write: bool) -> None:

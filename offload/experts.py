@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from offload.chunks import Chunk
-from offload.runtime import OffloadRuntime
+
+
+class Holder(Protocol):
+    """What experts ask of a runtime; see ``OffloadRuntime``."""
+
+    def chunks_of(self, stack: str) -> list[Chunk]: ...
+
+    def hold(self, chunk: Chunk) -> AbstractContextManager[list[Tensor]]: ...
+
+    def begin_backward(self, chunk: Chunk) -> None: ...
+
+    def end_backward(self, chunk: Chunk, gradients: Sequence[Tensor]) -> None: ...
 
 
 class StreamedExperts(nn.Module):
@@ -23,40 +35,39 @@ class StreamedExperts(nn.Module):
     Splitting the rows waits for the device once a call.
 
     Args:
-        compute: (rows [R, D] sorted by expert, counts [N], weights [N, ., .] ...) -> [R, D].
+        compute: (rows [R, D] sorted by expert, counts [N], weights [N, ...] ...) -> [R, D]; takes ``row_values``, too,
+            where they are given.
         runtime: holds the weights.
         stack: the name there.
     """
 
-    def __init__(self, compute: Callable[..., Tensor], runtime: OffloadRuntime, stack: str) -> None:
+    def __init__(self, compute: Callable[..., Tensor], runtime: Holder, stack: str) -> None:
         super().__init__()
         self._compute, self._runtime = compute, runtime
         self._chunks = runtime.chunks_of(stack)
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd record the entry of weights
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, row_values: Tensor | None = None) -> Tensor:
         """
         Args:
             rows: [R, D] sorted by expert.
             counts: [E] int64 rows of each expert; sums to R.
+            row_values: [R, ...] what else belongs to the rows, as a mask for dropout that must not depend on chunks.
 
         Returns:
             [R, D].
         """
         bounds = [0, *(chunk.first_expert + chunk.num_experts for chunk in self._chunks)]
         ends = [0, *counts.cumsum(0)[torch.tensor(bounds[1:], device=counts.device) - 1].tolist()]
-        pieces = rows.split([end - begin for begin, end in itertools.pairwise(ends)])
-        outputs = [
-            self._apply_chunk(chunk, piece, counts[chunk.first_expert : chunk.first_expert + chunk.num_experts])
-            for chunk, piece in zip(self._chunks, pieces, strict=True)
-        ]
+        outputs = []
+        for chunk, (begin, end) in zip(self._chunks, itertools.pairwise(ends), strict=True):
+            own = counts[chunk.first_expert : chunk.first_expert + chunk.num_experts]
+            extra = {} if row_values is None else {"row_values": row_values[begin:end]}
+            with self._runtime.hold(chunk) as weights:
+                entered = _Enter.apply(self._anchor, self._runtime, chunk, weights)
+                output = self._compute(rows[begin:end], own, *entered, **extra)
+                outputs.append(_Leave.apply(output, self._runtime, chunk))
         return torch.cat(outputs)
-
-    def _apply_chunk(self, chunk: Chunk, rows: Tensor, counts: Tensor) -> Tensor:
-        with self._runtime.hold(chunk) as weights:
-            entered = _Enter.apply(self._anchor, self._runtime, chunk, weights)
-            output: Tensor = _Leave.apply(self._compute(rows, counts, *entered), self._runtime, chunk)
-            return output
 
 
 class _Enter(torch.autograd.Function):
@@ -64,7 +75,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, runtime: OffloadRuntime, chunk: Chunk, weights: Sequence[Tensor]
+        ctx: Any, anchor: Tensor, runtime: Holder, chunk: Chunk, weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         ctx.runtime, ctx.chunk = runtime, chunk
         return tuple(weights)
@@ -79,7 +90,7 @@ class _Leave(torch.autograd.Function):
     """The backward pass of a chunk begins here."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, runtime: OffloadRuntime, chunk: Chunk) -> Tensor:
+    def forward(ctx: Any, output: Tensor, runtime: Holder, chunk: Chunk) -> Tensor:
         ctx.runtime, ctx.chunk = runtime, chunk
         return output.view_as(output)
 

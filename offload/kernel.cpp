@@ -56,6 +56,16 @@ struct Apart {  // weight: float16, master: fp32
   }
 };
 
+struct Beside {  // weight: bfloat16, rounded as in Split; master: fp32
+  uint16_t* weight;
+  float* master;
+  float load(ptrdiff_t i) const { return master[i]; }
+  void store(ptrdiff_t i, float value) const {
+    master[i] = value;
+    weight[i] = uint16_t((to_bits(value) + 0x8000u) >> 16);
+  }
+};
+
 struct BFloat16 {
   uint16_t bits;
   operator float() const { return from_bits(uint32_t(bits) << 16); }
@@ -93,7 +103,7 @@ struct Sgd {
   }
 };
 
-enum { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBFloat16Beside = 3 };
 
 template <class Update, class Master>
 void with_gradient(const Update& update, ptrdiff_t count, Master master, const void* gradient, int dtype) {
@@ -109,6 +119,9 @@ void with_master(const Update& update, ptrdiff_t count, int weight_dtype, void* 
     with_gradient(update, count, Whole{static_cast<float*>(weight)}, gradient, gradient_dtype);
   if (weight_dtype == kBFloat16)
     with_gradient(update, count, Split{static_cast<uint16_t*>(weight), static_cast<uint16_t*>(rest)}, gradient,
+                  gradient_dtype);
+  if (weight_dtype == kBFloat16Beside)
+    with_gradient(update, count, Beside{static_cast<uint16_t*>(weight), static_cast<float*>(rest)}, gradient,
                   gradient_dtype);
   if (weight_dtype == kFloat16)
     with_gradient(update, count, Apart{static_cast<_Float16*>(weight), static_cast<float*>(rest)}, gradient,

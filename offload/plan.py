@@ -15,31 +15,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.device import Rates
+from offload.sizes import ChunkBytes, window_bytes
 from offload.trace import Interval, Trace
 
 
 @dataclass(frozen=True)
-class ChunkBytes:
-    """Sizes of a chunk.
+class Wishes:
+    """What somebody decided, and the plan has to follow; numbers of chunks.
 
     Attributes:
-        weight: one upload.
-        gradient: one download.
-        owned: all that the device holds of a chunk that it owns.
+        owned: live on the device.
+        streamed: do not.
+        fetched: do not, and leave it before another chunk is used.
     """
 
-    weight: int
-    gradient: int
-    owned: int
+    owned: frozenset[int] = frozenset()
+    streamed: frozenset[int] = frozenset()
+    fetched: frozenset[int] = frozenset()
 
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second; they weigh a byte up, a byte down, and a byte of the host's update against each other."""
-
-    upload: float = 12e9
-    download: float = 12e9
-    host: float = float("inf")
+    @property
+    def never_owned(self) -> frozenset[int]:
+        return self.streamed | self.fetched
 
 
 @dataclass(frozen=True)
@@ -62,14 +59,20 @@ class Plan:
     bound_bytes: float
     prefetch_depth: int = 1
 
+    def resident_bytes(self, sizes: Sequence[ChunkBytes]) -> list[int]:
+        """What chunks occupy at every moment: those owned, those kept, and the one in use; no copies in flight."""
+        of_owned = sum(sizes[chunk].owned for chunk in self.owned)
+        resident: set[int] = set()
+        totals = []
+        for moment, stays in zip(self.trace.moments, self.keep, strict=True):
+            present = (resident | {moment.chunk, *moment.pinned}) - self.owned
+            totals.append(of_owned + sum(sizes[chunk].weight for chunk in present))
+            (resident.add if stays else resident.discard)(moment.chunk)
+        return totals
+
     @property
     def moved_bytes(self) -> int:
         return self.upload_bytes + self.download_bytes
-
-
-def window_bytes(sizes: Sequence[ChunkBytes], prefetch_depth: int) -> int:
-    """What streaming needs whatever is kept: the chunk in use, those on their way, and two gradients."""
-    return (1 + prefetch_depth) * max(size.weight for size in sizes) + 2 * max(size.gradient for size in sizes)
 
 
 def solve(
@@ -79,6 +82,7 @@ def solve(
     prefetch_depth: int = 1,
     rates: Rates | None = None,
     host_budget_bytes: int | None = None,
+    wishes: Wishes | None = None,
 ) -> Plan:
     """The plan that moves the fewest weighted bytes.
 
@@ -92,7 +96,7 @@ def solve(
     Raises:
         ValueError: a budget is too small; the message has the smallest that would do.
     """
-    problem = _Problem(trace, sizes, budget_bytes, prefetch_depth, rates or Rates())
+    problem = _Problem(trace, sizes, budget_bytes, prefetch_depth, rates or Rates(), wishes or Wishes())
     least_owned = 0
     if host_budget_bytes is not None:
         least_owned = max(0, sum(size.owned for size in sizes) - host_budget_bytes)
@@ -112,8 +116,15 @@ class _Problem:
     """The numbers of the programme, and the steps of its solution."""
 
     def __init__(
-        self, trace: Trace, sizes: Sequence[ChunkBytes], budget_bytes: int, prefetch_depth: int, rates: Rates
+        self,
+        trace: Trace,
+        sizes: Sequence[ChunkBytes],
+        budget_bytes: int,
+        prefetch_depth: int,
+        rates: Rates,
+        wishes: Wishes,
     ) -> None:
+        self.wishes = wishes
         self.trace, self.sizes, self.rates, self.prefetch_depth = trace, sizes, rates, prefetch_depth
         self.intervals = list(trace.intervals())
         window = window_bytes(sizes, prefetch_depth)
@@ -129,6 +140,12 @@ class _Problem:
             raise ValueError(
                 f"the device's budget of {budget_bytes} bytes is too small for one window of chunks of {window} bytes "
                 f"beside the rest of the model; the smallest that would do is {budget_bytes - tightest}"
+            )
+        wanted = sum(sizes[chunk].owned for chunk in wishes.owned)
+        if wanted > tightest:
+            raise ValueError(
+                f"the device's budget of {budget_bytes} bytes is too small for the {wanted} bytes of the chunks that "
+                f"it is to own; the smallest that would do is {budget_bytes - tightest + wanted}"
             )
         self.room_for_owned = tightest
         uses = [0] * len(sizes)
@@ -192,6 +209,11 @@ class _Problem:
         most = max(gains) or 1.0
         matrix = coo_array((values, (rows, columns)), shape=(len(limits), len(gains))).tocsr()
         bounds = [(0, 1)] * len(gains)
+        for chunk in range(num_chunks):
+            bounds[chunk] = (int(chunk in self.wishes.owned), int(chunk not in self.wishes.never_owned))
+        for index, interval in enumerate(self.intervals):
+            if interval.chunk in self.wishes.fetched and not interval.forced:
+                bounds[num_chunks + index] = (0, 0)
         if owned is not None:
             bounds[:num_chunks] = [(int(chunk in owned),) * 2 for chunk in range(num_chunks)]
         solution = linprog([-gain / most for gain in gains], A_ub=matrix, b_ub=limits, bounds=bounds, method="highs-ds")
@@ -213,16 +235,19 @@ class _Problem:
     def round_owned(self, shares: Sequence[float], least_owned: int) -> set[int]:
         """Whole chunks: in the order of their shares, then of what a byte saves, while they fit."""
         order = sorted(
-            (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6),
+            (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6 and chunk not in self.wishes.owned),
             key=lambda chunk: (-round(shares[chunk], 6), -self.owned_seconds[chunk] / self.sizes[chunk].owned, chunk),
         )
         if least_owned:  # whatever it costs, the host must not hold more
             chosen = set(order)
-            order += [chunk for chunk in range(len(self.sizes)) if chunk not in chosen]
-        owned: set[int] = set()
-        used, planned = 0, sum(share * size.owned for share, size in zip(shares, self.sizes, strict=True))
+            order += [chunk for chunk in range(len(self.sizes)) if chunk not in chosen | self.wishes.never_owned]
+        owned = set(self.wishes.owned)
+        used = sum(self.sizes[chunk].owned for chunk in owned)
+        planned = sum(share * size.owned for share, size in zip(shares, self.sizes, strict=True))
         for chunk in order:
             size = self.sizes[chunk].owned
+            if chunk in owned:
+                continue
             wanted = used + size <= planned * (1 + 1e-9) or used < least_owned
             if wanted and used + size <= self.room_for_owned:
                 owned.add(chunk)
@@ -239,7 +264,11 @@ class _Problem:
         """
         room = [value - sum(self.sizes[chunk].owned for chunk in owned) for value in self.room]
         best: tuple[float, set[int]] = (-1.0, set())
-        candidates = [index for index, interval in enumerate(self.intervals) if interval.chunk not in owned]
+        candidates = [
+            index
+            for index, interval in enumerate(self.intervals)
+            if interval.chunk not in owned and (interval.forced or interval.chunk not in self.wishes.fetched)
+        ]
         by_length = sorted(candidates, key=lambda index: self.intervals[index].end - self.intervals[index].begin)
         by_share = sorted(by_length, key=lambda index: -round(shares[index], 6))
         for kept in (_fill(self, by_share, room), _fill(self, by_length, room), _sweep(self, set(candidates), room)):

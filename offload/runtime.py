@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from offload.chunks import Chunk, HostBlock, Layout, Stack, cut, flat
-from offload.device import Device
+from offload.chunks import Chunk, Stack, flat, lay_out
+from offload.device import Device, Peaks
+from offload.follower import PlanFollower, Statistics
 from offload.gradients import GradientPath
-from offload.plan import ChunkBytes, Plan, window_bytes
+from offload.host_memory import HostBlock
+from offload.plan import Plan
+from offload.recorder import StepRecorder
+from offload.sizes import sizes_of, staging_bytes, window_bytes
 from offload.slots import WEIGHT, Slot
-from offload.trace import Moment, Trace
+from offload.trace import Trace
 from offload.update import OptimizerSettings
 from offload.worker import HostWorkers
-
-
-@dataclass
-class Statistics:
-    """
-    Attributes:
-        num_uploads: of chunks, since the construction.
-        num_misses: uses that the plan did not foresee.
-        num_evictions: chunks that had to leave though the plan kept or fetched them.
-    """
-
-    num_uploads: int = 0
-    num_misses: int = 0
-    num_evictions: int = 0
 
 
 class OffloadRuntime:
@@ -39,6 +28,10 @@ class OffloadRuntime:
     A step is: ``hold`` and ``begin_backward`` / ``end_backward`` around every use of a chunk, in any order;
     ``sum_of_squares`` for the gradients' norm; ``step``, or ``skip``. Where the chunks lie changes no result: losses,
     norms and weights are equal to the bit for every budget, chunk size, plan and delay of copies.
+
+    With ``update_in_backward`` nothing waits for the norm: ``begin_step`` comes first, each chunk is updated as soon
+    as its gradient is there, and no memory holds gradients. Then a step can neither clip by the norm nor be skipped,
+    and brings each chunk one gradient.
 
     Without a plan (the first step, which is traced) a chunk is dropped as soon as it is not in use. A use that the
     plan does not foresee is fetched when it comes, and counted.
@@ -50,16 +43,20 @@ class OffloadRuntime:
         chunk_bytes: the most that one upload moves, see ``cut``.
         num_threads: of the host that update chunks.
         host_budget_bytes: None for no limit.
-        reduce: combines a gradient [N, rows, columns] in place with those of other ranks, on the device, at every use;
+        plan: what to follow from the first step on, where it is known; chunks that the device owns then never lie on
+            the host.
+        reduce: combines a gradient [N, ...] in place with those of other ranks, on the device, at every use;
             called in the order of the backward pass, the same on all ranks whatever their plans.
 
     Attributes:
         trace: the last complete step's.
+        peaks: of each of its moments.
         num_updates: Adam's bias correction and Adafactor's decay depend on it.
-        host_bytes: what all chunks need on the host, landings included.
+        host_bytes: what the chunks need on the host that the device does not own, staging blocks included.
 
     Raises:
         ValueError: the host's budget is too small, or the device's does not hold one window of chunks.
+        DeviceOutOfMemory: the device does not hold what the plan wants it to own.
     """
 
     def __init__(
@@ -73,15 +70,16 @@ class OffloadRuntime:
         gradient_dtype: torch.dtype | None = None,
         num_threads: int = 1,
         host_budget_bytes: int | None = None,
+        update_in_backward: bool = False,
+        plan: Plan | None = None,
         reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.device, self.optimizer = device, optimizer
+        self.device, self.optimizer, self.update_in_backward = device, optimizer, update_in_backward
         gradient_dtype = gradient_dtype or dtype
-        chunks = cut(stacks, chunk_bytes, dtype)
-        layouts = [Layout(chunk, dtype, gradient_dtype, optimizer) for chunk in chunks]
-        moved = [chunk.numel * dtype.itemsize for chunk in chunks]
-        self.sizes = [ChunkBytes(size, size, layout.num_bytes) for size, layout in zip(moved, layouts, strict=True)]
-        self.host_bytes = sum(size.owned for size in self.sizes) + 2 * max(moved)
+        laid_out = lay_out(stacks, chunk_bytes, dtype, None if update_in_backward else gradient_dtype, optimizer)
+        self.sizes = sizes_of(laid_out)
+        owned: frozenset[int] = plan.owned if plan is not None else frozenset()
+        self.host_bytes = self._host_bytes(owned)
         if host_budget_bytes is not None and self.host_bytes > host_budget_bytes:
             raise ValueError(
                 f"the host's budget of {host_budget_bytes} bytes is too small: the experts need {self.host_bytes}"
@@ -92,30 +90,41 @@ class OffloadRuntime:
                 f"the device's budget of {device.budget_bytes} bytes is too small; the smallest for one window of "
                 f"chunks is {window}"
             )
-        self._slots = [Slot(chunk, layout, device) for chunk, layout in zip(chunks, layouts, strict=True)]
+        self._slots = [Slot(chunk, layout, device, chunk.number in owned) for chunk, layout in laid_out]
         self._stacks = {stack.name: [slot for slot in self._slots if slot.chunk.stack is stack] for stack in stacks}
         self._workers = HostWorkers(device, num_threads)
-        self._gradients = GradientPath(device, self._workers, dtype, max(moved), gradient_dtype == dtype, reduce)
+        largest = max(size.gradient for size in self.sizes)
+        self._gradients = GradientPath(device, self._workers, dtype, largest, gradient_dtype == dtype, reduce)
         self.statistics = Statistics()
         self.num_updates = 0
         self.plan: Plan | None = None
+        self._follower: PlanFollower | None = None
+        if plan is not None:
+            self._follow(plan)
         self.trace = Trace(())
+        self.peaks: tuple[Peaks, ...] = ()
+        self._recorder = StepRecorder(device)
         self._evaluating = False
-        self._moments: list[Moment] = []
-        self._outside_bytes = 0
-        self._position = 0
+
+    @property
+    def stacks(self) -> list[str]:
+        """Names."""
+        return list(self._stacks)
+
+    def chunk_numbers(self, stack: str) -> list[int]:
+        return [slot.number for slot in self._stacks[stack]]
 
     def chunks_of(self, stack: str) -> list[Chunk]:
         return [slot.chunk for slot in self._stacks[stack]]
 
-    def matrices_of(self, stack: str) -> dict[str, tuple[int, int]]:
+    def matrices_of(self, stack: str) -> dict[str, tuple[int, ...]]:
         return self._stacks[stack][0].chunk.stack.matrices
 
     # Uses
 
     @contextmanager
     def hold(self, chunk: Chunk) -> Iterator[list[Tensor]]:
-        """Keeps a chunk on the device for a computation; gives its weights, one [N, rows, columns] a parameter."""
+        """Keeps a chunk on the device for a computation; gives its weights, one [N, ...] a parameter."""
         slot = self._slots[chunk.number]
         self._pin(slot, backward=False)
         try:
@@ -151,6 +160,8 @@ class OffloadRuntime:
                 self.device.compute_waits(slot.ready)
                 slot.ready = None
             assert slot.replica_version == slot.version, "a replica of old weights"
+        if not self._evaluating:
+            self._recorder.start()
         slot.pins += 1
         slot.last_use = now
         self.device.computes_on(slot.device_memory, write=False)
@@ -166,34 +177,15 @@ class OffloadRuntime:
     def _arrive(self, slot: Slot, backward: bool) -> int:
         """Notes the use, makes room for what it needs beside chunks, and returns its number in the plan's step."""
         now = 0
-        if self.plan is not None:
-            now = self._locate(self.plan, slot.number)
-            room = self.device.budget_bytes - self.plan.trace.moments[now].nonmodel_bytes
+        if self.plan is not None and self._follower is not None:
+            now = self._follower.locate(slot.number)
+            others = max(self.plan.trace.moments[now].nonmodel_bytes, self.device.nonmodel_bytes)
+            room = self.device.budget_bytes - others
             fetched = 0 if slot.owned or slot.replica.present else self.sizes[slot.number].weight
-            self._evict_to(room - fetched - self._gradients.absent_bytes, self.plan, now)
-        peak = self.device.begin_moment(len(self._moments))
-        self._note_peak(peak)
+            self._evict_to(room - fetched - self._gradients.absent_bytes, self._follower, now)
         pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
-        self._moments.append(Moment(slot.number, backward, pinned))
+        self._recorder.arrive(slot.number, backward, pinned)
         return now
-
-    def _note_peak(self, peak_bytes: int) -> None:
-        if self._moments:
-            self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peak_bytes)
-        else:
-            self._outside_bytes = peak_bytes
-
-    def _locate(self, plan: Plan, number: int) -> int:
-        """Where in the plan's step this use is, at or behind where it should be, or at that place."""
-        moments = plan.trace.moments
-        for offset in range(len(moments)):
-            position = (self._position + offset) % len(moments)
-            if moments[position].chunk == number:
-                self.statistics.num_misses += offset > 0
-                self._position = position + 1
-                return position
-        self.statistics.num_misses += 1
-        return self._position % len(moments)
 
     # Uploads
 
@@ -222,15 +214,13 @@ class OffloadRuntime:
                 return
             self._upload(slot)
 
-    def _evict_to(self, room_bytes: int, plan: Plan, now: int) -> None:
+    def _evict_to(self, room_bytes: int, follower: PlanFollower, now: int) -> None:
         """Drops chunks that are not in use, the one that is used last first, until the others fit into the room."""
         while self.device.used_bytes > room_bytes:
-            idle = [slot for slot in self._slots if slot.replica.present and slot.pins == 0]
+            idle = [slot.number for slot in self._slots if slot.replica.present and slot.pins == 0]
             if not idle:
                 return  # what is missing then is for the device to say
-            moments = plan.trace.moments
-            next_use = {moments[time].chunk: time for time in range(len(moments) - 1, now - 1, -1)}
-            self._drop(max(idle, key=lambda slot: next_use.get(slot.number, len(moments))))
+            self._drop(self._slots[follower.used_last(idle, now)])
             self.statistics.num_evictions += 1
 
     def _drop(self, slot: Slot) -> None:
@@ -242,6 +232,17 @@ class OffloadRuntime:
 
     # The end of a step
 
+    def begin_step(self, learning_rate: float, coefficient: float = 1.0) -> None:
+        """With ``update_in_backward``: what ``step`` would be told."""
+        assert self.update_in_backward
+        self.num_updates += 1
+        number = self.num_updates
+
+        def update(slot: Slot, gradients: Sequence[Tensor]) -> None:
+            slot.update(self.optimizer, number, learning_rate, coefficient, gradients)
+
+        self._gradients.update = update
+
     def sum_of_squares(self) -> float:
         """Of all gradients of the step on this rank; infinite where one of them is not finite."""
         return self._gradients.sum_of_squares(self._slots)
@@ -252,26 +253,28 @@ class OffloadRuntime:
         Args:
             coefficient: multiplies the gradients: one over the loss scale, times what clipping makes of them.
         """
+        assert not self.update_in_backward
         self.num_updates += 1
         for slot in self._end_step():
             arguments = (self.optimizer, self.num_updates, learning_rate, coefficient)
             slot.version += 1
             if slot.owned:
                 self.device.computes_on(slot.device_memory, write=True)
-                slot.update(*arguments)
+                slot.update(*arguments, slot.gradients())
                 continue
 
             def work(slot: Slot = slot, arguments: tuple[OptimizerSettings, int, float, float] = arguments) -> None:
                 assert isinstance(slot.home, HostBlock)
                 self.device.host_accesses(flat(slot.home, slot.layout.planes[WEIGHT]), write=True)
                 self.device.host_accesses(flat(slot.home, slot.layout.planes["gradient"]), write=False)
-                slot.update(*arguments)
+                slot.update(*arguments, slot.gradients())
 
             # Not before the last upload has read the old weights.
             slot.job = self._workers.submit(work, [slot.job], [slot.uploaded])
 
     def skip(self) -> None:
-        """Ends the step without an update, as when the gradients are not finite."""
+        """Ends the step without an update, as when the gradients are not finite; with ``update_in_backward`` after
+        it."""
         self._end_step()
 
     def _end_step(self) -> list[Slot]:
@@ -282,11 +285,12 @@ class OffloadRuntime:
             if slot.replica.present:
                 self._drop(slot)
         self._gradients.free()
-        if self._moments:
-            self._note_peak(self.device.begin_moment(len(self._moments)))
-            self.trace = Trace(tuple(self._moments), self._outside_bytes)
-        first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self._moments)))}
-        self._moments, self._position = [], 0
+        recorded = self._recorder.finish()
+        if recorded is not None:
+            self.trace, self.peaks = recorded
+        first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self.trace.moments)))}
+        if self._follower is not None:
+            self._follower.restart()
         came = sorted((slot for slot in self._slots if slot.arrivals), key=lambda slot: first_use[slot.number])
         for slot in came:
             slot.arrivals, slot.squares_job = 0, None
@@ -304,8 +308,11 @@ class OffloadRuntime:
                 self.device.host_waits(slot.uploaded)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads and gives all memory back. What is needed of the state was read before."""
         self._workers.close()
+        self._gradients.close()
+        for slot in self._slots:
+            slot.free(self.device)
 
     # Placement and state, between two steps
 
@@ -324,8 +331,15 @@ class OffloadRuntime:
                 buffer = self.device.buffer(slot.layout.num_bytes)
                 self.device.acquire(buffer)
                 slot.move(buffer, self.device)
-        self.plan, self._position = plan, 0
+        self._follow(plan)
+
+    def _follow(self, plan: Plan) -> None:
+        self.host_bytes = self._host_bytes(plan.owned)
+        self.plan, self._follower = plan, PlanFollower(plan, self.statistics)
         self._gradients.expected = plan.trace.gradient_arrivals()
+
+    def _host_bytes(self, owned: frozenset[int]) -> int:
+        return staging_bytes(self.sizes) + sum(s.owned for number, s in enumerate(self.sizes) if number not in owned)
 
     @property
     def kinds(self) -> tuple[str, ...]:

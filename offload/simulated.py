@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offload.device import Buffer, Device, DeviceOutOfMemory
+from offload.device import Buffer, Device, DeviceOutOfMemory, PeakCounter, Peaks, Rates
+from offload.meter import Meter
 
 _POISON = 0xFF  # all ones is a NaN in every floating-point type
 _Clock = dict[str, int]
@@ -59,12 +61,16 @@ class SimulatedDevice(Device):
         tide: non-model bytes at each access of a step; beyond its end its last value; empty: none.
         seed: when copies happen that nothing waits for yet.
         eagerness: probability with which a queued copy happens at once.
-        upload_bandwidth, download_bandwidth: bytes per second.
+        rates: of copies.
+        pinnable_bytes: host memory that may be pinned; None: any.
 
     Attributes:
+        meter: where it is given, it and not ``tide`` says what everything else occupies, beyond the budget if need
+            be: a step that is measured is not refused.
+        storages: ``_cdata`` of the storages behind buffers and host blocks, which a meter has to ignore.
         stall_s: how long the computation waited for copies.
         peak_bytes: the most that buffers and tide occupied together.
-        pinned_bytes: host memory that is pinned now; ``num_pins`` counts the blocks that ever were.
+        num_pins: how many blocks of host memory were ever pinned.
     """
 
     def __init__(
@@ -73,9 +79,9 @@ class SimulatedDevice(Device):
         tide: Sequence[int] = (),
         seed: int = 0,
         eagerness: float = 0.3,
-        upload_bandwidth: float = 12e9,
-        download_bandwidth: float = 12e9,
+        rates: Rates | None = None,
         latency_s: float = 1e-5,
+        pinnable_bytes: int | None = None,
     ) -> None:
         super().__init__(budget_bytes)
         self.torch_device = torch.device("cpu")
@@ -83,9 +89,13 @@ class SimulatedDevice(Device):
         self.tide_bytes = tide[-1] if tide else 0
         self.stall_s = 0.0
         self.peak_bytes = 0
-        self.pinned_bytes = 0
         self.num_pins = 0
-        self._bandwidth = {"upload": upload_bandwidth, "download": download_bandwidth}
+        self.rates = rates or Rates()
+        self.meter: Meter | None = None
+        self.storages: set[int] = set()
+        self._peaks = PeakCounter()
+        self._pageable: list[tuple[int, int]] = []
+        self._pinnable_bytes = pinnable_bytes
         self._latency_s = latency_s
         self._eagerness, self._random = eagerness, random.Random(seed)
         self._clocks: dict[str, _Clock] = {}
@@ -102,6 +112,18 @@ class SimulatedDevice(Device):
 
     # Memory
 
+    def buffer(self, num_bytes: int) -> Buffer:
+        buffer = super().buffer(num_bytes)
+        self.storages.add(buffer.storage._cdata)
+        return buffer
+
+    @property
+    def nonmodel_bytes(self) -> int:
+        return self.tide_bytes if self.meter is None else self.meter.total
+
+    def _note_peak(self) -> None:
+        self._peaks.note(self.tide_bytes if self.meter is None else self.meter.take_peak(), self.used_bytes)
+
     def acquire(self, buffer: Buffer) -> None:
         with self._lock:
             if buffer.present:
@@ -114,7 +136,9 @@ class SimulatedDevice(Device):
                 )
             buffer.storage.resize_(buffer.num_bytes)
             buffer.present = True
+            self._note_peak()
             self.used_bytes += buffer.num_bytes
+            self._note_peak()
             self.peak_bytes = max(self.peak_bytes, total)
             self._poison(buffer)
 
@@ -124,23 +148,29 @@ class SimulatedDevice(Device):
                 raise RuntimeError("the buffer was released before")
             self._poison(buffer)
             buffer.present = False
+            self._note_peak()
             self.used_bytes -= buffer.num_bytes
 
     def _poison(self, buffer: Buffer) -> None:
         self.computes_on(buffer, write=True)
         buffer.view(torch.uint8, 0, (buffer.num_bytes,)).fill_(_POISON)
 
-    def pin(self, memory: Tensor) -> None:
+    def _pin(self, memory: Tensor) -> str | None:
+        self.storages.add(memory.untyped_storage()._cdata)
+        if self._pinnable_bytes is not None and self.pinned_bytes + memory.nbytes > self._pinnable_bytes:
+            self._pageable.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+            return f"the limit is {self._pinnable_bytes:,} bytes"
         self.num_pins += 1
-        self.pinned_bytes += memory.nbytes
+        return None
 
-    def unpin(self, memory: Tensor) -> None:
-        self.pinned_bytes -= memory.nbytes
+    def _unpin(self, memory: Tensor) -> None:
+        self.storages.discard(memory.untyped_storage()._cdata)
 
-    def begin_moment(self, number: int) -> int:
+    def begin_moment(self, number: int) -> Peaks:
         with self._lock:
-            before = self.tide_bytes
-            if self.tide:
+            self._note_peak()
+            before = self._peaks.take()
+            if self.tide and self.meter is None:
                 self.tide_bytes = self.tide[min(number, len(self.tide) - 1)]
             total = self.used_bytes + self.tide_bytes
             if total > self.budget_bytes:
@@ -149,7 +179,14 @@ class SimulatedDevice(Device):
                     f"budget of {self.budget_bytes}"
                 )
             self.peak_bytes = max(self.peak_bytes, total)
+            self._note_peak()
             return before
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
 
     # Copies
 
@@ -174,12 +211,18 @@ class SimulatedDevice(Device):
                 self._join(queue, event)
             self._access(queue, read, write=False)
             self._access(queue, written, write=True)
-            self._times[queue] += self._latency_s + source.nbytes / self._bandwidth[queue]
+            self._times[queue] += self._latency_s + source.nbytes / self._rate(queue, source, target)
             copy = _Copy(lambda: target.copy_(source), [event.copy for event in after if event.copy is not None])
             self._queues[queue].append(copy)
             while self._queues[queue] and self._random.random() < self._eagerness:
                 self._run(self._queues[queue][0])
             return SimulatedEvent(dict(self._clocks[queue]), self._times[queue], copy)
+
+    def _rate(self, queue: str, source: Tensor, target: Tensor) -> float:
+        host = (source if queue == "upload" else target).data_ptr()
+        if any(begin <= host < end for begin, end in self._pageable):
+            return self.rates.pageable
+        return self.rates.upload if queue == "upload" else self.rates.download
 
     def _run(self, copy: _Copy) -> None:
         """Runs a copy, behind those before it in its queue and those that it waits for."""

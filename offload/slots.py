@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from offload.chunks import Chunk, HostBlock, Layout, parts
+from offload.chunks import Chunk, Layout, parts
 from offload.device import Buffer, Device, Event
+from offload.host_memory import HostBlock
 from offload.update import OptimizerSettings, read_master, sum_of_squares, update, write_master
 from offload.worker import Job
 
@@ -31,10 +32,17 @@ class Slot:
         version: counts changes of the home's weights.
     """
 
-    def __init__(self, chunk: Chunk, layout: Layout, device: Device) -> None:
+    def __init__(self, chunk: Chunk, layout: Layout, device: Device, owned: bool) -> None:
         self.chunk, self.layout, self.number = chunk, layout, chunk.number
         weight = layout.planes[WEIGHT]
-        self.home: HostBlock | Buffer = HostBlock(layout.num_bytes, device)
+        self.home: HostBlock | Buffer
+        if owned:
+            self.home = device.buffer(layout.num_bytes)
+            device.acquire(self.home)
+            device.computes_on(self.home, write=True)
+            self.home.view(torch.uint8, 0, (layout.num_bytes,)).zero_()
+        else:
+            self.home = HostBlock(layout.num_bytes, device)
         self.replica = device.buffer(weight.numel * weight.dtype.itemsize)
         self.ready: Event | None = None
         self.uploaded: Event | None = None
@@ -57,19 +65,30 @@ class Slot:
         return self.home if isinstance(self.home, Buffer) else self.replica
 
     def device_weights(self) -> list[Tensor]:
-        """[N, rows, columns] per parameter; weights come first in either memory."""
+        """[N, ...] per parameter; weights come first in either memory."""
         return list(parts(self.device_memory, self.layout.planes[WEIGHT]))
 
     def gradients(self) -> list[Tensor]:
         return list(parts(self.home, self.layout.planes["gradient"]))
 
-    def measure_gradient(self) -> None:
+    def measure(self, gradients: Sequence[Tensor]) -> None:
         """Per matrix, so that no sum depends on how many share a chunk."""
-        self.squares = [sum_of_squares(matrix) for stack in self.gradients() for matrix in stack]
+        matrices = [matrix for stack in gradients for matrix in stack]
+        if matrices[0].device.type == "cpu":
+            self.squares = [sum_of_squares(matrix) for matrix in matrices]
+        else:  # the host waits for the device once
+            self.squares = torch.stack([matrix.double().square().sum() for matrix in matrices]).tolist()
 
-    def update(self, settings: OptimizerSettings, step: int, learning_rate: float, coefficient: float) -> None:
+    def update(
+        self,
+        settings: OptimizerSettings,
+        step: int,
+        learning_rate: float,
+        coefficient: float,
+        gradients: Sequence[Tensor],
+    ) -> None:
         states = {name: list(parts(self.home, self.layout.planes[name])) for name in self.layout.state_names}
-        for index, ((weight, rest), gradient) in enumerate(zip(self._masters(), self.gradients(), strict=True)):
+        for index, ((weight, rest), gradient) in enumerate(zip(self._masters(), gradients, strict=True)):
             own = {name: values[index] for name, values in states.items()}
             update(settings, step, learning_rate, coefficient, weight, rest, gradient, own)
 
@@ -96,6 +115,15 @@ class Slot:
         weights = list(parts(self.home, planes[WEIGHT]))
         rests = list(parts(self.home, planes["rest"])) if "rest" in planes else [None] * len(weights)
         yield from zip(weights, rests, strict=True)
+
+    def free(self, device: Device) -> None:
+        """Gives all memory back, whatever uses it."""
+        if self.replica.present:
+            device.release(self.replica)
+        if isinstance(self.home, HostBlock):
+            self.home.free()
+        elif self.home.present:
+            device.release(self.home)
 
     def move(self, home: HostBlock | Buffer, device: Device) -> None:
         """Carries everything to another home; returns when it is there."""

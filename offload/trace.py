@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,14 @@ class Moment:
         backward: whether gradients come out of this use.
         pinned: other chunks that are in use already, as the one whose backward pass recomputes a checkpointed block.
         nonmodel_bytes: the peak of all other memory of the device: activations, dense parameters, workspace.
+        seconds: how long the computation took; 0 where nobody measured it.
     """
 
     chunk: int
     backward: bool = False
     pinned: tuple[int, ...] = ()
     nonmodel_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,20 @@ class Trace:
                 forced = all(moment.chunk in self.moments[time].pinned for time in range(begin + 1, index))
                 yield Interval(moment.chunk, begin, index, forced)
             last[moment.chunk] = index
+
+    def repeat_last(self, num_moments: int, times: int) -> Trace:
+        """With the last ``num_moments`` so many times more, as for micro-batches that are all alike."""
+        return replace(self, moments=self.moments + self.moments[len(self.moments) - num_moments :] * times)
+
+    def with_tide_of(self, other: Trace) -> Trace:
+        """With the higher of both tides at every moment; that of ``other`` counts where it is of the same uses."""
+        if [moment.chunk for moment in self.moments] != [moment.chunk for moment in other.moments]:
+            return self
+        moments = [
+            replace(own, nonmodel_bytes=max(own.nonmodel_bytes, its.nonmodel_bytes))
+            for own, its in zip(self.moments, other.moments, strict=True)
+        ]
+        return Trace(tuple(moments), max(self.outside_bytes, other.outside_bytes))
 
     def gradient_arrivals(self) -> dict[int, int]:
         """How often each chunk's gradient comes in a step."""

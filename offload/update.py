@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from offload.kernel import load_kernel
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BESIDE_MASTER = 3  # a bfloat16 weight whose master is whole
 _EPSILON_GRADIENT, _EPSILON_SCALE = torch.finfo(torch.float32).eps, 1e-3
 
 
@@ -32,7 +33,8 @@ class OptimizerSettings:
         beta1, beta2, epsilon: AdamW's.
         beta2_decay, clipping_threshold: Adafactor's.
         momentum: SGD's; 0 keeps no state.
-        weight_decay: decoupled; times the learning rate.
+        weight_decay: decoupled; times the learning rate; of matrices, not of vectors.
+        split_master: a bfloat16 weight is the upper half of its fp32 master and not beside it; equal to the bit.
     """
 
     kind: Literal["adamw", "adafactor", "sgd"] = "adamw"
@@ -43,6 +45,7 @@ class OptimizerSettings:
     clipping_threshold: float = 1.0
     momentum: float = 0.0
     weight_decay: float = 0.0
+    split_master: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("adamw", "adafactor", "sgd"):
@@ -55,21 +58,27 @@ class OptimizerSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0")
 
     def states(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The fp32 states of a stack of matrices [N, rows, columns]: name -> shape."""
+        """The fp32 states of a stack of matrices [N, rows, columns] or vectors [N, numel]: name -> shape.
+
+        Adafactor takes a vector for a matrix of one row.
+        """
         if self.kind == "adamw":
             return {"exp_avg": tuple(shape), "exp_avg_sq": tuple(shape)}
         if self.kind == "adafactor":
-            return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+            columns = (*shape[:-2], 1, shape[-1]) if len(shape) > 2 else tuple(shape)
+            return {"row_var": (*shape[:-1], 1), "col_var": columns}
         return {"momentum_buffer": tuple(shape)} if self.momentum else {}
 
 
-def rest_dtype(dtype: torch.dtype) -> torch.dtype | None:
+def rest_dtype(dtype: torch.dtype, split_master: bool = True) -> torch.dtype | None:
     """The type of what a weight of ``dtype`` needs beside it to be known in fp32.
 
     bfloat16 is the upper half of fp32, so the lower 16 bits are enough ("split master"): 4 bytes a parameter instead
     of 6. The upper half is rounded half up, which tells from the lower half alone whether it was rounded up. It
-    differs from PyTorch's rounding at exact ties only.
+    differs from PyTorch's rounding at exact ties only. A whole master beside it is rounded in the same way.
     """
+    if not split_master and dtype != torch.float32:
+        return torch.float32
     return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[dtype]
 
 
@@ -78,7 +87,7 @@ def read_master(weight: Tensor, rest: Tensor | None) -> Tensor:
     if weight.dtype == torch.float32:
         return weight
     assert rest is not None
-    if weight.dtype == torch.float16:
+    if rest.dtype == torch.float32:
         return rest
     lower = rest.to(torch.int32) & 0xFFFF
     upper = weight.view(torch.int16).to(torch.int32) - (lower >> 15)
@@ -98,7 +107,7 @@ def write_master(value: Tensor, weight: Tensor, rest: Tensor | None) -> None:
     bits = value.view(torch.int32)
     # Beyond the largest value the sum wraps into the sign: only the bits matter, and those are right.
     weight.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
-    rest.copy_(bits.to(torch.int16))
+    rest.copy_(value if rest.dtype == torch.float32 else bits.to(torch.int16))
 
 
 def sum_of_squares(values: Tensor) -> float:
@@ -120,21 +129,24 @@ def update(
     gradient: Tensor,
     states: Mapping[str, Tensor],
 ) -> None:
-    """Applies one step to a contiguous stack of matrices, in place.
+    """Applies one step to a contiguous stack of matrices or vectors, in place.
 
     Args:
         step: the number of this update, from 1.
         coefficient: multiplies the gradient: loss scale and clipping.
-        weight: [N, rows, columns], as the model computes with it.
+        weight: [N, rows, columns] or [N, numel], as the model computes with it.
         rest: what ``rest_dtype`` says, in the same shape.
         gradient: the same shape, fp32 or 16 bits.
         states: as ``OptimizerSettings.states``.
     """
+    if weight.dim() == 2 and settings.weight_decay:
+        settings = replace(settings, weight_decay=0.0)
     if settings.kind == "adafactor":
         rests = [None] * len(weight) if rest is None else rest.unbind(0)
         rows, columns = states["row_var"].unbind(0), states["col_var"].unbind(0)
         for matrix in zip(weight.unbind(0), rests, gradient.unbind(0), rows, columns, strict=True):
-            _adafactor(settings, step, learning_rate, coefficient, *matrix)
+            views = [part if part is None or part.dim() == 2 else part.view(1, -1) for part in matrix]
+            _adafactor(settings, step, learning_rate, coefficient, *views)
         return
     keep = 1 - learning_rate * settings.weight_decay
     if settings.kind == "adamw":
@@ -156,9 +168,10 @@ def update(
         master = compute(read_master(weight, rest), gradient.float() * coefficient, buffers, scalars)
         write_master(master, weight, rest)
         return
+    beside = weight.dtype == torch.bfloat16 and rest is not None and rest.dtype == torch.float32
     (kernel.adamw if settings.kind == "adamw" else kernel.sgd)(
         weight.numel(),
-        _DTYPE_CODES[weight.dtype],
+        _BESIDE_MASTER if beside else _DTYPE_CODES[weight.dtype],
         weight.data_ptr(),
         None if rest is None else rest.data_ptr(),
         gradient.data_ptr(),

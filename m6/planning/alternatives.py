@@ -21,18 +21,13 @@ _GRAINS = 16
 
 def alternatives(planner: Planner, best: Plan) -> list[str]:
     """One line each, as Markdown items; empty where there is nothing to compare."""
-    lines = []
+    lines: list[str] = []
     pipeline = best_pipeline(planner, best)
     if pipeline is not None:
-        lines += [
-            _pipeline_line(planner, best, pipeline),
-            _delay_line(planner, pipeline),
-            _slice_line(planner, pipeline),
-        ]
+        lines = _pipeline_lines(planner, best, pipeline)
     elif planner.cluster.num_devices > 1:
-        lines.append(
-            f"- Pipeline stages ({_reason('pipeline')}): no number of stages divides layers and devices and fits."
-        )
+        reason = _reason("pipeline")
+        lines = [f"- Pipeline stages ({reason}): no number of stages divides layers and devices and fits."]
     if planner.cluster.is_mixed:
         lines.append(_share_line(planner, best))
     return lines
@@ -75,7 +70,8 @@ def cut(planner: Planner, layout: Layout) -> tuple[list[int], float, float]:
     )
 
 
-def _pipeline_line(planner: Planner, best: Plan, found: Plan) -> str:
+def _pipeline_lines(planner: Planner, best: Plan, found: Plan) -> list[str]:
+    """The best pipeline with its cut, without its flush, and with slices of rows."""
     ratio = found.time.total / best.time.total - 1
     line = (
         f"- Pipeline stages ({_reason('pipeline')}): {found.layout} would take {found.time.total:.4g} s a step "
@@ -84,21 +80,16 @@ def _pipeline_line(planner: Planner, best: Plan, found: Plan) -> str:
     try:
         sizes, slowest, equal = cut(planner, found.layout)
     except UserError as error:
-        return f"{line}; {error}."
-    return (
-        f"{line}; embeddings, layers and head are best cut into {', '.join(map(str, sizes))} (BaPipe), whose slowest "
-        f"stage takes {slowest / equal - 1:+.1%} against an equal number of layers."
-    )
-
-
-def _delay_line(planner: Planner, found: Plan) -> str:
+        return [f"{line}; {error}."]
     steps, stages = found.layout.accumulation(planner.config.deepspeed.train_batch_size), found.layout.pp_size
-    _, slowest, _ = cut(planner, found.layout)
     flushed, delayed = delayed_step_s(slowest, steps, stages)
-    return (
+    return [
+        f"{line}; embeddings, layers and head are best cut into {', '.join(map(str, sizes))} (BaPipe), whose slowest "
+        f"stage takes {slowest / equal - 1:+.1%} against an equal number of layers.",
         f"- Gradients one step late (PipeDream-2BW; no engine here): computing takes {delayed / flushed - 1:+.1%} "
-        f"without the flush between steps, for a second copy of the weights, {giga(found.footprint.weights)} a rank."
-    )
+        f"without the flush between steps, for a second copy of the weights, {giga(found.footprint.weights)} a rank.",
+        _slice_line(planner, found),
+    ]
 
 
 def _slice_line(planner: Planner, found: Plan) -> str:

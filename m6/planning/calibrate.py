@@ -8,12 +8,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from datetime import date
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
+from m6.files import atomic_path
 from m6.planning.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
 
 _SQUARES = (64, 128, 256, 512, 1024, 2048)
@@ -23,20 +26,25 @@ _COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}
 _UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}
 _REPEATS = 5
+_WRITTEN_TENSORS = 16  # of 16 MiB
 
 
-def calibrate(device: torch.device, previous: Profile | None = None) -> Profile:
+def calibrate(device: torch.device, previous: Profile | None = None, disk: Path | None = None) -> Profile:
     """Measures ``device`` and, where there are several ranks, collectives over all of them.
 
     Args:
         device: of this rank.
         previous: a profile whose collectives of other group sizes and whose factors are kept.
+        disk: a folder to measure the writing of checkpoints in, by all ranks at the same time.
     """
+    written = _writing(disk) if disk is not None else previous and previous.checkpoint_bytes_per_s
     collectives = _collectives(device)
     kept = [] if previous is None else [p for p in previous.collectives if not _measured_anew(p, collectives)]
     world = dist.get_world_size() if dist.is_initialized() else 1
     if previous is not None and previous.calibrated and world > 1:
-        return previous.model_copy(update={"collectives": kept + collectives})
+        return previous.model_copy(
+            update={"collectives": kept + collectives, "checkpoint_bytes_per_s": written or None}
+        )
     import m6.training.loop  # noqa: F401 - what a run imports is part of its process
 
     host_bytes = psutil.Process().memory_info().rss
@@ -58,6 +66,7 @@ def calibrate(device: torch.device, previous: Profile | None = None) -> Profile:
         host_copy_bytes_per_s=_host_copy(device),
         process_bytes=process_bytes,
         host_bytes=host_bytes,
+        checkpoint_bytes_per_s=written or None,
         factors={} if previous is None else previous.factors,
     )
 
@@ -112,6 +121,26 @@ def _collectives(device: torch.device) -> list[CollectivePoint]:
                 CollectivePoint(kind=kind, tier=tier, ranks=world, num_bytes=numel * 4, seconds=seconds.item())
             )
     return points
+
+
+def _writing(disk: Path) -> float:
+    """Bytes a second of one rank, by the clock on the wall, until the slowest has its file on the disk."""
+    rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
+    file = disk / f"m6_calibration_{rank}"
+    tensors = {str(index): torch.ones(1 << 22) for index in range(_WRITTEN_TENSORS)}
+    disk.mkdir(parents=True, exist_ok=True)
+    if several:
+        dist.barrier()
+    begin = time.perf_counter()
+    try:
+        with atomic_path(file) as temporary:
+            save_file(tensors, temporary)
+        if several:
+            dist.barrier()
+        seconds = time.perf_counter() - begin
+    finally:
+        file.unlink(missing_ok=True)
+    return sum(tensor.nbytes for tensor in tensors.values()) / seconds
 
 
 def _memory_bandwidth(device: torch.device) -> float:

@@ -175,6 +175,9 @@ def dry_run(
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the profile to write; one that is there keeps what is not measured anew")],
+    disk: Annotated[
+        Path | None, typer.Option(help="folder of checkpoints, to measure how fast the ranks write together")
+    ] = None,
 ) -> None:
     """Measures this machine: products, memory, the optimizer; under a launcher the links between its ranks."""
     from m6.planning.calibrate import calibrate as measure
@@ -183,7 +186,7 @@ def calibrate(
 
     runtime = start()
     previous = load_profile(out) if out.exists() else None
-    profile = measure(runtime.device, previous)
+    profile = measure(runtime.device, previous, disk)
     if runtime.is_main:
         save_profile(profile, out)
         print(f"{out}: {profile.source}; {len(profile.matmul)} products, {len(profile.collectives)} collectives")
@@ -205,7 +208,7 @@ def validate(
     if refit is not None:
         calibration = fit(calibration, outcomes)
         save_profile(calibration, refit)
-    print(validation_table(outcomes, calibration.factors))
+    print(validation_table(outcomes, calibration))
 
 
 def _planner(

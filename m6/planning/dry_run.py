@@ -56,6 +56,8 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     from m6.training.train_step import TrainStep
 
     accumulation = check_world_size(config, world_size)
+    if config.offload is not None:
+        raise UserError("m6.offload: a dry run has no host to offload to; leave it out, or see what m6 pretrain prints")
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
     begin = time.perf_counter()

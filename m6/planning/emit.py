@@ -21,13 +21,18 @@ def run_document(planner: Planner, plan: Plan) -> dict[str, Any]:
 
 
 def checkpoint_s(planner: Planner, plan: Plan) -> float:
-    """Seconds of writing a checkpoint: fp32 weights and moments of one rank."""
+    """Seconds of writing a checkpoint, at the profile's rate or an assumed one."""
+    return checkpoint_bytes(planner, plan) / (planner.profile.checkpoint_bytes_per_s or _CHECKPOINT_BYTES_PER_S)
+
+
+def checkpoint_bytes(planner: Planner, plan: Plan) -> float:
+    """What one rank writes: fp32 weights and moments."""
     counts = planner.memory.counts(plan.layout).divided(plan.layout.tp_size)
     layout, config = plan.layout, planner.config
     owned = (counts.local - counts.experts) / layout.dp_size
     owned += counts.experts / (layout.dp_size // layout.ep_size)
     states = 12 if config.deepspeed.optimizer_type == "AdamW" else 4
-    return owned * states / (planner.profile.checkpoint_bytes_per_s or _CHECKPOINT_BYTES_PER_S)
+    return owned * states
 
 
 def signal_lead_s(planner: Planner, plan: Plan) -> int:

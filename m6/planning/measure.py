@@ -84,6 +84,11 @@ def storage_bytes(*tensors: Tensor) -> int:
 def engine_state_bytes(engine: Any) -> dict[str, int]:
     """What a DeepSpeed engine holds on this rank between two steps: ``weights`` (with buffers) and
     ``optimizer_state`` (with fp32 masters, where weights have them)."""
+    return {name: storage_bytes(*tensors) for name, tensors in engine_state(engine).items()}
+
+
+def engine_state(engine: Any) -> dict[str, list[Tensor]]:
+    """The tensors behind ``engine_state_bytes``."""
     stage, parameters = engine.zero_optimization_stage(), list(engine.module.parameters())
     weights = [parameter.data for parameter in parameters] + list(engine.module.buffers())
     optimizer, masters = engine.optimizer, []
@@ -94,7 +99,7 @@ def engine_state_bytes(engine: Any) -> dict[str, int]:
         masters = optimizer.single_partition_of_fp32_groups
     state = (optimizer if stage == 0 else optimizer.optimizer).state
     moments = [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return {"weights": storage_bytes(*weights), "optimizer_state": storage_bytes(*moments, *masters)}
+    return {"weights": weights, "optimizer_state": [*moments, *masters]}
 
 
 def _key(tensor: Tensor) -> int:

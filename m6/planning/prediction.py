@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from m6.config import RunConfig
 from m6.errors import UserError
 from m6.files import write_json
 from m6.planning.activations import BatchShape
 from m6.planning.detect import detect_cluster
-from m6.planning.fit import fit_factors, kendall_tau, regret
+from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.footprint import Footprint
 from m6.planning.layout import layout_of
 from m6.planning.profile import Profile
 from m6.planning.search import Plan, Planner, giga
@@ -44,6 +47,7 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
 def write_prediction(run: Path, plan: Plan, profile: Profile) -> str:
     """Keeps the prediction as RUN/plan.json and returns it in one line."""
     layout, factors = asdict(plan.layout), {part: profile.factor(part) for part in profile.factors}
+    memory, process = _measurable(plan.footprint)
     write_json(
         run / _FILE,
         {
@@ -52,7 +56,9 @@ def write_prediction(run: Path, plan: Plan, profile: Profile) -> str:
             "factors": factors,
             "seconds": plan.time.parts(),
             "bytes": plan.footprint.parts(),
-            "memory_bytes": plan.footprint.peak + plan.footprint.host + plan.footprint.host_process,
+            "activation_factor": profile.activation_factor,
+            "memory_bytes": memory,
+            "process_bytes": process,
         },
     )
     stamp = "" if profile.calibrated else " (uncalibrated)"
@@ -62,16 +68,49 @@ def write_prediction(run: Path, plan: Plan, profile: Profile) -> str:
     )
 
 
+def _measurable(footprint: Footprint) -> tuple[int, int | None]:
+    """What ``memory_bytes`` of the metrics shows, and what of it is the process: all of it on a CPU, torch's own on a
+    GPU."""
+    if torch.cuda.is_available():
+        return footprint.peak - footprint.process, None
+    return footprint.peak + footprint.host + footprint.host_process, footprint.host_process
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Prediction and measurement of one run; times in seconds, memory in bytes, ``parts`` without fitted factors."""
+    """Prediction and measurement of one run; times in seconds, memory in bytes.
+
+    Attributes:
+        parts: predicted seconds without fitted factors.
+        predicted_bytes: with the factors of that time.
+        activations: predicted bytes without a factor.
+        process: predicted bytes of the process itself; None on a GPU, where they are not measured.
+        states: predicted bytes of everything else.
+        measured_s: of a step but for waiting for data and for checkpoints.
+    """
 
     run: Path
     layout: dict[str, Any]
     parts: dict[str, float]
     predicted_bytes: int
+    activations: float
+    process: int | None
     measured_s: float
     measured_bytes: int
+    states: float
+
+    def seconds(self, profile: Profile) -> float:
+        """Predicted with the factors of ``profile``."""
+        factors: dict[Any, float] = dict(profile.factors)
+        return sum(value * factors.get(name, 1.0) for name, value in self.parts.items())
+
+    def bytes(self, profile: Profile) -> float:
+        """The same of memory."""
+        return (
+            self.states
+            + (0 if self.process is None else profile.host_bytes)
+            + profile.activation_factor * self.activations
+        )
 
 
 def read_outcome(run: Path) -> Outcome:
@@ -91,13 +130,17 @@ def read_outcome(run: Path) -> Outcome:
     if not steps:
         raise UserError(f"{run / 'metrics.jsonl'}: holds no steps")
     warm = steps[1:] or steps
+    waits = ("data_wait_s", "checkpoint_stall_s")
     return Outcome(
-        run,
-        plan["layout"],
-        {name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()},
-        plan["memory_bytes"],
-        statistics.median(line["step_time_s"] for line in warm),
-        max(line["memory_bytes"] for line in steps),
+        run=run,
+        layout=plan["layout"],
+        parts={name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()},
+        predicted_bytes=plan["memory_bytes"],
+        activations=plan["bytes"]["activations"] / plan["activation_factor"],
+        process=plan["process_bytes"],
+        states=plan["memory_bytes"] - (plan["process_bytes"] or 0) - plan["bytes"]["activations"],
+        measured_s=statistics.median(line["step_time_s"] - sum(line[wait] for wait in waits) for line in warm),
+        measured_bytes=max(line["memory_bytes"] for line in steps),
     )
 
 
@@ -114,34 +157,35 @@ def outcome_line(run: Path) -> str:
     )
 
 
-def validation_table(outcomes: list[Outcome], factors: dict[Any, float] | None = None) -> str:
-    """Errors of each run; of several also rank correlation and regret.
-
-    Args:
-        factors: of a profile, applied to the predicted parts.
-    """
-
-    def predicted(outcome: Outcome) -> float:
-        return sum(value * (factors or {}).get(name, 1.0) for name, value in outcome.parts.items())
-
+def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
+    """Errors of each run, as ``profile`` would have predicted it; of several also rank correlation and regret."""
     lines = [
         "| run | ranks | step s, predicted | measured | error | memory GB, predicted | measured | error |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for each in outcomes:
-        seconds = predicted(each)
+        seconds, memory = each.seconds(profile), each.bytes(profile)
         lines.append(
             f"| {each.run.name} | {each.layout['world_size']} | {seconds:.4g} | {each.measured_s:.4g} | "
-            f"{seconds / each.measured_s - 1:+.1%} | {each.predicted_bytes / 1e9:.3f} | "
-            f"{each.measured_bytes / 1e9:.3f} | {each.predicted_bytes / each.measured_bytes - 1:+.1%} |"
+            f"{seconds / each.measured_s - 1:+.1%} | {memory / 1e9:.3f} | "
+            f"{each.measured_bytes / 1e9:.3f} | {memory / each.measured_bytes - 1:+.1%} |"
         )
     if len(outcomes) > 1:
-        times, measured = [predicted(each) for each in outcomes], [each.measured_s for each in outcomes]
+        times, measured = [each.seconds(profile) for each in outcomes], [each.measured_s for each in outcomes]
         lines += ["", f"Kendall's tau {kendall_tau(times, measured):.2f}, regret {regret(times, measured):.1%}."]
     return "\n".join(lines)
 
 
 def refit(profile: Profile, outcomes: list[Outcome]) -> Profile:
-    """``profile`` with the factors that these runs show."""
+    """``profile`` with the factors, and the memory of a process, that these runs show."""
     factors = fit_factors([each.parts for each in outcomes], [each.measured_s for each in outcomes])
-    return profile.model_copy(update={"factors": factors})
+    measured = [each.measured_bytes for each in outcomes]
+    on_cpu = any(each.process is not None for each in outcomes)
+    # Where nothing was calibrated, a process is taken to be half of the smallest.
+    calibrated = (max(each.process or 0 for each in outcomes) or min(measured) / 2) if on_cpu else 0
+    states, activations = [each.states for each in outcomes], [each.activations for each in outcomes]
+    constant, activation_factor = fit_memory(states, activations, measured, calibrated)
+    changes: dict[str, Any] = {"factors": factors, "activation_factor": activation_factor}
+    if on_cpu:
+        changes["host_bytes"] = max(0, round(constant))
+    return profile.model_copy(update=changes)

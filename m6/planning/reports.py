@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from m6.planning.alternatives import alternatives
+from m6.planning.emit import checkpoint_bytes, checkpoint_s, signal_lead_s
 from m6.planning.footprint import Footprint
 from m6.planning.profile import Profile
 from m6.planning.search import Plan, Planner, Rejection, SearchResult, giga, pseudo_sharing, smallest_cluster, would_fit
@@ -27,6 +28,8 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         time_table(best.time),
         "",
         memory_table(planner, best.footprint),
+        "",
+        checkpoint_line(planner, best),
         "",
         _HEAD,
         "| --- | ---: | ---: | ---: | ---: |",
@@ -110,6 +113,15 @@ def time_table(time: StepTime) -> str:
     rows = [f"| {name} | {value:.4g} | {value / time.total:.1%} |" for name, value in time.parts().items() if value]
     total = f"| **step** | **{time.total:.4g}** | |"
     return "\n".join(["| part of a step | seconds | share |", "| --- | ---: | ---: |", *rows, total])
+
+
+def checkpoint_line(planner: Planner, plan: Plan) -> str:
+    known = "measured" if planner.profile.checkpoint_bytes_per_s else "assumed"
+    size, seconds = giga(checkpoint_bytes(planner, plan)), checkpoint_s(planner, plan)
+    return (
+        f"A checkpoint is {size} of a rank and takes {seconds:.0f} s at the {known} rate: a job must be told "
+        f"{signal_lead_s(planner, plan)} s before its end."
+    )
 
 
 def memory_table(planner: Planner, footprint: Footprint) -> str:

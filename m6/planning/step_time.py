@@ -25,8 +25,8 @@ _HOST_UPDATE_BYTES = {"AdamW": 48, "Adafactor": 32}
 # What DeepSpeed's ZeRO stages 1 to 3 move beside that for each parameter of which a rank computes gradients: into the
 # bucket and out of it, for every micro-batch above stage 1; to the partition, for the norm in fp64 and the scaling.
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
-# Calls around the fetch, the release and the reduction of one parameter at stage 3, mostly Python.
-_STAGE_3_OPERATORS = 200
+# Calls around the fetch, the release and the reduction of one parameter at stage 3.
+_STAGE_3_OPERATORS = 15
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of what is saved
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from m6.config import RunConfig, check_world_size
-from m6.errors import UserError
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, divide_gradients, share_layers
@@ -35,8 +34,8 @@ def build_model(config: RunConfig, device: torch.device, sharing: Sharing | None
         apply_expert_parallelism(model, training.ep_size)
     if sharing is not None:
         share_layers(model, sharing)
-    if config.m6.offload is not None:
-        model.offloaded_experts = OffloadedExperts(model, config)  # type: ignore[assignment]
+    if config.offload is not None:
+        model.offloaded_experts = OffloadedExperts(model, config, device, sharing)  # type: ignore[assignment]
     model.to_empty(device=device)
     model.tie_weights()
     initialize_parameters(model, training.seed)
@@ -56,8 +55,6 @@ def build_engine(config: RunConfig, runtime: Runtime, sharing: Sharing | None = 
     """
     import deepspeed
 
-    if config.m6.offload is not None and runtime.device.type != "cpu":
-        raise UserError(f"m6.offload: there is a simulated device only, and this machine has {runtime.device.type}")
     check_world_size(config, runtime.world_size)
     model = build_model(config, runtime.device, sharing)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
@@ -86,6 +83,9 @@ def release_engine(engine: Any) -> None:
     Dropping it is not enough: DeepSpeed 0.19.8 keeps a stage-3 engine in caches of its own.
     """
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
+    offloaded = offloaded_experts(engine)
+    if offloaded is not None:
+        offloaded.close()
     engine.destroy()
     held: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
     if stage == 3:

@@ -28,7 +28,7 @@ from m6.training.expert_health import loads_wanted
 from m6.training.initial_weights import load_initial_weights
 from m6.training.metrics import Wishes
 from m6.training.nonfinite import NonfinitePolicy
-from m6.training.offloading import offloaded_experts
+from m6.training.offloading import offloaded_experts, watching
 from m6.training.pseudo_to_real import Stage
 from m6.training.report import IntervalReport
 from m6.training.run_directory import RunDirectory
@@ -86,9 +86,9 @@ class Trainer:
                 begin = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_s = time.perf_counter() - begin
-                with self.stage_metrics.watch(self.engine, self.step):
+                with watching(self.engine), self.stage_metrics.watch(self.engine, self.step):
                     outcome = self.train_step(self.step, micro_batches, self._wishes)
-                self._plan_offload()
+                self._settle_offload()
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
@@ -212,13 +212,17 @@ class Trainer:
             for name, sharing in self.stage.coming():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
                 self._say(f"{name}{describe(prediction)}")
+            experts = offloaded_experts(self.engine)
+            if experts is not None:
+                self._say(experts.memory_map())
             self._say(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
 
-    def _plan_offload(self) -> None:
-        """After the first step of an attempt, which shows in which order experts are used."""
+    def _settle_offload(self) -> None:
+        """The first steps of an attempt show how experts are used, and whether that is as it was planned."""
         experts = offloaded_experts(self.engine)
-        if experts is not None and not experts.is_planned:
-            self._say(experts.plan())
+        found = None if experts is None else experts.settle(self.run.root, self.step)
+        if found is not None:
+            self._say(found)
 
     def _save(self) -> float:
         if self.runtime.is_main:

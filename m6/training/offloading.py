@@ -5,78 +5,88 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from m6.config import OffloadSettings, RunConfig, check_world_size
+from m6.config import RunConfig
 from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.training.fragments import WEIGHT, Fragment
-from moe.dispatch import combine
-from moe.kernels.experts_op import Pairs
-from moe.layer import MoELayer
-from moe.routing import Routing
-from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack, StreamedExperts, solve
+from m6.model.sharing import Sharing
+from m6.planning.measure import engine_state
+from m6.training.fragments import WEIGHT, Fragment, create_moments, optimizer_step, set_optimizer_step
+from m6.training.offload_modules import experts_of, stream
+from m6.training.offload_report import memory_map, write_memory_record
+from m6.training.offload_setup import prepare
+from offload import OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MIB = 2**20
+_MEASURED_STEPS = 2
+"""Of an attempt: the first is what the others are planned by, the second shows what became of the plan."""
 
 
 class OffloadedExperts:
     """This rank's experts of a model, their gradients and optimizer state.
 
-    Gradients are averaged over the ranks that hold the same experts as they come. DeepSpeed does not see the experts:
-    neither the parameters nor, under expert parallelism, the class of layers by which it would ask for them.
+    Gradients are averaged over the ranks that hold the same experts as they come. DeepSpeed does not see the experts.
 
     Args:
         model: on the meta device, with this rank's share of the experts; they stay there, and are replaced by ones
             that stream.
+        torch_device: where the model will be.
+        sharing: what its layers share.
 
     Raises:
         UserError: a budget is too small.
     """
 
-    def __init__(self, model: M6ForConditionalGeneration, config: RunConfig) -> None:
-        settings = config.m6.offload
+    def __init__(
+        self,
+        model: M6ForConditionalGeneration,
+        config: RunConfig,
+        torch_device: torch.device,
+        sharing: Sharing | None = None,
+    ) -> None:
+        settings = config.offload
         assert settings is not None
-        self.settings: OffloadSettings = settings
+        self.settings = settings
         self._max_norm = config.deepspeed.gradient_clipping
         self._squares = 0.0
         self._ep_size = config.m6.training.ep_size
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
-        dtype = _DTYPES[config.deepspeed.precision]
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        device = SimulatedDevice(int(settings.device_budget_mib * _MIB))
+        uses = experts_of(model)
+        self._setup = setup = prepare(uses, config, torch_device, sharing)
         try:
             self.runtime = OffloadRuntime(
-                [_stack(f"{name}.experts", layer.experts) for name, layer in layers.items()],
-                device,
-                _optimizer_settings(config),
-                dtype=dtype,
-                chunk_bytes=int(settings.chunk_mib * _MIB),
-                gradient_dtype=dtype if check_world_size(config, world_size) == 1 else torch.float32,
+                [use.stack(name) for name, use in uses.items()],
+                setup.device,
+                setup.optimizer,
+                dtype=setup.dtype,
+                chunk_bytes=setup.chunk_bytes,
+                gradient_dtype=setup.gradient_dtype,
                 num_threads=settings.num_threads,
-                host_budget_bytes=None if settings.host_budget_mib is None else int(settings.host_budget_mib * _MIB),
-                reduce=self._average if world_size > 1 else None,
+                host_budget_bytes=setup.host_budget_bytes,
+                update_in_backward=settings.update == "backward",
+                plan=setup.plan,
+                reduce=self._average if dist.is_initialized() and dist.get_world_size() > 1 else None,
             )
         except ValueError as error:
             raise UserError(f"m6.offload: {error}") from None
+        self._num_steps = 0
+        self._meter: StorageMeter | None = None
         self._stacks: dict[str, tuple[int, int]] = {}
-        for name, layer in layers.items():
-            stack, experts = f"{name}.experts", layer.experts
+        mean = config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean"
+        for name, use in uses.items():
+            experts = use.experts
             attributes = experts.parameter_attributes
-            self._stacks[stack] = (int(attributes["first_expert"]), int(attributes["num_global_experts"]))
+            self._stacks[name] = (int(attributes["first_expert"]), int(attributes["num_global_experts"]))
             experts.to_empty(device="cpu")  # one layer at a time: all experts together need not fit
-            initialize_part(experts, stack, config.model, config.m6.training.seed)
-            self.runtime.write(WEIGHT, stack, {key: value.detach() for key, value in experts.named_parameters()})
+            initialize_part(experts, name, config.model, config.m6.training.seed)
+            self.runtime.write(WEIGHT, name, {key: value.detach() for key, value in experts.named_parameters()})
             experts.to("meta")
-            streamed = StreamedExperts(_Compute(experts), self.runtime, stack)
-            layer.experts = _ByToken(streamed)  # type: ignore[assignment]
-            layer.__class__ = MoELayer
+            stream(use, self.runtime, name, len(use.layers) if mean else 1)
 
     def join(self, zero: Any) -> None:
         """Makes DeepSpeed's optimizer (ZeRO stages 1 and 2, 0.19.8) count the experts in its norm and its overflow."""
@@ -92,55 +102,119 @@ class OffloadedExperts:
 
         zero.scaled_global_norm, zero.check_overflow = scaled_global_norm, check_overflow
 
+    # A step
+
+    def watching(self, engine: Any) -> AbstractContextManager[Any]:
+        """Around a step: measures the tide on the CPU, where no device does, in the steps that the plan needs."""
+        device = self.runtime.device
+        if not isinstance(device, SimulatedDevice) or self._num_steps >= _MEASURED_STEPS:
+            return nullcontext()
+        if self._meter is None:
+            if optimizer_step(engine) == 0:
+                # The first step would make the optimizer's state when the tide has been measured.
+                create_moments(engine)
+                set_optimizer_step(engine, 0)
+            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            held = [tensor for tensors in engine_state(engine).values() for tensor in tensors]
+            self._meter = device.meter = StorageMeter([*held, *gradients], device.storages)
+        return self._meter
+
+    def begin(self, learning_rate: float) -> None:
+        """To be called before the first forward pass of a step."""
+        if self.runtime.update_in_backward:
+            self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale)
+
     def measure(self) -> float:
         """The sum of squares of the experts' gradients, loss scale included; equal on all ranks."""
         squares = torch.tensor(self.runtime.sum_of_squares(), dtype=torch.float64)
         if self._ep_size > 1:
+            squares = squares.to(self.runtime.device.torch_device)
             dist.all_reduce(squares, group=_group("parallel", self._ep_size))
         self._squares = float(squares)
         return self._squares
 
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
-        """Updates the experts, or ends the step without an update where the norm of all gradients is not finite."""
-        if math.isfinite(norm):
+        """Updates the experts, or ends the step without an update where the norm of all gradients is not finite.
+
+        Raises:
+            UserError: the norm is not finite, and experts were updated before it was known.
+        """
+        if self.runtime.update_in_backward:
+            self.runtime.skip()
+            if not math.isfinite(norm):
+                raise UserError(
+                    'm6.offload: gradients are not finite, and with "update": "backward" experts were updated by them '
+                    "before that was known: go on from the last checkpoint, which is before that step, with "
+                    '"update": "next_forward"'
+                )
+        elif math.isfinite(norm):
             clip = max(1.0, (norm + 1e-6) / self._max_norm) if self._max_norm > 0 else 1.0
-            self.runtime.step(learning_rate, 1.0 / (clip * loss_scale))
+            self.runtime.step(learning_rate * self._setup.learning_rate_scale, 1.0 / (clip * loss_scale))
         else:
             self.runtime.skip()
 
-    @property
-    def is_planned(self) -> bool:
-        return self.runtime.plan is not None
+    # Plans
 
-    def plan(self) -> str:
-        """Plans the steps that follow from the trace of the last one; returns what lies where, in a few lines.
+    def memory_map(self) -> str:
+        """What lies where by the dry trace, before the first step."""
+        if self._setup.plan is None:
+            return f"offloaded experts: by the dry trace no plan fits ({self._setup.shortage}); the first step decides"
+        return memory_map(self.runtime, self._setup.plan, "a dry trace")
+
+    def settle(self, root: Path, step: int) -> str | None:
+        """After a step: plans the following ones by the first of this attempt, and records what became of the plan.
+
+        Args:
+            root: the run's folder.
+            step: the number of the step that ended.
+
+        Returns:
+            the memory map, where there is a new one.
 
         Raises:
-            UserError: the device's budget is too small.
+            UserError: a budget is too small.
         """
+        self._num_steps += 1
         runtime = self.runtime
-        budget = runtime.device.budget_bytes
-        try:
-            plan = solve(runtime.trace, runtime.sizes, budget, self.settings.prefetch_depth)
-        except ValueError as error:
-            raise UserError(f"m6.offload: {error}") from None
-        runtime.adopt(plan)
-        owned = sum(runtime.sizes[number].owned for number in plan.owned)
-        return "\n".join(
-            [
-                f"offloaded experts: {len(runtime.sizes)} chunks, "
-                f"{_mib(sum(size.owned for size in runtime.sizes))} with gradients and optimizer state",
-                f"  the device owns {len(plan.owned)} of them, {_mib(owned)} of its {_mib(budget)}; "
-                f"the host holds {_mib(runtime.host_bytes - owned)}",
-                f"  moved per step: {_mib(plan.upload_bytes)} up, {_mib(plan.download_bytes)} down; "
-                f"no plan moves less than {_mib(plan.bound_bytes)}",
-            ]
-        )
+        if self._num_steps == 1:
+            host = self._setup.host_budget_bytes
+            try:
+                plan = solve(
+                    # Other batches may be fuller than the first; none is fuller than those of the dry trace.
+                    runtime.trace.with_tide_of(self._setup.trace),
+                    runtime.sizes,
+                    runtime.device.budget_bytes,
+                    self.settings.prefetch_depth,
+                    runtime.device.rates,
+                    None if host is None else host - staging_bytes(runtime.sizes),
+                    self._setup.wishes,
+                )
+            except ValueError as error:
+                raise UserError(f"m6.offload: {error}") from None
+            runtime.adopt(plan)
+            return memory_map(runtime, plan, "the first step")
+        if self._num_steps == _MEASURED_STEPS:
+            assert runtime.plan is not None
+            write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
+            if isinstance(runtime.device, SimulatedDevice):
+                # From here on it takes the tide for what it was, and refuses what is beyond the budget.
+                trace = runtime.plan.trace
+                runtime.device.meter, self._meter = None, None
+                runtime.device.tide = [*(moment.nonmodel_bytes for moment in trace.moments), trace.outside_bytes]
+                runtime.device.tide_bytes = trace.outside_bytes
+        return None
+
+    # State
 
     @property
     def names(self) -> set[str]:
         """Of the experts' parameters."""
         return {f"{stack}.{name}" for stack in self._stacks for name in self.runtime.matrices_of(stack)}
+
+    @property
+    def state_bytes(self) -> int:
+        """Of weights, masters and optimizer state on this rank, wherever they lie, and of what holds gradients."""
+        return sum(size.owned for size in self.runtime.sizes)
 
     def fragments(self) -> Iterator[Fragment]:
         """Every expert's values in fp32, a layer at a time; what is written to them is taken over."""
@@ -160,7 +234,7 @@ class OffloadedExperts:
         gradient.div_(dist.get_world_size())
 
     def close(self) -> None:
-        """Ends the host's threads."""
+        """Ends the host's threads and gives all memory back."""
         self.runtime.close()
 
 
@@ -175,57 +249,10 @@ def evaluating(engine: Any) -> AbstractContextManager[None]:
     return nullcontext() if experts is None else experts.runtime.evaluating()
 
 
-class _ByToken(nn.Module):
-    """Streamed experts that can be called as ``moe.experts.Experts`` is: with sorted rows, or with tokens and pairs."""
-
-    def __init__(self, streamed: StreamedExperts) -> None:
-        super().__init__()
-        self._streamed = streamed
-
-    def forward(self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None) -> Tensor:
-        if pairs is None:
-            return self._streamed(rows, counts)
-        outputs = self._streamed(rows.index_select(0, pairs.source), counts)
-        return combine(outputs, Routing(pairs.source, pairs.gates, counts), rows)
-
-
-class _Compute:
-    """The computation of a module of experts on other weights than its own."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        self._experts = experts
-        self._names = [name for name, _ in experts.named_parameters()]
-
-    def __call__(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
-        own = dict(zip(self._names, weights, strict=True))
-        output: Tensor = torch.func.functional_call(self._experts, own, (rows, counts))
-        return output
-
-
-def _stack(name: str, experts: nn.Module) -> Stack:
-    matrices = {}
-    num_experts = 0
-    for key, parameter in experts.named_parameters():
-        if parameter.dim() != 3:
-            raise UserError(f"m6.offload: {name}.{key} of shape {tuple(parameter.shape)} is not a stack of matrices")
-        num_experts = len(parameter)
-        matrices[key] = (parameter.shape[1], parameter.shape[2])
-    return Stack(name, num_experts, matrices)
-
-
-def _optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    params = config.deepspeed.optimizer_params
-    if config.deepspeed.optimizer_type == "Adafactor":
-        return OptimizerSettings(
-            "adafactor",
-            beta2_decay=params["beta2_decay"],
-            clipping_threshold=params["clipping_threshold"],
-            weight_decay=params["weight_decay"],
-        )
-    beta1, beta2 = params["betas"]
-    return OptimizerSettings(
-        "adamw", beta1=beta1, beta2=beta2, epsilon=params["eps"], weight_decay=params["weight_decay"]
-    )
+def watching(engine: Any) -> AbstractContextManager[Any]:
+    """Around a training step; see ``OffloadedExperts.watching``."""
+    experts = offloaded_experts(engine)
+    return nullcontext() if experts is None else experts.watching(engine)
 
 
 def _group(kind: str, ep_size: int) -> dist.ProcessGroup:
@@ -233,7 +260,3 @@ def _group(kind: str, ep_size: int) -> dist.ProcessGroup:
 
     group: dist.ProcessGroup = getattr(groups, f"_get_expert_{kind}_group")(f"ep_size_{ep_size}")
     return group
-
-
-def _mib(number: float) -> str:
-    return f"{number / _MIB:,.1f} MiB"

@@ -207,6 +207,7 @@ def _without_nonfinite(value: Any) -> Any:
 def _identity(document: dict[str, Any]) -> dict[str, Any]:
     """The part of a run's JSON that makes it this run."""
     m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
+    m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
     m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
     if m6.get("moe"):

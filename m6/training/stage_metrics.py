@@ -8,6 +8,7 @@ from typing import Any
 
 from m6.planning.measure import engine_state_bytes
 from m6.training.layers import LayerGradients, layer_divergence
+from m6.training.offloading import offloaded_experts
 from m6.training.pseudo_to_real import Stage
 
 
@@ -44,13 +45,16 @@ class StageMetrics:
 
         Returns:
             ``stage``: ``name``, pseudo or real; ``switch_step``, null until it is known; ``state_bytes`` that this
-            rank holds in weights and optimizer state; and what was measured in the interval:
+            rank holds in weights and optimizer state, offloaded or not; and what was measured in the interval:
             ``gradient_correlation`` of layers 0 and 1, 1 and 2, ..., ``layer_divergence`` of each layer, ``delink_s``.
         """
         if self._stage.settings is None:
             return {}
         entry, self._entry = self._entry, {}
         held = engine_state_bytes(engine)
+        offloaded = offloaded_experts(engine)
+        if offloaded is not None:
+            held["experts"] = offloaded.state_bytes
         return {
             "stage": {
                 "name": self._stage.name,

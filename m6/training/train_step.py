@@ -83,6 +83,9 @@ class TrainStep:
         target_weight, tokens, samples, bad_rows = self._count(micro_batches)
         learning_rate = self._set_learning_rate(step)
         sums = StepSums(self.runtime.device)
+        offloaded = offloaded_experts(self.engine)
+        if offloaded is not None:
+            offloaded.begin(learning_rate)
         self.engine.train()
         for index, batch in enumerate(micro_batches):
             seed_everything(self._seed(step, index))

@@ -9,7 +9,7 @@ from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, l
 
 __all__ = ["folder", "reference"]  # fixtures
 
-OFFLOAD = {"device_budget_mib": 0.2, "chunk_mib": 0.001}
+OFFLOAD = {"device_budget_mib": 10.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
 
 
 @pytest.mark.parametrize(("ranks", "stage", "ep_size"), [(2, 0, 1), (2, 1, 1), (2, 2, 2), (2, 0, 2), (4, 2, 2)])

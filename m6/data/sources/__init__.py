@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from m6.data.sources.base import Row, Source, SourceOptions
-from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaQuestions
+from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyVqaQuestions
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
@@ -20,7 +20,17 @@ __all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source"]
 
 BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
     source.name: source
-    for source in (Inews, EasyVqaCaptions, EasyVqaQuestions, Emoji, IconPark, Poetry, Reviews, TuxPaint)
+    for source in (
+        Inews,
+        EasyVqaCaptions,
+        EasyVqaCompositions,
+        EasyVqaQuestions,
+        Emoji,
+        IconPark,
+        Poetry,
+        Reviews,
+        TuxPaint,
+    )
 }
 
 

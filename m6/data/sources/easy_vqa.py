@@ -1,5 +1,6 @@
 """easy-VQA: 5,000 pictures of one coloured shape, with captions and questions in Chinese."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ COLOURS = {
     "yellow": "黄色",
 }
 SHAPES = {"circle": "圆形", "rectangle": "长方形", "triangle": "三角形"}
+# Captions of a colour and a shape that a model meets apart only, two of each shape: no colour is missing in training.
+HELD_OUT = frozenset({"蓝色的圆形", "黑色的圆形", "红色的三角形", "绿色的三角形", "黄色的长方形", "棕色的长方形"})
 ANSWERS = COLOURS | SHAPES | {"yes": "是", "no": "不是"}
 
 # The thing asked for: "blue shape", "circle" or just "shape".
@@ -104,6 +107,18 @@ class EasyVqaCaptions(_EasyVqa):
             caption = _caption(pairs)
             if caption:
                 yield Row(group, group, caption, image, split=split)
+
+
+class EasyVqaCompositions(EasyVqaCaptions):
+    """The same with the captions of HELD_OUT kept from training: their pictures of the package's training part are the
+    validation split's, so that a judge of pictures can learn them, and those of its test part the test split's."""
+
+    name = "easy_vqa_compositions"
+
+    def rows(self) -> Iterator[Row]:
+        for row in super().rows():
+            held_out = row.text in HELD_OUT and row.split is None
+            yield dataclasses.replace(row, split="validation") if held_out else row
 
 
 class EasyVqaQuestions(_EasyVqa):

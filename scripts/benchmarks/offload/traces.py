@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.plan import ChunkBytes
+from offload.sizes import ChunkBytes
 from offload.trace import Moment, Trace
 
 ADAM = 12  # bytes per parameter beside the gradient: split master 4, moments 8
@@ -14,7 +14,7 @@ GRADIENT = 2
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's step, its chunks, and the bytes that it may use of the device and of its host."""
+    """One rank's step, its chunks, and the bytes that they may use of the device and of its host."""
 
     parameters: int
     trace: Trace
@@ -29,6 +29,7 @@ def gpt(
     micro_batch_size: int,
     *,
     mixed: bool = False,
+    gradients_kept: bool = True,
     chunks_per_layer: int = 2,
     ranks: int = 8,
     device_bytes: float = 0.9 * 32e9,
@@ -40,6 +41,7 @@ def gpt(
     bytes with a = h / 128 heads (Korthikanti et al. 2022, arXiv 2205.05198, equation 1).
 
     Args:
+        gradients_kept: until the norm of all of them is known; else the host updates in the backward pass.
         mixed: attention and feed-forward are chunks of their own, 1 to 2, instead of equal ones.
     """
     shares = [1 / 3, 2 / 3] if mixed else [1 / chunks_per_layer] * chunks_per_layer
@@ -48,18 +50,20 @@ def gpt(
     tokens = 1024 * micro_batch_size
     layer_bytes = tokens * hidden_size * 34 + 5 * (hidden_size // 128) * 1024 * tokens
     tide = [layer_bytes + (layer + 1) * 2 * tokens * hidden_size for layer in range(num_layers)]
-    return _zigzag(numels, tide, layer_bytes, ADAM, int(device_bytes), int(host_bytes))
+    states = ADAM + GRADIENT * gradients_kept
+    return _zigzag(numels, tide, layer_bytes, states, int(device_bytes), int(host_bytes))
 
 
-def m6_10t(experts_per_chunk: int, activation_bytes: int) -> Job:
+def m6_10t(experts_per_chunk: int, activation_bytes: int, gradients_kept: bool = True) -> Job:
     """One of the 512 ranks of M6-10T (arXiv 2110.03888): 48 layers of 20 experts, 32 GB, 92 GB of its host."""
     numels = [experts_per_chunk * 2 * 1024 * 9984] * (20 // experts_per_chunk)
     tide = [activation_bytes] * 48
-    return _zigzag(numels, tide, activation_bytes, ADAFACTOR, 32 * 10**9, 92 * 10**9)
+    states = ADAFACTOR + GRADIENT * gradients_kept
+    return _zigzag(numels, tide, activation_bytes, states, 32 * 10**9, 92 * 10**9)
 
 
 def _zigzag(
-    numels: list[int], tide: list[int], outside: int, state_bytes: int, device_bytes: int, host_bytes: int
+    numels: list[int], tide: list[int], outside: int, owned_bytes: int, device_bytes: int, host_bytes: int
 ) -> Job:
     """Forward through all layers' chunks; backward, in each layer, forward again and then back."""
     layers = [range(layer * len(numels), (layer + 1) * len(numels)) for layer in range(len(tide))]
@@ -69,5 +73,7 @@ def _zigzag(
     for chunks, bytes_ in reversed(list(zip(layers, tide, strict=True))):
         moments += [Moment(chunk, False, (), bytes_) for chunk in chunks]
         moments += [Moment(chunk, True, (), bytes_) for chunk in reversed(chunks)]
-    sizes = [ChunkBytes(2 * numel, 2 * numel, (state_bytes + GRADIENT) * numel) for numel in numels] * len(tide)
+    sizes = [ChunkBytes(2 * numel, 2 * numel, owned_bytes * numel) for numel in numels] * len(tide)
+    # Two staging blocks for gradients lie on the host whatever it holds.
+    host_bytes -= 2 * GRADIENT * max(numels)
     return Job(sum(numels) * len(tide), Trace(tuple(moments), outside), sizes, device_bytes, host_bytes)

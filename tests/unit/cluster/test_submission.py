@@ -9,6 +9,7 @@ import pytest
 
 from tests.fixtures.command import contents, m6, user_error
 from tests.fixtures.tiny_run import write_tiny_config
+from tests.unit.evaluation.fabricated_run import write_run
 
 CLUSTER = {
     "nodes": 2,
@@ -102,6 +103,23 @@ def test_what_is_submitted_is_recorded(config: Path, cluster: Path, tmp_path: Pa
     options = (run / "slurm" / "sbatch_options").read_text().splitlines()
     assert set(options) <= set(given)
     assert not [option for option in options if option.startswith(("--dependency", "--array", "--parsable"))]
+
+
+def test_a_finetuning_run_is_submitted_with_the_model_it_begins_with(
+    config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]
+):
+    document = json.loads(config.read_text())
+    write_run(tmp_path / "pretrained", document)
+    model = {name: document["m6"].pop(name) for name in ("model", "moe")}
+    finetuning = tmp_path / "finetuning.json"
+    finetuning.write_text(json.dumps(document))
+    arguments = ("submit", finetuning, "--cluster", cluster, "--run-dir", tmp_path / "run", "--init")
+    outcome = m6(*arguments, tmp_path / "pretrained", **slurm)
+    assert outcome.code == 0, outcome
+    submitted = json.loads(Path(shlex.split(outcome.stdout.splitlines()[0])[-1]).read_text())["m6"]
+    assert {name: submitted[name] for name in model} == model
+    assert submitted["init"] == str(tmp_path / "pretrained")
+    assert "neither a run nor an exported model" in user_error(*arguments, tmp_path / "missing")
 
 
 def test_a_chain_is_the_same_command_again(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload import OffloadRuntime, OptimizerSettings, Plan, SimulatedDevice, solve
-from offload.plan import window_bytes
+from offload.sizes import window_bytes
 from tests.fixtures.toy_experts import Toy, train_offloaded, train_plainly
 
 OPTIMIZERS = {
@@ -22,21 +22,23 @@ OPTIMIZERS = {
 @st.composite
 def toys(draw: st.DrawFn) -> Toy:
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    num_micro_batches = draw(st.sampled_from([1, 1, 3]))
+    update_in_backward = draw(st.sampled_from([False, False, True]))
+    num_micro_batches = 1 if update_in_backward else draw(st.sampled_from([1, 1, 3]))
     return Toy(
         num_layers=draw(st.integers(1, 4)),
         num_experts=draw(st.integers(1, 6)),
         ffn_hidden_size=draw(st.sampled_from([4, 16, 24])),
-        shared=draw(st.sampled_from([False, False, True])),
+        shared=not update_in_backward and draw(st.sampled_from([False, False, True])),
         recompute=draw(st.sampled_from(["none", "reentrant", "non_reentrant"])),
         num_micro_batches=num_micro_batches,
         num_steps=4,
         dtype=dtype,
-        gradient_dtype=draw(st.sampled_from([dtype, torch.float32])),
-        optimizer=OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))],
-        clip=draw(st.booleans()),
+        gradient_dtype=dtype if update_in_backward else draw(st.sampled_from([dtype, torch.float32])),
+        optimizer=replace(OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))], split_master=draw(st.booleans())),
+        clip=not update_in_backward and draw(st.booleans()),
         loss_scale=draw(st.sampled_from([1.0, 128.0])),
-        overflow_step=draw(st.sampled_from([-1, -1, 0, 2])),
+        overflow_step=-1 if update_in_backward else draw(st.sampled_from([-1, -1, 0, 2])),
+        update_in_backward=update_in_backward,
         seed=draw(st.integers(0, 1000)),
     )
 

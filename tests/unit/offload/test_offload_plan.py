@@ -4,9 +4,16 @@ import itertools
 import random
 
 import pytest
+import torch
 
-from offload.plan import ChunkBytes, Plan, solve, window_bytes
+from offload.chunk_size import search_chunk_bytes
+from offload.chunks import Stack
+from offload.device import Rates
+from offload.plan import Plan, Wishes, solve
+from offload.sizes import ChunkBytes, window_bytes
+from offload.timeline import LATENCY_S, predict_times
 from offload.trace import Moment, Trace
+from offload.update import OptimizerSettings
 
 
 def zigzag(num_chunks: int, tide: list[int], recompute: bool = False) -> Trace:
@@ -132,3 +139,73 @@ def test_too_small_budgets_name_the_smallest_that_would_do():
     assert solve(trace, sizes, 450).owned == frozenset()
     with pytest.raises(ValueError, match=r"host's budget of 700 bytes is too small.*has to hold 1250"):
         solve(trace, sizes, 2000, host_budget_bytes=700)
+
+
+def test_wishes_are_followed():
+    """Chunks that are to be owned are, others are not, and those to be fetched leave before another is used."""
+    sizes = [ChunkBytes(100, 100, 700)] * 6
+    trace = zigzag(6, [0] * 12)
+    wishes = Wishes(owned=frozenset({4}), streamed=frozenset({0, 1}), fetched=frozenset({3}))
+    plan = solve(trace, sizes, 100_000, wishes=wishes)
+    assert plan.owned == {2, 4, 5}
+    kept = {moment.chunk for moment, stays in zip(trace.moments, plan.keep, strict=True) if stays}
+    assert {0, 1} <= kept
+    assert 3 not in kept
+    check_against_budget(plan, sizes, 100_000)
+    with pytest.raises(ValueError, match=r"too small for the 1400 bytes of the chunks .* would do is 1800"):
+        solve(trace, sizes, 1000, wishes=Wishes(owned=frozenset({0, 1})))
+
+
+def test_what_the_plan_says_of_residents_is_what_it_holds():
+    sizes = [ChunkBytes(100, 100, 700)] * 5
+    trace = zigzag(5, [10, 20, 30, 40, 50, 50, 40, 30, 20, 10])
+    plan = solve(trace, sizes, 1900)
+    window = window_bytes(sizes, plan.prefetch_depth)
+    bound = occupies(trace, sizes, set(plan.owned), plan.keep, window)
+    for number, resident in enumerate(plan.resident_bytes(sizes)):
+        assert resident + trace.moments[number].nonmodel_bytes <= bound[number]
+    assert max(plan.resident_bytes(sizes)) > 700
+
+
+def test_times_of_a_step_by_hand():
+    """Two chunks, nothing kept: the first upload is waited for in full, the second for what exceeds a computation."""
+    sizes = [ChunkBytes(100, 100, 700)] * 2
+    moments = [Moment(0, False, (), 0, 1.0), Moment(1, False, (), 0, 1.0), Moment(1, True, (), 0, 2.0)]
+    moments.append(Moment(0, True, (), 0, 2.0))
+    trace = Trace(tuple(moments))
+    rates = Rates(upload=50.0, download=100.0)
+    ahead = predict_times(Plan(trace, frozenset(), (False, True, False, False), 0, 0, 0.0, 1), sizes, rates)
+    # Uploads of 2 s at once one after the other: waits of 2 and 1 s. Chunk 1 stays. Chunk 0 comes up beside the
+    # backward pass of chunk 1; its own gradient goes down when all else is done.
+    assert ahead.computation == 6.0
+    assert ahead.uploads == pytest.approx(6.0, abs=4 * LATENCY_S)
+    assert ahead.downloads == pytest.approx(2.0, abs=4 * LATENCY_S)
+    assert ahead.exposed == pytest.approx(2.0 + 1.0 + 0.0 + 1.0, abs=8 * LATENCY_S)
+    behind = predict_times(Plan(trace, frozenset(), (False, True, False, False), 0, 0, 0.0, 0), sizes, rates)
+    assert behind.exposed == pytest.approx(2.0 + 2.0 + 2.0 + 1.0, abs=8 * LATENCY_S)
+    owned = predict_times(Plan(trace, frozenset({0, 1}), (False,) * 4, 0, 0, 0.0, 1), sizes, rates)
+    assert owned.exposed == owned.uploads == owned.downloads == 0.0
+
+
+def test_the_size_of_chunks_is_searched():
+    """Large ones where there is room, since each copy costs; small ones where a window of large ones would not fit."""
+    stacks = [Stack(f"layer_{number}", 8, {"w": (64, 64)}) for number in range(4)]
+    trace = zigzag(4, [0] * 8)
+    expert_bytes = 2 * 64 * 64
+
+    def search(budget: int) -> int:
+        return search_chunk_bytes(
+            stacks,
+            trace,
+            budget,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.bfloat16,
+            optimizer=OptimizerSettings(),
+            prefetch_depth=1,
+            rates=Rates(),
+        )
+
+    assert search(10**9) == 8 * expert_bytes  # all is owned: the fewest pieces
+    assert search(4 * expert_bytes) == expert_bytes
+    assert search(1) == expert_bytes, "too small for anything: what is smallest, and others say that it is too small"
+    assert expert_bytes <= search(40 * expert_bytes) <= 8 * expert_bytes

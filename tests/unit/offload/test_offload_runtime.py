@@ -8,10 +8,19 @@ import pytest
 import torch
 
 import offload.slots
-from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, solve
+from offload import (
+    DryRuntime,
+    OffloadRuntime,
+    OptimizerSettings,
+    Plan,
+    SimulatedDevice,
+    StorageMeter,
+    StreamedExperts,
+    solve,
+)
 from offload.chunks import cut
 from offload.worker import WorkerFailure
-from tests.fixtures.toy_experts import OffloadedRun, Toy, train_offloaded, train_plainly
+from tests.fixtures.toy_experts import OffloadedRun, Toy, compute, train_offloaded, train_plainly
 
 TOY = Toy()
 CHUNK_BYTES = 2 * 2 * 8 * 16 * 4  # two experts of two fp32 matrices
@@ -105,17 +114,25 @@ def test_budgets_that_hold_nothing():
 
 
 def test_host_memory_is_what_was_counted():
-    """12 bytes a parameter with AdamW and a split master, 4 with Adafactor, each with 2 more for gradients.
+    """12 bytes a parameter with AdamW and a split master, 4 with Adafactor, each with 2 more where gradients are kept.
 
     Rows and columns of the second moments, alignment and the two landings come on top.
     """
     stacks = replace(TOY, num_layers=40, hidden_size=128, ffn_hidden_size=256).stacks
-    for kind, expected in (("adamw", 14.0), ("adafactor", 6.05)):
+    for settings, in_backward, expected in (
+        (OptimizerSettings("adamw"), False, 14.0),
+        (OptimizerSettings("adafactor"), False, 6.05),
+        (OptimizerSettings("adamw"), True, 12.0),
+        (OptimizerSettings("adafactor"), True, 4.05),
+        (OptimizerSettings("adamw", split_master=False), True, 14.0),
+    ):
+        device = SimulatedDevice(10**9)
         runtime = OffloadRuntime(
-            stacks, SimulatedDevice(10**9), OptimizerSettings(kind), dtype=torch.bfloat16, chunk_bytes=10**5
+            stacks, device, settings, dtype=torch.bfloat16, chunk_bytes=10**5, update_in_backward=in_backward
         )
         parameters = sum(stack.num_experts * stack.expert_size for stack in stacks)
-        assert runtime.host_bytes / parameters == pytest.approx(expected, rel=0.01)
+        assert runtime.host_bytes / parameters == pytest.approx(expected, rel=0.015)
+        assert device.pinned_bytes == runtime.host_bytes
         runtime.close()
 
 
@@ -148,6 +165,90 @@ def test_infinite_gradients_are_reported_and_skipped():
     outcome, _ = train_offloaded(toy, SimulatedDevice(60_000), CHUNK_BYTES)
     assert outcome.norms[1] == math.inf
     assert outcome == train_plainly(toy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("plan", [False, True])
+def test_updates_in_the_backward_pass_are_the_same(dtype: torch.dtype, kind: str, plan: bool):
+    """Without clipping an expert's update depends on no other gradient, so that nothing shows when it happens."""
+    toy = replace(TOY, dtype=dtype, gradient_dtype=dtype, clip=False, optimizer=OptimizerSettings(kind))
+    early = replace(toy, update_in_backward=True)
+
+    def make(runtime: OffloadRuntime) -> Plan:
+        return solve(runtime.trace, runtime.sizes, 40_000)
+
+    outcome, runtime = train_offloaded(early, SimulatedDevice(40_000), CHUNK_BYTES, make if plan else None)
+    assert outcome == train_plainly(toy)
+    if plan:
+        assert runtime.plan is not None
+        assert runtime.plan.owned
+
+
+def test_a_second_gradient_comes_too_late_for_an_update_in_the_backward_pass():
+    toy = replace(TOY, update_in_backward=True, clip=False, num_micro_batches=2)
+    run = OffloadedRun(toy, SimulatedDevice(60_000), CHUNK_BYTES)
+    with pytest.raises(RuntimeError, match=r"a second gradient of chunk .* of layer_2 in a step, after its update"):
+        run.step(0)
+
+
+def test_a_plan_that_is_known_before_the_first_step():
+    """What the device owns then never lies on the host; the results are those of any other plan."""
+    first = OffloadedRun(TOY, SimulatedDevice(60_000), CHUNK_BYTES)
+    everything = first.runtime.host_bytes
+    first.step(0)
+    plan = solve(first.runtime.trace, first.runtime.sizes, 60_000)
+    device = SimulatedDevice(60_000)
+    second = OffloadedRun(TOY, device, CHUNK_BYTES, plan=plan)
+    owned = sum(second.runtime.sizes[number].owned for number in plan.owned)
+    assert owned > 0
+    assert second.runtime.host_bytes == everything - owned
+    assert device.pinned_bytes == second.runtime.host_bytes
+    assert device.used_bytes == owned
+    for number in range(TOY.num_steps):
+        second.step(number)
+    assert second.runtime.statistics.num_misses == 0
+    assert second.finish() == train_plainly(TOY)
+
+
+def test_what_cannot_be_pinned_is_slower_and_no_less_right():
+    fast = SimulatedDevice(60_000, latency_s=0.0)
+    slow = SimulatedDevice(60_000, latency_s=0.0, pinnable_bytes=40_000)
+    runs = [OffloadedRun(TOY, fast, CHUNK_BYTES)]
+    with pytest.warns(UserWarning, match="could not be pinned.*the limit is 40,000 bytes.*about 3.0 instead of 12.0"):
+        runs.append(OffloadedRun(TOY, slow, CHUNK_BYTES))
+    for run in runs:
+        for number in range(TOY.num_steps):
+            run.step(number)
+    assert 0 < slow.pinned_bytes <= 40_000
+    assert slow.stall_s > fast.stall_s
+    assert runs[0].finish() == runs[1].finish()
+
+
+@pytest.mark.parametrize("recompute", ["none", "reentrant", "non_reentrant"])
+def test_the_dry_trace_is_that_of_the_real_step(recompute: str):
+    """The same uses in the same order, with the same chunks in use meanwhile, and a tide within 5 % of the real one:
+    what the toy's tensors that are no experts occupy on the CPU."""
+    toy = replace(TOY, recompute=recompute, num_micro_batches=2)
+    device = SimulatedDevice(10**9)
+    real = OffloadedRun(toy, device, CHUNK_BYTES)
+    device.meter = meter = StorageMeter([], device.storages)
+    with meter:
+        real.step(0)
+    dry_meter = StorageMeter([], set())
+    with dry_meter:
+        dry = DryRuntime(toy.stacks, toy.dtype, CHUNK_BYTES, dry_meter)
+        layers = [StreamedExperts(compute, dry, stack.name) for stack in toy.stacks]
+        for micro_batch in range(toy.num_micro_batches):
+            toy.loss(layers, 0, micro_batch).backward()
+        trace = dry.trace()
+    found = real.runtime.trace
+    assert [replace(m, nonmodel_bytes=0, seconds=0) for m in trace.moments] == [
+        replace(m, nonmodel_bytes=0, seconds=0) for m in found.moments
+    ]
+    peaks = [max(m.nonmodel_bytes for m in each.moments) for each in (trace, found)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+    assert all(moment.seconds > 0 for moment in found.moments)
 
 
 @pytest.mark.slow

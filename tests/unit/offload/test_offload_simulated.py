@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from offload.device import DeviceOutOfMemory
+from offload.device import DeviceOutOfMemory, Peaks, Rates
 from offload.simulated import SimulatedDevice, SimulatedRace
 
 
@@ -103,7 +103,7 @@ def test_the_budget_holds_for_buffers_and_tide_together():
     second = device.buffer(64)
     with pytest.raises(DeviceOutOfMemory, match="64 bytes more than 64 of buffers and 930 of non-model memory"):
         device.acquire(second)
-    assert device.begin_moment(0) == 930
+    assert device.begin_moment(0) == Peaks(nonmodel=930, total=994)
     device.acquire(second)
     with pytest.raises(DeviceOutOfMemory, match="900 bytes of non-model memory beside 128 of buffers"):
         device.begin_moment(1)
@@ -116,7 +116,7 @@ def test_the_budget_holds_for_buffers_and_tide_together():
 
 def test_time():
     """An upload and a download run beside each other, and the computation waits for the end of one."""
-    device, buffer, view, host = setup(latency_s=1.0, upload_bandwidth=32.0, download_bandwidth=64.0)
+    device, buffer, view, host = setup(latency_s=1.0, rates=Rates(upload=32.0, download=64.0))
     device.spend(2.0)
     up = device.upload(host, view, buffer, [device.compute_event()])
     device.spend(1.5)

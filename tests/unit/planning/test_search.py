@@ -13,11 +13,13 @@ import pytest
 from m6.config import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.planning.alternatives import alternatives, best_pipeline, cut
+from m6.planning.calibrate import _writing
 from m6.planning.cluster import Cluster, load_cluster
 from m6.planning.emit import checkpoint_s, job_description, run_document, sbatch_header, signal_lead_s
 from m6.planning.frontier import curve, device_counts, draw_frontier, frontier, pareto, plan_costs
 from m6.planning.layout import Layout, divisors, layout_of, parse_forced
-from m6.planning.reports import explanation, no_plan_report, plan_report
+from m6.planning.profile import Profile
+from m6.planning.reports import checkpoint_line, explanation, no_plan_report, plan_report
 from m6.planning.rules import refusal
 from m6.planning.search import Plan, Planner, Rejection, smallest_cluster, stages, would_fit
 
@@ -252,3 +254,18 @@ def test_unequal_devices_would_take_unequal_shares():
     faster, slower = (int(found) for found in re.search(r"(\d+) on \S+, (\d+) on", line).groups())  # type: ignore[union-attr]
     assert faster > slower
     assert re.search(r"would take -\d+\.\d% of the time", line)
+
+
+def test_measured_writing_decides_when_a_job_is_told(tmp_path: Path):
+    rate = _writing(tmp_path / "runs")
+    assert rate > 0
+    assert not list((tmp_path / "runs").iterdir())
+    leads = []
+    for seconds in (1.0, 600.0):
+        profile = Profile(checkpoint_bytes_per_s=9.68e9 / seconds)
+        subject = planner("m6_100b", "a100_80g_x128", profile=profile, forced={"zero_stage": 1, "ep_size": 128})
+        best = subject.search().best
+        assert checkpoint_s(subject, best) == pytest.approx(seconds, rel=1e-2)
+        leads.append(signal_lead_s(subject, best))
+        assert f"{leads[-1]} s before its end" in checkpoint_line(subject, best)
+    assert leads[1] - leads[0] == pytest.approx(600, abs=60)

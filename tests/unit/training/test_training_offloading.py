@@ -1,25 +1,38 @@
 """Training with offloaded experts: the same run, whatever the budget, and its checkpoints fit any other."""
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+import offload.slots
 from m6.config import parse_config
 from m6.errors import UserError
+from m6.plotting_memory import plot_memory
 from m6.training.checkpoint import all_fragments, complete_checkpoints
 from m6.training.checkpoint_format import CheckpointReader
 from m6.training.engine import build_model
 from m6.training.loop import Trainer
+from m6.training.offload_report import MEMORY_RECORD
 from m6.training.offloading import OffloadedExperts, offloaded_experts
+from offload import WorkerFailure
 from tests.fixtures.tiny_run import tiny_document
 
 MakeTrainer = Callable[..., Trainer]
-# One expert is 16 KiB of fp32 weights: two a chunk; the device can own some of the four chunks, not all.
-SMALL = {"device_budget_mib": 0.4, "chunk_mib": 0.04}
+# One expert is 16 KiB of fp32 weights: two a chunk. The first layer's two chunks stream, the second's are owned.
+SMALL = {
+    "device_budget_mib": 100.0,
+    "chunk_mib": 0.04,
+    "rules": [{"layers": "0", "kind": "expert", "place": "stream"}],
+}
 LARGE = {"device_budget_mib": 1000.0}
+# Everything but experts needs 2.3 MiB of it, a window of chunks 0.13 MiB, and every chunk that is owned 0.13 MiB.
+TIGHT = {"device_budget_mib": 2.6, "chunk_mib": 0.04}
+ALL_HOST = {"device_budget_mib": 100.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "host"}]}
 
 
 def metrics(trainer: Trainer) -> list[tuple[float, float]]:
@@ -48,8 +61,18 @@ CASES = {
     "checkpointing": {"m6__training__activation_checkpointing": True},
     "zero_1_bf16": {"zero_optimization__stage": 1, "bf16": {"enabled": True}},
     "zero_2": {"zero_optimization__stage": 2},
-    "adafactor": {"optimizer__type": "Adafactor", "optimizer__params": {"lr": 1e-3}, "device_budget_mib": 0.3},
+    "adafactor": {"optimizer__type": "Adafactor", "optimizer__params": {"lr": 1e-3}},
     "no_accumulation": {"train_batch_size": 2},
+    "biases": {"m6__moe__bias": True},
+    "dropout": {"m6__moe__expert_dropout": 0.2},
+    "pseudo": {"m6__pseudo_to_real": {"switch_step": 3}, "m6__model__num_layers": 4},
+    "together": {
+        "m6__pseudo_to_real": {"switch_step": 3},
+        "m6__moe__bias": True,
+        "m6__moe__expert_dropout": 0.2,
+        "m6__training__activation_checkpointing": True,
+    },
+    "pseudo_sum": {"m6__pseudo_to_real": {"switch_step": 3, "gradient": "sum", "optimizer_state": "reset"}},
 }
 
 
@@ -58,8 +81,7 @@ def test_the_budget_changes_nothing_and_offloading_only_roundings(make_trainer: 
     """Between budgets equal to the bit. Against no offloading: the update's operations have another order, and
     micro-batches of bf16 gradients add up in fp32 instead of bf16."""
     changes = {"m6__training__total_steps": 6, **changes}
-    budget = changes.pop("device_budget_mib", SMALL["device_budget_mib"])
-    small = make_trainer("small", m6__offload={**SMALL, "device_budget_mib": budget}, **changes)
+    small = make_trainer("small", m6__offload=SMALL, **changes)
     assert small.train()
     large = make_trainer("large", m6__offload=LARGE, **changes)
     assert large.train()
@@ -84,11 +106,15 @@ def test_experts_start_as_they_would_without_offloading(make_trainer: MakeTraine
         assert torch.equal(weights[name], parameter.detach().view(-1)), name
 
 
-@pytest.mark.parametrize("second", [LARGE, {"device_budget_mib": 0.2, "chunk_mib": 0.001, "prefetch_depth": 3}, None])
+@pytest.mark.parametrize("second", [LARGE, {**ALL_HOST, "prefetch_depth": 3}, None])
 def test_resuming_under_another_budget(make_trainer: MakeTrainer, second: dict[str, Any] | None):
     """To the bit; and without offloading at all to the roundings of its other update."""
-    whole = make_trainer("whole", m6__offload=SMALL)
+    whole = make_trainer("whole", m6__offload=TIGHT)
     whole.train()
+    plan = experts_of(whole).runtime.plan
+    assert plan is not None
+    assert 0 < len(plan.owned) < 4
+    assert plan.upload_bytes > 0
     halves = make_trainer("halves", m6__offload=SMALL)
     halves.run.stop_requested = lambda: halves.step + 1 >= 2  # type: ignore[method-assign]
     halves.train()
@@ -117,14 +143,129 @@ def test_a_plain_run_goes_on_offloaded(make_trainer: MakeTrainer):
     assert offloaded.train()
 
 
-def test_the_memory_map(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]):
-    trainer = make_trainer("run", m6__offload=SMALL)
+def test_the_memory_map_and_its_picture(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]):
+    """Before the first step by the dry trace, and after it by that step; then both against what was there."""
+    trainer = make_trainer("run", m6__offload=TIGHT)
     trainer.train()
     printed = capsys.readouterr().err
     plan = experts_of(trainer).runtime.plan
     assert plan is not None
-    assert "offloaded experts: 4 chunks, 0.5 MiB with gradients and optimizer state" in printed
+    for source in ("a dry trace", "the first step"):
+        assert f"offloaded experts, planned by {source}: 4 chunks of at most 0.0 MiB, 0.5 MiB with gradients" in printed
     assert f"moved per step: {plan.upload_bytes / 2**20:,.1f} MiB up" in printed
+    assert f"owns {len(plan.owned)} chunks" in printed
+
+    record = json.loads((trainer.run.root / MEMORY_RECORD).read_text())
+    assert record["step"] == 1
+    assert [moment["chunk"] for moment in record["planned"]] == [moment.chunk for moment in plan.trace.moments]
+    assert len(record["actual"]) == len(record["planned"])
+    for planned, actual in zip(record["planned"], record["actual"], strict=True):
+        assert 0 < actual["nonmodel_bytes"] <= actual["total_bytes"] <= record["budget_bytes"]
+        # The dry trace is of rows that are full, and these are not: the plan holds.
+        assert actual["nonmodel_bytes"] <= planned["nonmodel_bytes"]
+
+    out = plot_memory(trainer.run.root)
+    with Image.open(out) as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 1000
+    (trainer.run.root / MEMORY_RECORD).write_text("{}")
+    with pytest.raises(UserError, match=r"memory_rank_00000\.json: corrupt"):
+        plot_memory(trainer.run.root)
+    (trainer.run.root / MEMORY_RECORD).unlink()
+    with pytest.raises(UserError, match=r"memory_rank_00000\.json: no such file; a run with m6\.offload"):
+        plot_memory(trainer.run.root)
+
+
+def test_fp16_skips_the_steps_that_overflow(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch):
+    """A scale that is too large for the first steps: experts and all else skip the same ones, under either budget."""
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: True)
+    changes = {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 100, "hysteresis": 1},
+        "zero_optimization": {"stage": 2},
+        "m6__training__total_steps": 12,
+        "gradient_clipping": 0.5,
+    }
+    small = make_trainer("small", m6__offload=SMALL, **changes)
+    before = state(small)
+    assert small.train()
+    large = make_trainer("large", m6__offload=LARGE, **changes)
+    assert large.train()
+    norms = [norm for _, norm in metrics(small)]
+    assert norms[0] is None, "the first step overflows"
+    assert norms[-1] is not None, "a scale was found"
+    assert metrics(small) == metrics(large)
+    assert_equal(state(small), state(large))
+    experts = experts_of(small)
+    applied = sum(norm is not None for norm in norms)
+    assert experts.runtime.num_updates == applied
+    changed = [key for key, value in state(small).items() if not torch.equal(value, before[key])]
+    assert any("experts" in name for name, _ in changed)
+
+
+@pytest.mark.parametrize("optimizer", [None, {"type": "Adafactor", "lr": 0.002}, {"type": "SGD", "lr": 0.1}])
+def test_updates_in_the_backward_pass_change_nothing(make_trainer: MakeTrainer, optimizer: dict[str, Any] | None):
+    """Nor does it matter where experts lie; the experts' optimizer may be another one than that of the rest."""
+    changes = {"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization__stage": 1}
+    own = {} if optimizer is None else {"optimizer": optimizer}
+    early = make_trainer("early", m6__offload={**SMALL, "update": "backward", **own}, **changes)
+    assert early.train()
+    late = make_trainer("late", m6__offload={**LARGE, **own}, **changes)
+    assert late.train()
+    assert metrics(early) == metrics(late)
+    assert_equal(state(early), state(late))
+    assert experts_of(early).state_bytes < experts_of(late).state_bytes
+
+
+def test_updates_in_the_backward_pass_cannot_be_skipped(make_trainer: MakeTrainer, monkeypatch: Any):
+    changes = {"train_batch_size": 2, "gradient_clipping": 0.0}
+    trainer = make_trainer("run", m6__offload={**SMALL, "update": "backward"}, **changes)
+    monkeypatch.setattr(experts_of(trainer).runtime, "sum_of_squares", lambda: float("inf"))
+    with pytest.raises(UserError, match=r'gradients are not finite.*"update": "backward".*last checkpoint'):
+        trainer.train()
+    assert complete_checkpoints(trainer.run.checkpoints) == []
+
+
+def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: MakeTrainer, monkeypatch: Any):
+    """Nothing is saved that was half updated; the checkpoint before stays whole."""
+    trainer = make_trainer("run", m6__offload=SMALL, m6__training__total_steps=6)
+    steps = []
+    update = offload.slots.update
+
+    def fail(*arguments: Any) -> None:
+        steps.append(arguments[1])
+        if arguments[1] == 4 and threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no memory left")
+        update(*arguments)
+
+    monkeypatch.setattr(offload.slots, "update", fail)
+    with pytest.raises(WorkerFailure, match="no memory left"):
+        trainer.train()
+    assert 4 in steps
+    saved = complete_checkpoints(trainer.run.checkpoints)
+    assert [folder.name for folder in saved] == ["step_00000002"]
+    CheckpointReader(saved[0]).verify(0, 1)
+
+
+def test_the_size_of_chunks_by_itself(make_trainer: MakeTrainer):
+    trainer = make_trainer("run", m6__offload={"device_budget_mib": 100.0, "chunk_mib": "auto"})
+    assert trainer.train()
+    plain = make_trainer("plain", m6__offload=LARGE)
+    assert plain.train()
+    assert metrics(trainer) == metrics(plain)
+
+
+def test_deepspeeds_own_offload(make_trainer: MakeTrainer):
+    """The policy writes DeepSpeed's keys and nothing of ours: the run is the one with those keys."""
+    changes = {"zero_optimization": {"stage": 2}}
+    policy = make_trainer("policy", m6__offload={"policy": "deepspeed"}, **changes)
+    assert offloaded_experts(policy.engine) is None
+    assert policy.config.deepspeed.keys["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert policy.train()
+    own = make_trainer(
+        "own", zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    )
+    assert own.train()
+    assert metrics(policy) == metrics(own)
 
 
 def test_not_finite_gradients_leave_the_experts_as_they_were(make_trainer: MakeTrainer, monkeypatch: Any):
@@ -144,8 +285,33 @@ def test_not_finite_gradients_leave_the_experts_as_they_were(make_trainer: MakeT
         ({"m6__moe": None}, "m6.offload: only experts are offloaded"),
         ({"zero_optimization__stage": 3}, "needs zero_optimization.stage 0, 1 or 2"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "use bf16 instead of torch_autocast"),
-        ({"m6__offload": {"device_budget_mib": 0}}, r"m6.offload.device_budget_mib"),
+        ({"m6__offload": {"device_budget_mib": 0}}, r"m6.offload.device_budget_mib: input should be greater than 0"),
         ({"m6__offload": {**SMALL, "chunk_size": 1}}, r"m6.offload.chunk_size: unknown key.*chunk_mib"),
+        ({"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}}, r"cannot be compared"),
+        ({"m6__offload": {"update": "backward"}}, r"does not wait for the norm that gradient_clipping needs"),
+        (
+            {
+                "m6__offload": {"update": "backward"},
+                "gradient_clipping": 0.0,
+                "fp16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+            },
+            r"cannot skip the steps by which fp16",
+        ),
+        ({"m6__offload": {"policy": "deepspeed"}}, r'"policy": "deepspeed" needs zero_optimization.stage 1, 2 or 3'),
+        (
+            {"m6__offload": {"policy": "deepspeed", "num_threads": 2}, "zero_optimization": {"stage": 1}},
+            r'm6.offload.num_threads: "policy": "deepspeed" would ignore it',
+        ),
+        (
+            {
+                "m6__offload": {"policy": "deepspeed"},
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            },
+            r"zero_optimization.offload_optimizer: m6.offload .* sets it",
+        ),
+        ({"m6__offload": {"optimizer": {"type": "SGD", "lr": 1.0, "eps": 1.0}}}, r"eps: SGD would ignore it.*AdamW"),
+        ({"m6__offload": {"optimizer": {"type": "Lion", "lr": 1.0}}}, r"m6.offload.optimizer.type"),
     ],
 )
 def test_bad_settings(folder: Any, changes: dict[str, Any], message: str):
@@ -153,11 +319,29 @@ def test_bad_settings(folder: Any, changes: dict[str, Any], message: str):
         parse_config(tiny_document(folder, **{"m6__offload": SMALL, **changes}))
 
 
+def test_a_short_host_is_found_before_the_training(folder: Any, monkeypatch: pytest.MonkeyPatch):
+    """By what is available, though nobody stated a budget; divided among the ranks of the host."""
+    config = parse_config(tiny_document(folder, m6__offload=ALL_HOST))
+    monkeypatch.setattr("m6.training.offload_setup.available_bytes", lambda: 2**20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"the host's budget of 249036 bytes is too small: the experts need \d+"):
+        build_model(config, torch.device("cpu"))
+
+
+def test_a_budget_below_the_tide_is_told_by_the_first_step(make_trainer: MakeTrainer):
+    trainer = make_trainer("run", m6__offload={"device_budget_mib": 1.0, "chunk_mib": 0.04})
+    assert "by the dry trace no plan fits" in experts_of(trainer).memory_map()
+    with pytest.raises(UserError, match=r"m6.offload: the device's budget of 1048576 bytes.*smallest that would do"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
         ({"device_budget_mib": 0.01}, r"m6.offload: the device's budget of 10485 bytes.*smallest"),
-        ({"device_budget_mib": 10, "host_budget_mib": 0.1}, r"m6.offload: the host's budget of 104857 bytes"),
+        ({**ALL_HOST, "host_budget_mib": 0.1}, r"m6.offload: the host's budget of 104857 bytes"),
+        ({**ALL_HOST, "host_budget_mib": 1e9}, r"host_budget_mib 1e\+09 is more than this host has available"),
+        ({}, r'"auto" is what is free on a GPU; the simulated device'),
     ],
 )
 def test_small_budgets(folder: Any, offload: dict[str, Any], message: str):

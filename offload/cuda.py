@@ -1,0 +1,165 @@
+"""The device that is a CUDA card. The calls to CUDA stand here and nowhere else in this package."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, cuda
+
+from offload.device import Buffer, Device, DeviceOutOfMemory, PeakCounter, Peaks, Rates
+
+_PROBE_BYTES = 32 * 2**20
+_HOST_REGISTER_PORTABLE = 1
+
+
+class CudaDevice(Device):
+    """A card under a byte budget for all of this process's memory on it.
+
+    Buffers are storages of PyTorch's allocator that belong to the stream of the computation, so nothing has to be
+    told which streams use them: an upload waits for that stream, and a release comes when the stream has waited for
+    the copies. The two streams for copies live as long as the device: each new stream would get a pool of its own.
+
+    Args:
+        budget_bytes: None: 95 % of what is free on the card now, with what PyTorch holds already. The rest is for
+            what the allocator cannot use, as between blocks.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, torch_device: torch.device | None = None) -> None:
+        self.torch_device = torch_device or torch.device("cuda", cuda.current_device())
+        if budget_bytes is None:
+            free = cuda.mem_get_info(self.torch_device)[0]
+            budget_bytes = int(0.95 * (free + cuda.memory_reserved(self.torch_device)))
+        super().__init__(budget_bytes)
+        self._uploads, self._downloads = cuda.Stream(self.torch_device), cuda.Stream(self.torch_device)
+        self._buffer_bytes = 0  # as the allocator counts them: rounded up
+        self._peaks = PeakCounter()
+        cuda.reset_peak_memory_stats(self.torch_device)
+
+    # Memory
+
+    @property
+    def nonmodel_bytes(self) -> int:
+        return cuda.memory_allocated(self.torch_device) - self._buffer_bytes
+
+    def acquire(self, buffer: Buffer) -> None:
+        if buffer.present:
+            raise RuntimeError("the buffer is present already")
+        others = self.nonmodel_bytes
+        if self.used_bytes + others + buffer.num_bytes > self.budget_bytes:
+            raise DeviceOutOfMemory(
+                f"{buffer.num_bytes} bytes more than {self.used_bytes} of buffers and {others} of non-model memory "
+                f"exceed the budget of {self.budget_bytes}"
+            )
+        self._resize(buffer, buffer.num_bytes)
+        buffer.present = True
+
+    def release(self, buffer: Buffer) -> None:
+        if not buffer.present:
+            raise RuntimeError("the buffer was released before")
+        self._resize(buffer, 0)
+        buffer.present = False
+
+    def _resize(self, buffer: Buffer, num_bytes: int) -> None:
+        self._note_peak()
+        before = cuda.memory_allocated(self.torch_device)
+        buffer.storage.resize_(num_bytes)
+        self._buffer_bytes += cuda.memory_allocated(self.torch_device) - before
+        self.used_bytes += num_bytes or -buffer.num_bytes
+        cuda.reset_peak_memory_stats(self.torch_device)
+
+    def _note_peak(self) -> None:
+        others = cuda.max_memory_allocated(self.torch_device) - self._buffer_bytes
+        self._peaks.note(others, self.used_bytes)
+        cuda.reset_peak_memory_stats(self.torch_device)
+
+    def begin_moment(self, number: int) -> Peaks:
+        self._note_peak()
+        return self._peaks.take()
+
+    def _pin(self, memory: Tensor) -> str | None:
+        code = cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _HOST_REGISTER_PORTABLE)
+        if int(code) == 0:
+            return None
+        # CUDA reports a failure once more, at the next launch of a kernel: here, where it is expected.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)
+        return f"cudaHostRegister returned {code}"
+
+    def _unpin(self, memory: Tensor) -> None:
+        cuda.synchronize(self.torch_device)  # a copy may still read or write it
+        cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    @functools.cached_property
+    def rates(self) -> Rates:  # type: ignore[override]
+        """Measured at first use: the best of three copies of 32 MiB each way; up from pageable memory too."""
+        there = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
+        pageable = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
+        try:
+            pinned = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # the limit is reached
+            pinned = pageable
+        up, down, slow = (self._rate(*ends) for ends in ((there, pinned), (pinned, there), (there, pageable)))
+        return Rates(upload=up, download=down, pageable=slow)
+
+    def _rate(self, target: Tensor, source: Tensor) -> float:
+        seconds = []
+        for _ in range(4):  # the first one warms up
+            cuda.synchronize(self.torch_device)
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            cuda.synchronize(self.torch_device)
+            seconds.append(time.perf_counter() - begin)
+        return source.nbytes / min(seconds[1:])
+
+    # Copies
+
+    def upload(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[cuda.Event]) -> cuda.Event:
+        self.uploaded_bytes += source.nbytes
+        return self._copy(self._uploads, source, target, after)
+
+    def download(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[cuda.Event]) -> cuda.Event:
+        self.downloaded_bytes += source.nbytes
+        return self._copy(self._downloads, source, target, after)
+
+    def _copy(self, stream: cuda.Stream, source: Tensor, target: Tensor, after: Sequence[cuda.Event]) -> cuda.Event:
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise ValueError(f"a copy changes nothing: {source.shape} {source.dtype} to {target.shape} {target.dtype}")
+        for event in after:
+            stream.wait_event(event)
+        with cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    # Order. Threads of the host are ordered by the jobs that they wait for, so that an event of theirs is nothing.
+
+    def compute_event(self) -> cuda.Event:
+        return cuda.current_stream(self.torch_device).record_event()
+
+    def compute_waits(self, event: cuda.Event) -> None:
+        cuda.current_stream(self.torch_device).wait_event(event)
+
+    def host_event(self) -> None:
+        return None
+
+    def host_waits(self, event: cuda.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def mark(self) -> cuda.Event:
+        event = cuda.Event(enable_timing=True)
+        event.record(cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds_between(self, begin: cuda.Event, end: cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def computes_on(self, buffer: Buffer, write: bool) -> None:
+        """The stream of the computation keeps the order by itself."""
+
+    def host_accesses(self, memory: Tensor, write: bool) -> None:
+        """Nothing to check here; the simulated device does."""

@@ -1,0 +1,46 @@
+"""``m6 generate``: what it refuses before a model is loaded, and the captions it reads."""
+
+import pytest
+
+from m6.errors import UserError
+from m6.generation.cli import read_captions
+from tests.fixtures.command import user_error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a text to go on with or --image"),
+        (["今天", "--image", "a.png"], "give either a text to go on with or --image"),
+        (["--captions", "captions.txt"], "pictures are drawn with --out or --out-dir"),
+        (["--out", "grid.png"], "give either a caption or --captions"),
+        (["红", "--image", "a.png", "--out", "grid.png"], "give either a caption or --captions"),
+        (["红", "--captions", "captions.txt", "--out", "grid.png"], "give either a caption or --captions"),
+        (["--captions", "missing.txt", "--out", "grid.png"], "missing.txt: not a readable text file"),
+        (["红", "--out", "grid.png", "--top-p", "2"], "top_p must be in (0, 1], found 2.0"),
+        (["红", "--out", "grid.png"], "neither a run nor an exported model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in user_error("generate", "--checkpoint", tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_are_not_mixed_with_what_is_there(tmp_path):
+    (tmp_path / "old.png").touch()
+    text = user_error("generate", "--checkpoint", tmp_path, "红", "--out-dir", tmp_path)
+    assert "is not an empty folder" in text
+
+
+def test_captions_are_the_lines_that_are_not_empty(tmp_path):
+    file = tmp_path / "captions.txt"
+    file.write_text(" 红色的圆形\n\n蓝色\n   \n", encoding="utf-8")
+    assert read_captions(file) == ["红色的圆形", "蓝色"]
+    file.write_text("\n \n")
+    with pytest.raises(UserError, match="holds no caption"):
+        read_captions(file)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a readable text file"):
+        read_captions(file)
