@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter
 
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
