@@ -135,11 +135,12 @@ def prepare(
 def dry_trace(config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, chunk_bytes: int) -> Trace:
     """One step of this rank by the model's own code over tensors without memory, on rows without padding.
 
-    The tide counts weights, gradients and activations as they come, and the optimizer state of all but experts.
+    The tide counts weights, gradients and activations as they come, and the optimizer state of all but experts and
+    DeepSpeed's bucket all the time.
     """
     from m6.planning.dry_run import fake_batch
     from m6.planning.fake_world import FakeWorld, fake_tensors
-    from m6.planning.footprint import full_row, scale_batch
+    from m6.planning.footprint import BUCKET_NUMEL, full_row, scale_batch
     from m6.planning.memory import predict_memory
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -165,6 +166,9 @@ def dry_trace(config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, ch
     if sharing is not None:
         share_layers(model, sharing)
     constant = predict_memory(config, world_size, shape, sharing).optimizer_state
+    if config.deepspeed.zero_stage > 0:  # DeepSpeed gathers gradients in a bucket of this size whatever the model's
+        section = config.deepspeed.keys["zero_optimization"]
+        constant += int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
     uses = experts_of(model)
     with fake_tensors() as world:
         stacks = [use.stack(name) for name, use in uses.items()]

@@ -9,7 +9,7 @@ from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, l
 
 __all__ = ["folder", "reference"]  # fixtures
 
-OFFLOAD = {"device_budget_mib": 10.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
+OFFLOAD = {"device_budget_mib": 5000.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
 
 
 @pytest.mark.parametrize(("ranks", "stage", "ep_size"), [(2, 0, 1), (2, 1, 1), (2, 2, 2), (2, 0, 2), (4, 2, 2)])
@@ -25,6 +25,6 @@ def test_a_checkpoint_goes_on_under_another_ep_size(folder: Path, reference: Pat
     """Half the run on one rank, half on two that share the experts, as a run without offloading would."""
     root = folder / "offloaded_moves"
     run_distributed(train, 1, layout(folder, 1, 0, 1, m6__offload=OFFLOAD), str(root), 2, timeout_s=280)
-    larger = {"device_budget_mib": 10.0}
+    larger = {"device_budget_mib": 6000.0}
     run_distributed(train, 2, layout(folder, 2, 2, 2, m6__offload=larger), str(root), timeout_s=280)
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
