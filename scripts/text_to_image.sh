@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to pictures of Chinese sentences on two cores without a GPU, in under an hour: environment, real
+# From a fresh clone to pictures of Chinese sentences on two cores without a GPU, in about an hour: environment, real
 # pictures with captions, image tokenizer, short pretraining, fine-tuning, a grid, and the evaluation of what was drawn.
 #   bash scripts/text_to_image.sh [FOLDER]   (default: runs/text_to_image; data goes to data/pictures, data/text_to_image)
 # Everything resumes: the same command goes on after an interruption. The time of each part is in FOLDER/times.tsv.
@@ -11,7 +11,7 @@ here=scripts/experiments/text_to_image
 out=${1:-runs/text_to_image}
 pictures=data/pictures  # all of them, from which the image tokenizer learns what pictures look like
 data=data/text_to_image # those whose captions the model learns
-rows=500                # of each source: 500 emoji are about 100 concepts, a fair sample, in five drawing styles
+rows=200                # of each source: 200 emoji are 40 concepts, a fair sample of all, in five drawing styles
 make_environment data
 mkdir -p "$out"
 
