@@ -20,8 +20,10 @@ class LinearExperts(Experts):
         self.parameter_attributes = {"first_expert": 0, "num_global_experts": config.num_experts}
         self.weight = nn.Parameter(torch.empty(config.num_experts, output_size, input_size))
 
-    def forward(self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None) -> Tensor:
-        """Applies expert e to its rows; arguments and result as in ``Experts``, with D_out instead of D."""
+    def forward(
+        self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None, row_values: Tensor | None = None
+    ) -> Tensor:
+        """Applies expert e to its rows; as in ``Experts``, with D_out instead of D and without dropout."""
         tokens = rows
         if pairs is not None:
             rows = tokens.index_select(0, pairs.source)

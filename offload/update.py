@@ -144,9 +144,12 @@ def update(
     if settings.kind == "adafactor":
         rests = [None] * len(weight) if rest is None else rest.unbind(0)
         rows, columns = states["row_var"].unbind(0), states["col_var"].unbind(0)
-        for matrix in zip(weight.unbind(0), rests, gradient.unbind(0), rows, columns, strict=True):
-            views = [part if part is None or part.dim() == 2 else part.view(1, -1) for part in matrix]
-            _adafactor(settings, step, learning_rate, coefficient, *views)
+        for own, own_rest, grad, row, column in zip(
+            weight.unbind(0), rests, gradient.unbind(0), rows, columns, strict=True
+        ):
+            flat = None if own_rest is None else _matrix(own_rest)
+            own, grad, row, column = (_matrix(part) for part in (own, grad, row, column))
+            _adafactor(settings, step, learning_rate, coefficient, own, flat, grad, row, column)
         return
     keep = 1 - learning_rate * settings.weight_decay
     if settings.kind == "adamw":
@@ -197,6 +200,11 @@ def _sgd(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: S
     for buffer in buffers:
         gradient = buffer.mul_(momentum).add_(gradient)
     return master * keep - gradient * rate
+
+
+def _matrix(part: Tensor) -> Tensor:
+    """A vector is a matrix of one row."""
+    return part if part.dim() == 2 else part.view(1, -1)
 
 
 def _adafactor(

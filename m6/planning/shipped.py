@@ -7,7 +7,7 @@ from pathlib import Path
 from m6.config import load_config
 from m6.files import write_text
 from m6.planning.cluster import CLUSTERS, load_cluster
-from m6.planning.emit import sbatch_header
+from m6.planning.emit import job_description, sbatch_header
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search import Planner, stages
 
@@ -15,7 +15,7 @@ CONFIGS = CLUSTERS.parent
 PLANS = CONFIGS / "plans"
 SHIPPED = {"m6_100b": "a100_80g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
 _ADAM = 'optimizer={"type": "AdamW", "params": {"lr": 1e-4}}'
-_TIME_LIMIT = "24:00:00"
+_TIME_LIMIT_MIN = 24 * 60
 
 
 def shipped_plan(name: str) -> str:
@@ -33,7 +33,7 @@ def shipped_plan(name: str) -> str:
         lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
         lines.append(search_report(stage, result))
         if result.plans:
-            header = sbatch_header(stage, result.best, name, _TIME_LIMIT)
+            header = sbatch_header(job_description(stage, result.best, _TIME_LIMIT_MIN), name)
             lines += ["", "```", header.rstrip(), "```"]
     if planner.config.deepspeed.optimizer_type == "Adafactor" and len(stages(planner)) == 1:
         adam = Planner(load_config(CONFIGS / f"{name}.json", (_ADAM,)), cluster, forced={"offload_optimizer": False})

@@ -177,7 +177,7 @@ def dry_trace(config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, ch
             stream(use, dry, name)
         model.to_empty(device="cpu")
         model.tie_weights()
-        model.to(dtype)
+        torch.nn.Module.to(model, dtype)
         if training.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
