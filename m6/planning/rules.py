@@ -38,8 +38,9 @@ def _num_experts(config: RunConfig) -> int:
 
 def _streamable(config: RunConfig) -> bool:
     autocast = config.deepspeed.keys.get("torch_autocast", {}).get("enabled", False)
-    moe = config.m6.moe
-    return moe is not None and not autocast and not moe.get("expert_dropout") and config.m6.pseudo_to_real is None
+    pseudo = config.m6.pseudo_to_real
+    compares = pseudo is not None and pseudo.switch == "gradient_correlation"
+    return config.m6.moe is not None and not autocast and not compares
 
 
 RULES: tuple[Rule, ...] = (
@@ -58,13 +59,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "streamed experts",
-        "m6.offload streams experts to a simulated device only",
-        "test_rules.py::test_experts_stream_on_a_simulated_device_alone",
-        lambda config, layout: layout.stream_experts,
+        "experts stream where the run has the section m6.offload; its CUDA device has not yet run on a card",
+        "test_rules.py::test_experts_stream_where_the_run_says_so",
+        lambda config, layout: layout.stream_experts and config.m6.offload is None,
     ),
     Rule(
         "what m6.offload refuses",
-        "m6.offload takes neither stage 3 nor torch_autocast, expert dropout, or layers that share experts",
+        "m6.offload takes neither stage 3 nor torch_autocast, nor a Pseudo stage that ends by gradient correlation",
         "test_rules.py::test_our_validation_refuses_to_stream",
         lambda config, layout: layout.stream_experts and (layout.zero_stage == 3 or not _streamable(config)),
     ),

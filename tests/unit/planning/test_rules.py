@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import m6.planning.rules as rules_module
 from m6.config import load_config, parse_config
@@ -14,8 +13,6 @@ from m6.deepspeed_keys import REFUSED
 from m6.errors import UserError
 from m6.planning.layout import Layout, configure, configured, divisors, layout_of
 from m6.planning.rules import RULES, capability_matrix, refusal
-from m6.training.engine import build_engine
-from m6.training.runtime import Runtime
 from tests.fixtures.tiny_run import tiny_document
 
 ROOT = Path(__file__).parents[3]
@@ -55,10 +52,16 @@ def test_the_model_has_no_other_parallelism():
             configure(CONFIG, changed)
 
 
-def test_experts_stream_on_a_simulated_device_alone(tmp_path):
-    document = tiny_document(tmp_path, m6__offload__device_budget_mib=1.0)
-    with pytest.raises(UserError, match="there is a simulated device only, and this machine has cuda"):
-        build_engine(parse_config(document), Runtime(0, 1, 0, torch.device("cuda", 0)))
+def test_experts_stream_where_the_run_says_so(tmp_path):
+    rule = next(rule for rule in RULES if rule.name == "streamed experts")
+    plain = parse_config(tiny_document(tmp_path))
+    streaming = parse_config(tiny_document(tmp_path, m6__offload__device_budget_mib=1.0))
+    layout = replace(layout_of(plain, 4), stream_experts=True)
+    assert rule.refuses(plain, layout)
+    with pytest.raises(UserError, match=r"add the section m6\.offload"):
+        configure(plain, layout)
+    assert layout_of(streaming, 4) == layout
+    assert not rule.refuses(streaming, layout)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +70,7 @@ def test_experts_stream_on_a_simulated_device_alone(tmp_path):
         {},
         {"zero_optimization": {"stage": 3}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        {"m6__moe__expert_dropout": 0.1},
-        {"m6__pseudo_to_real": {"switch_step": 2}},
+        {"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}},
         {"m6__moe": None},
     ],
     ids=str,
@@ -89,8 +91,6 @@ def test_our_validation_refuses_to_stream(tmp_path, changes):
     assert layout_of(streaming, 4) == layout
     assert configure(streaming, layout)["m6"]["offload"] == {"device_budget_mib": 1.0}
     assert "offload" not in configure(streaming, replace(layout, stream_experts=False))["m6"]
-    with pytest.raises(UserError, match=r"add the section m6\.offload"):
-        configure(plain, layout)
 
 
 def test_arithmetic():
