@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
-_COLOURS = dict(zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"), strict=True))
+_COLOURS = dict(
+    zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999"), strict=True)
+)
 _GREY = "#5a5a5a"
 _BASELINESTYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
 STYLE: dict[Any, Any] = {

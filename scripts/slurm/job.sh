@@ -57,7 +57,9 @@ train() {
     while :; do
         exit_if_over
         if stalled; then
-            words=$(describe_failure | sed -n 's/^ *[0-9]* *//; /[Ee]rror/p' | head -n 1) || true
+            # A rank's own error before those of ranks that only lost the connection to it.
+            words=$(describe_failure | sed 's/^ *[0-9]* *//' |
+                awk '/: error: / { own = own ? own : $0 } /[Ee]rror/ { any = any ? any : $0 } END { print own ? own : any }') || true
             give_up "two attempts in a row ended without a new checkpoint after step" \
                 "$(newest_checkpoint)${words:+ ($words)}; see the logs of the last ones in $RUN_DIR/slurm/attempts"
         fi
