@@ -18,6 +18,7 @@ from m6.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
 _COLOURS = dict(
@@ -118,14 +119,21 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
             draw_layers(panels[4], stages, "layer_divergence", "distance from the mean layer")
             for axes in panels[3:]:
                 axes.set_xlabel("step")
-        try:
-            with atomic_path(out) as temporary:
-                figure.savefig(temporary, format="png", dpi=130)
-        except OSError as error:
-            raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
-        finally:
-            pyplot.close(figure)
+        save_figure(figure, out)
     return out
+
+
+def save_figure(figure: Figure, out: Path) -> None:
+    """Writes ``out`` as a PNG, atomically, and closes the figure; UserError where that cannot be done."""
+    from matplotlib import pyplot
+
+    try:
+        with atomic_path(out) as temporary:
+            figure.savefig(temporary, format="png", dpi=130)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entries, baselines: dict[str, float]) -> None:

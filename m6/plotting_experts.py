@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m6.errors import UserError
-from m6.files import atomic_path
-from m6.plotting import STYLE
+from m6.plotting import STYLE, save_figure
 from m6.training.expert_health import decode_loads
 from m6.training.run_directory import RunDirectory
 
@@ -64,13 +63,7 @@ def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
         bar = figure.colorbar(image, ax=grid, extend="both", shrink=0.8)
         ticks = [2.0**power for power in range(-2, 3)]
         bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}x" for tick in ticks])
-        try:
-            with atomic_path(out) as temporary:
-                figure.savefig(temporary, format="png", dpi=130)
-        except OSError as error:
-            raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
-        finally:
-            pyplot.close(figure)
+        save_figure(figure, out)
     return out
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m6.errors import UserError
-from m6.files import atomic_path
-from m6.plotting import STYLE
+from m6.plotting import STYLE, save_figure
 from m6.training.offload_report import MEMORY_RECORD
 
 if TYPE_CHECKING:
@@ -42,13 +41,7 @@ def plot_memory(run_dir: Path, out: Path | None = None) -> Path:
         figure, axes = pyplot.subplots(figsize=(12, 4.8), layout="constrained")
         _draw(axes, record)
         axes.set_title(f"{run_dir.absolute().name}   device memory over step {record['step'] + 1}, rank 0, MiB")
-        try:
-            with atomic_path(out) as temporary:
-                figure.savefig(temporary, format="png", dpi=130)
-        except OSError as error:
-            raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
-        finally:
-            pyplot.close(figure)
+        save_figure(figure, out)
     return out
 
 

@@ -13,7 +13,8 @@ from m6.config import RunConfig
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.manifest import MANIFEST_NAME
 from m6.data.objectives import source_kind
-from m6.data.pretraining import PretrainingData, source_weights
+from m6.data.pretraining import PretrainingData
+from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.evaluation.ngram import Ints, NGramModel
 from m6.files import sha256, write_json

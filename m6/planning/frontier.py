@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from m6.errors import UserError
-from m6.files import atomic_path
 from m6.planning.cluster import Cluster
 from m6.planning.search import Plan, Planner
 
@@ -85,6 +84,8 @@ def draw_frontier(plans: list[Plan], out: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from m6.plotting import save_figure
+
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for count in sorted({plan.layout.world_size for plan in plans}):
         those = [plan for plan in plans if plan.layout.world_size == count]
@@ -98,9 +99,7 @@ def draw_frontier(plans: list[Plan], out: Path) -> Path:
     axes.set(xlabel="device memory, GB", ylabel="seconds a step", yscale="log", title="large: states on the host")
     axes.grid(alpha=0.25)
     axes.legend()
-    with atomic_path(out) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
     return out
 
 

@@ -16,8 +16,8 @@ from m6.config import RunConfig, load_config
 from m6.data.manifest import Manifest
 from m6.data.mixture import permuted
 from m6.data.objectives import max_text_tokens, source_kind
-from m6.data.pretraining import source_weights
 from m6.data.reader import open_split
+from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.evaluation.downstream import captions, classification, matching
 from m6.evaluation.downstream.classification import LabelledTexts
