@@ -45,7 +45,8 @@ class MoELinear(MoELayer):
     Args:
         input_size: D.
         output_size: D_out.
-        config: see ``MoEConfig``; ``activation`` plays no part.
+        config: see ``MoEConfig``; ``activation``, ``bias``, ``expert_dropout``, ``num_shared_experts`` and
+            ``recompute_activation`` play no part.
     """
 
     def __init__(self, input_size: int, output_size: int, config: MoEConfig) -> None:

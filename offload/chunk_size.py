@@ -41,7 +41,7 @@ def search_chunk_bytes(
     expert_bytes = max(stack.expert_size for stack in stacks) * dtype.itemsize
     most = max(stack.num_experts for stack in stacks)
     best: tuple[float, int] = (float("inf"), expert_bytes)
-    for power in range(most.bit_length() + 1):
+    for power in range((most - 1).bit_length() + 1):
         num_experts = min(2**power, most)
         laid_out = lay_out(stacks, num_experts * expert_bytes, dtype, gradient_dtype, optimizer)
         if len(laid_out) > max(_MAX_CHUNKS, len(stacks)):

@@ -18,8 +18,7 @@ Event = Any
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second. They weigh a byte up, a byte down and a byte of the host's update against each other, and
-    predict how long copies take.
+    """Bytes per second. They weigh a byte up against a byte down, and predict how long copies take.
 
     Attributes:
         pageable: of copies from and to host memory that could not be pinned.
@@ -27,7 +26,6 @@ class Rates:
 
     upload: float = 12e9
     download: float = 12e9
-    host: float = float("inf")
     pageable: float = 3e9
 
 

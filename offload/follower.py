@@ -12,12 +12,10 @@ from offload.plan import Plan
 class Statistics:
     """
     Attributes:
-        num_uploads: of chunks, since the construction.
-        num_misses: uses that the plan did not foresee.
+        num_misses: uses that the plan did not foresee, since the construction.
         num_evictions: chunks that had to leave though the plan kept or fetched them.
     """
 
-    num_uploads: int = 0
     num_misses: int = 0
     num_evictions: int = 0
 

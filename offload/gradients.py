@@ -45,7 +45,6 @@ class GradientPath:
         self._reduce = reduce
         self._landings = [_Landing(device, num_bytes) for _ in range(2)]
         self.update: Callable[[Slot, Sequence[Tensor]], None] | None = None
-        self.num_downloads = 0
         self.expected: dict[int, int] = {}
         """How many gradients of a chunk a step brings, as far as known; after the last its norm is taken at once."""
 
@@ -89,6 +88,10 @@ class GradientPath:
         if self.expected.get(slot.number) == slot.arrivals:
             self._submit_norm(slot, slot.home)
 
+    def _download(self, landing: _Landing, target: Tensor) -> None:
+        source = landing.buffer.view(self._dtype, 0, target.shape)
+        landing.sent = self._device.download(source, target, landing.buffer, [self._device.compute_event()])
+
     def _send(self, slot: Slot, home: HostBlock, landing: _Landing) -> None:
         total = flat(home, slot.layout.planes["gradient"])
         more = slot.arrivals > 0
@@ -99,9 +102,7 @@ class GradientPath:
         else:
             self._workers.wait(landing.job)
             target = landing.staging.view(self._dtype, 0, total.shape)
-        source = landing.buffer.view(self._dtype, 0, total.shape)
-        landing.sent = self._device.download(source, target, landing.buffer, [self._device.compute_event()])
-        self.num_downloads += 1
+        self._download(landing, target)
 
         def add() -> None:
             if not direct:
@@ -119,9 +120,7 @@ class GradientPath:
         weight = flat(home, slot.layout.planes[WEIGHT])
         self._workers.wait(landing.job)  # the staging block is free again
         target = landing.staging.view(self._dtype, 0, weight.shape)
-        source = landing.buffer.view(self._dtype, 0, weight.shape)
-        landing.sent = self._device.download(source, target, landing.buffer, [self._device.compute_event()])
-        self.num_downloads += 1
+        self._download(landing, target)
 
         def work() -> None:
             gradients = list(parts(landing.staging, slot.layout.planes[WEIGHT], self._dtype))

@@ -89,7 +89,7 @@ def solve(
     Args:
         sizes: of the chunks, by number.
         budget_bytes: of the device.
-        rates: without host rate, the update on the host costs nothing.
+        rates: of the copies; the update on the host costs nothing.
         host_budget_bytes: what the chunks that the device does not own may occupy there, each as many as
             ``ChunkBytes.owned``.
 
@@ -163,7 +163,6 @@ class _Problem:
         self.owned_seconds = [
             (uses[chunk] - forced[chunk]) * size.weight / rates.upload
             + self.arrivals.get(chunk, 0) * size.gradient / rates.download
-            + size.owned / rates.host
             for chunk, size in enumerate(sizes)
         ]
 

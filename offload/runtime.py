@@ -111,9 +111,6 @@ class OffloadRuntime:
         """Names."""
         return list(self._stacks)
 
-    def chunk_numbers(self, stack: str) -> list[int]:
-        return [slot.number for slot in self._stacks[stack]]
-
     def chunks_of(self, stack: str) -> list[Chunk]:
         return [slot.chunk for slot in self._stacks[stack]]
 
@@ -197,7 +194,6 @@ class OffloadRuntime:
         target = slot.replica.view(source.dtype, 0, source.shape)
         slot.ready = slot.uploaded = self.device.upload(source, target, slot.replica, [self.device.compute_event()])
         slot.replica_version = slot.version
-        self.statistics.num_uploads += 1
 
     def _prefetch(self, plan: Plan, now: int) -> None:
         """Starts the uploads of the next uses, as far as they fit and the host has finished their update."""

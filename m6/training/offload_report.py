@@ -60,7 +60,7 @@ def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Pl
         root: the run's folder.
         step: its number, from 0.
     """
-    stacks = {number: name for name in runtime.stacks for number in runtime.chunk_numbers(name)}
+    stacks = {chunk.number: name for name in runtime.stacks for chunk in runtime.chunks_of(name)}
     record: dict[str, Any] = {
         "step": step,
         "device": type(runtime.device).__name__,

@@ -172,7 +172,7 @@ class TrainStep:
         if self.config.deepspeed.zero_stage == 0:
             max_norm = self.config.deepspeed.gradient_clipping
             norm = clip_gradients(self.engine.module, max_norm, self.expert_group, squares)
-            skipped = not torch.isfinite(torch.tensor(norm)).item()
+            skipped = not math.isfinite(norm)
             if skipped:
                 self.engine.module.zero_grad(set_to_none=True)  # the engine's step then has nothing to apply
             self.engine.step()

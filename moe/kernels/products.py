@@ -28,8 +28,8 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     """The fastest valid implementation.
 
     ``torch.nn.functional.grouped_mm`` has no float64, no empty input, and wants every row of its operands to start at
-    a multiple of 16 bytes. On CPUs without 16-bit arithmetic it multiplies 16-bit numbers 6 to 33 times slower than
-    the loop does by way of float32 (figures in README.md).
+    a multiple of 16 bytes. On CPUs without 16-bit arithmetic it multiplies 16-bit numbers many times slower than
+    the loop does by way of float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
     """
     aligned = all(size * rows.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
     known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ import torch
 
 from offload.chunks import Stack, lay_out
 from offload.plan import solve
-from offload.sizes import sizes_of
+from offload.sizes import sizes_of, staging_bytes
 from offload.update import OptimizerSettings
 from scripts.benchmarks.offload.replays import lru, patrickstar, zero_3_offload
 from scripts.benchmarks.offload.traces import Job, gpt, m6_10t
@@ -48,7 +48,7 @@ def host_bytes_per_parameter(kind: Literal["adamw", "adafactor"], gradients_kept
     stacks = [Stack(f"layer_{n}", 20, {"w_in": (9984, 1024), "w_out": (1024, 9984)}) for n in range(48)]
     dtype = torch.bfloat16
     sizes = sizes_of(lay_out(stacks, 164 * 10**6, dtype, dtype if gradients_kept else None, OptimizerSettings(kind)))
-    total = sum(size.owned for size in sizes) + 2 * max(size.gradient for size in sizes)
+    total = sum(size.owned for size in sizes) + staging_bytes(sizes)
     return total / sum(stack.num_experts * stack.expert_size for stack in stacks)
 
 

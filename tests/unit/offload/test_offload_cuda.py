@@ -115,11 +115,12 @@ def test_what_cannot_be_pinned_is_pageable_with_a_warning(stand_in: StandIn, mon
 
 def test_nothing_is_pinned_and_no_stream_made_after_the_first_steps(stand_in: StandIn):
     run = train(Toy(), StandInDevice(48_000, stand_in), 48_000)
-    before = stand_in.num_registered
+    before = stand_in.num_registered, stand_in.num_streams
     for number in range(5):
         run.step(number)
     run.runtime.drain()
-    assert stand_in.num_registered == before
+    assert (stand_in.num_registered, stand_in.num_streams) == before
+    assert min(before) > 0
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=range(len(TOYS)))

@@ -56,14 +56,13 @@ def test_fp32_agrees_with_pytorch(settings):
     torch.testing.assert_close(got, torch.stack([*parameters]).detach().float(), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+# Adafactor is PyTorch code with and without the kernel.
+@pytest.mark.parametrize("settings", [each for each in SETTINGS if each.kind != "adafactor"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernel_and_pytorch_agree_to_the_bit(settings, dtype, gradient_dtype, monkeypatch):
     assert load_kernel() is not None, "this machine has a compiler"
     compiled, _ = run(settings, dtype, gradient_dtype)
-    if settings.kind == "adafactor":
-        return  # it is PyTorch code in both; sums of squares may differ in the last bit, so nothing to compare
     monkeypatch.setattr(offload.update, "load_kernel", lambda: None)
     fallback, _ = run(settings, dtype, gradient_dtype)
     for left, right in zip(compiled, fallback, strict=True):
