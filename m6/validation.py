@@ -84,10 +84,14 @@ def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None
 def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, where: str) -> str:
     """The first problem of a pydantic error in one line: the key, the value, what was expected."""
     problem = error.errors(include_url=False)[0]
-    # Where a key takes values of two kinds, pydantic appends the kind that it tried.
-    path = [str(part) for part in problem["loc"] if part not in _KINDS and "[" not in str(part)]
+    is_unknown_key = problem["type"] == "extra_forbidden"
+    # Where a key takes values of two kinds, pydantic names the kind that it tried; an unknown key may be called alike.
+    *parents, last = problem["loc"]
+    path = [str(part) for part in parents if not _is_kind(part)]
+    if is_unknown_key or not _is_kind(last):
+        path.append(str(last))
     name = _dotted(where, *path)
-    if problem["type"] == "extra_forbidden" and model is not None:
+    if is_unknown_key and model is not None:
         return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"
     if problem["type"] == "missing":
         return f"{name}: missing"
@@ -97,6 +101,10 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     if len(found) > _SHOWN_CHARACTERS:
         found = found[:_SHOWN_CHARACTERS] + "..."
     return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {found}"
+
+
+def _is_kind(part: int | str) -> bool:
+    return part in _KINDS or "[" in str(part)
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:

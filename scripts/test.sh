@@ -8,7 +8,18 @@ cd "$root"
 make_environment dev
 install_slurm
 
-chosen=$#
+# Of several -m pytest takes the last: the caller's narrows ours.
+chosen=$# marks='' arguments=()
+while (($#)); do
+    case $1 in
+    -m) shift && marks=" and (${1:?-m without an expression})" ;;
+    -m*) marks=" and (${1#-m})" ;;
+    *) arguments+=("$1") ;;
+    esac
+    shift
+done
+set -- "${arguments[@]+"${arguments[@]}"}"
+
 run_tests() { # that no test was chosen is no failure where the choice was the caller's
     local code=0
     python -m pytest "$@" || code=$?
@@ -18,7 +29,7 @@ run_tests() { # that no test was chosen is no failure where the choice was the c
 say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"
-run_tests --numprocesses logical --maxprocesses 8 --dist loadfile -m "not slurm" "$@"
+run_tests --numprocesses logical --maxprocesses 8 --dist loadfile -m "not slurm$marks" "$@"
 # By themselves: several nodes with real jobs leave no core to other tests.
 say "tests on a local Slurm cluster"
-run_tests -rs -m slurm "${@:-tests/slurm}"
+run_tests -rs -m "slurm$marks" "${@:-tests/slurm}"

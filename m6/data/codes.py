@@ -64,13 +64,14 @@ def write_codes(
 ) -> tuple[Path, CodesManifest]:
     """Writes the codes of the sources' pictures, all splits; returns their folder and manifest.
 
-    Codes of the same tokenizer and the same shards of pictures are kept as they are. The folder appears complete or not
-    at all. Pictures that cannot be decoded get no codes; they are counted and listed in ``skipped.jsonl``.
+    Codes of the same tokenizer and the same shards of pictures are kept as they are; with another source those of all
+    are made anew. The folder appears complete or not at all. Pictures that cannot be decoded get no codes; they are
+    counted and listed in ``skipped.jsonl``.
 
     Args:
         manifest: of the data folder.
         tokenizer: in evaluation mode, on ``device``.
-        sources: by default all that have pictures with captions.
+        sources: beside those that have codes; by default all that have pictures with captions.
         batch_size: pictures encoded at once.
         max_bad_share: more bad pictures of a source than this share are an error.
         device: of the tokenizer; default CPU.
@@ -80,10 +81,12 @@ def write_codes(
     """
     from m6.tokenizers.image.pictures import picture_sources
 
-    names = picture_sources(manifest, sources)
     checksum = tokenizer.checksum
     folder = codes_folder(manifest, checksum)
     existing = _load(folder) if (folder / MANIFEST_NAME).is_file() else None
+    names = picture_sources(manifest, sources)
+    if existing is not None:  # sources that have codes keep them, unless the data folder has them no longer
+        names = list(dict.fromkeys([*(name for name in existing.sources if name in manifest.sources), *names]))
     shards = {
         shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
     }
@@ -117,7 +120,7 @@ def write_codes(
             skipped=skipped,
         )
         files.write_json(partial / MANIFEST_NAME, written.model_dump())
-        shutil.rmtree(folder, ignore_errors=True)  # codes of fewer sources, or of other pictures
+        shutil.rmtree(folder, ignore_errors=True)  # codes of fewer sources, or of pictures that have changed
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
-from transformers.image_transforms import to_pil_image
 
 from m6.config import check_codes_fit
 from m6.errors import UserError
 from m6.export import IMAGE_TOKENIZER, load_run_image_tokenizer, load_run_model
 from m6.generation.text_to_image import Sampling, caption_scores, check_captions, draw_codes, uniform_numbers
 from m6.tokenizers.image import ImageTokenizer
+from m6.tokenizers.image.pictures import to_bytes
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from m6.model.modeling import M6ForConditionalGeneration
     from m6.tokenizers import M6Processor
 
@@ -36,7 +35,7 @@ class TextToImageOutput:
             they were chosen, best first; None where nothing was chosen.
     """
 
-    images: list[Image]
+    images: list[Image.Image]
     codes: Tensor
     scores: Tensor | None
 
@@ -144,11 +143,10 @@ class M6TextToImagePipeline:
 
 
 @torch.no_grad()
-def paint(image_tokenizer: ImageTokenizer, codes: Tensor) -> list[Image]:
+def paint(image_tokenizer: ImageTokenizer, codes: Tensor) -> list[Image.Image]:
     """The pictures of codes int64 [B, N]."""
     device = next(image_tokenizer.parameters()).device
-    pixels = image_tokenizer.decode(codes.to(device)).clamp(0, 1).cpu()
-    return [to_pil_image(picture.numpy(), do_rescale=True, input_data_format="channels_first") for picture in pixels]
+    return [Image.fromarray(picture) for picture in to_bytes(image_tokenizer.decode(codes.to(device)))]
 
 
 def _batches(items: list[tuple[str, int]], size: int) -> Iterator[list[tuple[str, int]]]:

@@ -47,6 +47,8 @@ UNKNOWN = {
     "train_batchsize": 'train_batchsize: unknown key; did you mean "train_batch_size"?',
     "zero_optimisation": 'did you mean "zero_optimization"?',
     "m6.modell": 'm6.modell: unknown key; did you mean "model"?',
+    "m6.data[0]": 'm6.data[0]: unknown key; did you mean "data"?',
+    "m6.float": 'm6.float: unknown key; did you mean "offload"?',
     "m6.model.hidden_dim": 'm6.model.hidden_dim: unknown key; did you mean "hidden_size"?',
     "m6.model.moe": "m6.model.moe: unknown key",
     "m6.model.vocab_size": 'did you mean "text_vocab_size"?',

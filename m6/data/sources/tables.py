@@ -86,6 +86,11 @@ def _image_column(data: "datasets.IterableDataset", options: SourceOptions, name
     columns = list(data.features)
     require(options.text_column, columns, name)
     if options.label_column is not None:
+        if options.image_column is not None:
+            raise UserError(
+                f"--label-column {options.label_column} and --image-column {options.image_column}: a table has "
+                "labels or pictures beside its texts; choose one"
+            )
         require(options.label_column, columns, name)
         return None
     if options.image_column is not None:

@@ -113,14 +113,15 @@ def evaluate_pictures(
         if found is not None:
             captions = {c for c in judged.captions if (c in real.seen) == is_seen}
             groups[name] = Group(found, accuracy(judge, held_out, held_out_scores, captions))
-    distances = {}
-    if min(len(judged), len(sample)) > 1:
-        distances["generated, judge's features"] = distances_of_features(features, sample_features)
-    if min(len(held_out), len(sample)) > 1:
-        distances["real held-out, judge's features"] = distances_of_features(held_out_features, sample_features)
+    sets = {"generated": (judged, features), "real held-out": (held_out, held_out_features)}
+    sets = {name: one for name, one in sets.items() if min(len(one[0]), len(sample)) > 1}  # a spread needs two
+    distances = {
+        f"{name}, judge's features": distances_of_features(f, sample_features) for name, (_, f) in sets.items()
+    }
     if inception is not None:
-        distances["generated, Inception"] = distances_by_inception(judged, sample, inception)
-        distances["real held-out, Inception"] = distances_by_inception(held_out, sample, inception)
+        distances |= {
+            f"{name}, Inception": distances_by_inception(p, sample, inception) for name, (p, _) in sets.items()
+        }
     nearest = {"generated": copies(generated, real.training)}
     if len(held_out):
         # The training split holds the held-out style too: it is left out here, or every picture would find itself.

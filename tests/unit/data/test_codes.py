@@ -70,9 +70,17 @@ def test_the_same_again_changes_nothing_and_more_sources_do(manifest, tokenizer)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     write_codes(manifest, tokenizer)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    write_codes(manifest, tokenizer, ["tiny_shapes", "tiny_vqa"])
-    assert len(Codes(manifest, "tiny_vqa", "train", tokenizer.checksum)) == ROWS["train"]
+    write_codes(manifest, tokenizer, ["tiny_vqa"])
+    for source in ("tiny_shapes", "tiny_vqa"):
+        assert len(Codes(manifest, source, "train", tokenizer.checksum)) == ROWS["train"]
     assert not list(folder.parent.glob("*partial*"))
+
+
+def test_codes_of_a_source_that_the_data_folder_has_no_longer_go(manifest, tokenizer):
+    write_codes(manifest, tokenizer)
+    del manifest.sources["tiny_shapes"]
+    _, written = write_codes(manifest, tokenizer, ["tiny_vqa"])
+    assert set(written.sources) == {"tiny_vqa"}
 
 
 def test_bad_pictures_have_no_codes_and_are_named(manifest, tokenizer):

@@ -159,6 +159,8 @@ def test_a_label_column_makes_labelled_texts(tmp_path):
     assert [(row.text, row.answer) for row in source.rows()] == [("很好。很好。", "5"), ("一般", None)]
     with pytest.raises(UserError, match='reviews has no column "star"; did you mean "stars"'):
         rows_of(path, tmp_path, label_column="star")
+    with pytest.raises(UserError, match=r"--label-column stars and --image-column image: .*; choose one"):
+        rows_of(path, tmp_path, label_column="stars", image_column="image")
 
 
 def test_jsonl_pictures_are_paths_inside_the_folder(tmp_path):

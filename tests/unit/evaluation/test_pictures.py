@@ -10,7 +10,7 @@ from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
 from m6.errors import UserError
 from m6.evaluation.pictures.copies import find_nearest
-from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, distances_by_inception, distances_of_features
+from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, Distances, distances_by_inception, distances_of_features
 from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, obtain_judge, train_judge
 from m6.evaluation.pictures.real import load_real
@@ -128,6 +128,22 @@ def test_good_pictures_are_told_from_bad_ones(real, judge, tmp_path):
     assert noisy.distances[name].fid > 10 * report.distances[name].fid
     assert noisy.distances[name].kid > 10 * report.distances[name].kid
     assert noisy.nearest["generated"].copies == 0
+
+
+def test_distances_are_left_out_where_a_set_has_one_picture(real, judge, tmp_path, monkeypatch):
+    asked = []
+
+    def by_inception(found, expected, weights):
+        asked.append((len(found), len(expected)))
+        return Distances(1.0, 2.0, 3.0)
+
+    monkeypatch.setattr("m6.evaluation.pictures.report.distances_by_inception", by_inception)
+    [seen] = [picture for picture in shapes() if picture[1] == "蓝色方块"]
+    one, _ = load_generated(write_generated(tmp_path / "one", [seen]), 32)
+    report = evaluate_pictures(one, {}, real, judge, CPU, tmp_path / "inception.pth")
+    # Of the caption there are four pictures in the style that the judge has seen, and four in the other.
+    assert list(report.distances) == ["real held-out, judge's features", "real held-out, Inception"]
+    assert asked == [(4, 4)]
 
 
 def test_distances_are_those_of_their_definitions():

@@ -1,0 +1,49 @@
+"""scripts/test.sh: what it hands to pytest, with stand-ins for the environment and the tools."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "test.sh"
+OWN = ["--numprocesses", "logical", "--maxprocesses", "8", "--dist", "loadfile"]
+
+
+def calls(folder: Path, *arguments: str) -> list[list[str]]:
+    """The arguments of pytest in each of the calls."""
+    shutil.copy(SCRIPT, folder / "test.sh")
+    (folder / "environment.sh").write_text(
+        f"root={folder}\nsay() {{ :; }}\nmake_environment() {{ :; }}\ninstall_slurm() {{ :; }}\n"
+    )
+    (folder / "pre-commit").write_text("#!/bin/sh\n")
+    (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" -- >>calls\n')
+    for program in ("pre-commit", "python"):
+        (folder / program).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", folder / "test.sh", *arguments], env=environment, check=True, timeout=60)
+    return [call.splitlines()[2:] for call in (folder / "calls").read_text().split("--\n")[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "second"),
+    [
+        ([], [*OWN, "-m", "not slurm"], ["-rs", "-m", "slurm", "tests/slurm"]),
+        (
+            ["-m", "not slow"],
+            [*OWN, "-m", "not slurm and (not slow)"],
+            ["-rs", "-m", "slurm and (not slow)", "tests/slurm"],
+        ),
+        (
+            ["tests/unit", "-mgpu or slow", "-k", "a b"],
+            [*OWN, "-m", "not slurm and (gpu or slow)", "tests/unit", "-k", "a b"],
+            ["-rs", "-m", "slurm and (gpu or slow)", "tests/unit", "-k", "a b"],
+        ),
+    ],
+    ids=["none", "marks", "all kinds"],
+)
+def test_a_choice_of_marks_narrows_that_of_the_script(
+    tmp_path: Path, arguments: list[str], first: list[str], second: list[str]
+):
+    assert calls(tmp_path, *arguments) == [first, second]
