@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -282,16 +283,25 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        message = str(error)
+        print(f"error: {error}", file=sys.stderr)
+        if not isinstance(error, StorageError):
+            _tell_job(str(error))
+        sys.exit(2)
     except OSError as error:
         # A file or a disk that cannot be used is no defect of the program; other system errors may be one.
         if error.filename is None and error.errno not in _FULL_DISK:
             raise
-        message = str(error)
-    else:
-        return
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _tell_job(message: str) -> None:
+    """Leaves the message to the job that this is an attempt of, for which another one would make the same mistake."""
+    attempt = os.environ.get("M6_ATTEMPT_DIR")
+    if attempt:
+        from m6.files import write_text
+
+        write_text(Path(attempt, "mistake"), message + "\n")
 
 
 if __name__ == "__main__":

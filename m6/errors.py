@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake, and the hint that goes with it."""
+"""The exceptions for a user's mistakes, and the hint that goes with them."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,6 +9,10 @@ class UserError(ValueError):
 
     The command line prints its message without a traceback and exits with code 2.
     """
+
+
+class StorageError(UserError):
+    """A disk that could not be written to. Unlike other mistakes it may be gone at the next attempt."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

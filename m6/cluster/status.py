@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -22,7 +23,7 @@ def describe_status(root: Path) -> str:
     run = RunDirectory(root)
     if not (root / "slurm").is_dir() and not (root / "config.json").is_file():
         raise UserError(f"{root}: holds no run")
-    lines = [("run", str(root.absolute())), ("state", _state(root)), ("jobs", _jobs(root))]
+    lines = [("run", os.path.abspath(root)), ("state", _state(root)), ("jobs", _jobs(root))]
     attempts = sorted((root / "slurm" / "attempts").glob("[0-9]*"))
     if attempts:
         lines.append(("attempts", f"{len(attempts)}, the last in {attempts[-1]}"))
@@ -69,7 +70,7 @@ def _jobs(root: Path) -> str:
     found = []
     for line in queue.stdout.splitlines():
         job, state, reason, nodes, left, comment = line.strip().split("|", 5)
-        if job == own or comment == str(root.absolute()):
+        if job == own or comment == os.path.abspath(root):
             detail = f"{nodes} nodes, {left} left" if state == "RUNNING" else reason
             found.append(f"{job} {state} ({detail})")
     return "; ".join(found) or "none in the queue"

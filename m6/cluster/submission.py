@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -72,7 +73,7 @@ def plan_submission(
 
         config = load_finetuning_config(config_path, init.absolute(), overrides)
     check_world_size(config, cluster.world_size)
-    run = run.absolute()
+    run = Path(os.path.abspath(run))  # as the job scripts name it: without "..", with symbolic links
     _check_run(config, run, cluster)
     if chain > 1 and array:
         raise UserError(f"--chain {chain} and --array {array}: both make jobs that follow each other; choose one")

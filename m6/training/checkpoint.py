@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.files import write_text
 from m6.training.checkpoint_format import MANIFEST, CheckpointReader, write_manifest, write_shards
 from m6.training.fragments import (
@@ -81,7 +81,7 @@ class Checkpointer:
                 _remove_half_written(self.root)
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"{folder} cannot be written: {error}") from None
+                raise StorageError(f"{folder} cannot be written: {error}") from None
         dist.barrier()
         if (folder / MANIFEST).exists():
             return time.perf_counter() - begin
@@ -114,7 +114,7 @@ class Checkpointer:
         """Raises what went wrong with a checkpoint, as soon as that is known: later ones would not fare better."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise UserError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
+            raise StorageError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
 
     def _run(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
         try:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from m6.config import RunConfig, check_codes_fit, check_tokenizer, check_world_size
 from m6.data.pretraining import MicroBatch, PretrainingData
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.export import make_processor
 from m6.generation.text_to_image import check_captions
 from m6.planning.activations import BatchShape
@@ -200,7 +200,7 @@ class Trainer:
         self._build_engine()
         checkpoint, problems = open_together(self.checkpointer.folder(self.step))
         if checkpoint is None:
-            raise UserError("; ".join(problems))
+            raise StorageError("; ".join(problems))
         restore(self.engine, self.stage.reader(checkpoint))
         self.stage_metrics.delinked(time.perf_counter() - begin)
         self._say(f"delinked {self.run.root} at step {self.step}: the Real model goes on")

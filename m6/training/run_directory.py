@@ -28,7 +28,7 @@ from typing import Any
 
 from m6.cluster.snapshot import SNAPSHOT, git
 from m6.config import RunConfig
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.files import atomic_path, sync, write_json, write_text
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
@@ -84,7 +84,7 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            raise UserError(f"{self.root} cannot be written: {error.strerror or error}") from None
+            raise StorageError(f"{self.root} cannot be written: {error.strerror or error}") from None
 
     def _record_attempt(self, config: RunConfig, world_size: int) -> None:
         parent = self.root / "provenance"

@@ -4,6 +4,7 @@
 # What an attempt came to is read from files, never from exit codes: srun reports the largest code of all ranks, which
 # is that of the ones it ended, and after a lost node it may report 0.
 #   RUN/DONE, RUN/FATAL, RUN/STOP     finished; not worth another attempt; stopped by a person: the job ends
+#   ATTEMPT/mistake                   a user's mistake, which m6 ends with: becomes RUN/FATAL
 #   else, asked to stop by Slurm      saved: the job requeues itself, or leaves the rest to its successor
 #   else                              something failed: again in the same allocation, on nodes that pass preflight
 # Two attempts in a row that end without a new checkpoint become RUN/FATAL.
@@ -17,6 +18,7 @@ SCRIPT_ARGUMENTS=("$@")
 STOP_SIGNAL=USR2 # as in the header's --signal=B:USR2@...; some versions of NCCL catch USR1
 STOP_ASKED=
 STEP_PID=
+CHECK_PID=
 REPEATER=
 trap on_stop_signal "$STOP_SIGNAL" # before anything slow: a stop that comes early is remembered
 trap on_term TERM
@@ -40,6 +42,7 @@ on_stop_signal() {
     [[ -n $STOP_ASKED ]] || log "asked to stop"
     STOP_ASKED=1
     pass_on_stop
+    end_check
 }
 
 on_term() { # scancel, or Slurm takes the job back
@@ -70,6 +73,9 @@ train() {
         record_attempt
         run_step python -u -m m6.cli "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@"
         exit_if_over
+        if [[ -e $M6_ATTEMPT_DIR/mistake ]]; then
+            give_up "$(<"$M6_ATTEMPT_DIR/mistake")"
+        fi
         if [[ -n $STOP_ASKED ]]; then
             hand_over
         fi

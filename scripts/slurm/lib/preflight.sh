@@ -18,6 +18,9 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
     done
     if ((${SLURM_GPUS_ON_NODE:-0} > 0)) && [[ $(cat "$reports"/*.txt | sort -u) == ok ]]; then
         on_every_rank python -m m6.cluster.sniff "$reports"
+        if [[ ! -e $reports/sniffed ]]; then # who is to blame cannot be told: all ranks wait for the one
+            tee "$reports"/*.txt >/dev/null <<<"the sniff test did not end within $PREFLIGHT_TIMEOUT_S s, see the job's log"
+        fi
     fi
     [[ -z $STOP_ASKED ]] || return 0
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
@@ -47,9 +50,12 @@ on_every_rank() { bounded srun --ntasks="$SLURM_NTASKS" "${SRUN_OPTIONS[@]}" "$@
 
 bounded() { # ends with the command, at its time limit, or when Slurm asks to stop
     timeout --kill-after=10 "$PREFLIGHT_TIMEOUT_S" "$@" &
-    local process=$!
-    while kill -0 "$process" 2>/dev/null; do
-        wait "$process" || true
-        [[ -z $STOP_ASKED ]] || kill "$process" 2>/dev/null || true
+    CHECK_PID=$!
+    end_check # a stop that came before the line above
+    while kill -0 "$CHECK_PID" 2>/dev/null; do # `wait` returns whenever a trap has run
+        wait "$CHECK_PID" || true
     done
+    CHECK_PID=
 }
+
+end_check() { [[ -z $STOP_ASKED || -z $CHECK_PID ]] || kill "$CHECK_PID" 2>/dev/null || true; }

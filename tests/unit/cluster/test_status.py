@@ -53,6 +53,10 @@ def test_a_run_that_is_under_way(run: Path, tmp_path: Path):
     assert found["speed"] == "12,346 tokens/s, 0.500 s/step"
     assert found["checkpoint"].startswith("step 40, ")
     assert "GiB left of" in found["disk"]
+    # However the folder is called, the jobs are those that carry its name.
+    found = status(run / ".." / "run", PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
+    assert found["run"] == str(run)
+    assert "78 PENDING" in found["jobs"]
 
 
 @pytest.mark.parametrize(

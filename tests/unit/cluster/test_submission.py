@@ -81,6 +81,12 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(config: Path, cluster: 
     assert command[-2].endswith("/scripts/slurm/pretrain.sbatch")
 
 
+def test_the_run_is_called_as_its_jobs_call_it(config: Path, cluster: Path, tmp_path: Path):
+    """They find each other by the comment, and a shell's `cd` resolves ".."."""
+    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "there" / ".." / "run", "--dry-run")
+    assert f"--comment={tmp_path / 'run'}" in shlex.split(outcome.stdout)
+
+
 def test_what_is_submitted_is_recorded(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
     run = tmp_path / "run"
     arguments = ("submit", config, "--cluster", cluster, "--run-dir", run, "--set", "m6.training.total_steps=7")

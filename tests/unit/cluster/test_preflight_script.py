@@ -1,0 +1,75 @@
+"""lib/preflight.sh with stand-ins for Slurm's commands: which nodes it calls sick."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# Two nodes that are fit; the sniff test does what SNIFF says.
+SRUN = """#!/usr/bin/env bash
+reports=${*: -1}
+case "$*" in
+*m6.cluster.preflight*) sleep "${PREFLIGHT_S:-0}" && for node in n1 n2; do echo ok >"$reports/$node.txt"; done ;;
+*m6.cluster.sniff*) eval "$SNIFF" ;;
+esac
+"""
+SCRIPT = """
+set -euo pipefail
+SRUN_OPTIONS=() STOP_ASKED=${STOP_ASKED:-} CHECK_PID=
+log() { echo "$*"; }
+give_up() { echo "gave up: $*"; exit 1; }
+source "$ROOT/scripts/slurm/lib/preflight.sh"
+check_disk() { :; }
+if preflight; then echo fit; else echo "sick: ${SICK_NODES[*]}"; fi
+"""
+
+
+def preflight(folder: Path, **environment: str) -> str:
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(SRUN)
+    (programs / "scontrol").write_text("#!/usr/bin/env bash\nprintf '%s\\n' n1 n2\n")
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    job = {"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+    result = subprocess.run(
+        ["bash", "-c", SCRIPT],
+        env={
+            **os.environ,
+            **job,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "ROOT": str(ROOT),
+            "M6_ATTEMPT_DIR": str(folder),
+            "PREFLIGHT_TIMEOUT_S": "600",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_a_sniff_test_that_ended(tmp_path: Path):
+    assert preflight(tmp_path, SNIFF='touch "$reports/sniffed"') == "fit\n"
+
+
+def test_a_sniff_test_that_found_a_slow_node(tmp_path: Path):
+    said = preflight(tmp_path, SNIFF='touch "$reports/sniffed"; echo slow >"$reports/n2.txt"')
+    assert said == "preflight: n2: slow\nsick: n2\n"
+
+
+@pytest.mark.parametrize(("sniff", "limit"), [("exit 1", "600"), ("sleep 600", "1")], ids=["crash", "hang"])
+def test_a_sniff_test_that_did_not_end(tmp_path: Path, sniff: str, limit: str):
+    said = preflight(tmp_path, SNIFF=sniff, PREFLIGHT_TIMEOUT_S=limit).splitlines()
+    reason = f"the sniff test did not end within {limit} s, see the job's log"
+    assert said[:2] == [f"preflight: {node}: {reason}" for node in ("n1", "n2")]
+    assert said[2].startswith("gave up: preflight found every node sick")
+
+
+def test_a_stop_that_came_before_is_not_kept_waiting(tmp_path: Path):
+    assert preflight(tmp_path, STOP_ASKED="1", PREFLIGHT_S="600") == "fit\n"
+    assert not list((tmp_path / "preflight").glob("*.txt"))
