@@ -86,10 +86,9 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     problem = error.errors(include_url=False)[0]
     is_unknown_key = problem["type"] == "extra_forbidden"
     # Where a key takes values of two kinds, pydantic names the kind that it tried; an unknown key may be called alike.
-    *parents, last = problem["loc"]
-    path = [str(part) for part in parents if not _is_kind(part)]
-    if is_unknown_key or not _is_kind(last):
-        path.append(str(last))
+    last = len(problem["loc"]) - 1
+    parts = enumerate(problem["loc"])
+    path = [str(part) for place, part in parts if not _is_kind(part) or (is_unknown_key and place == last)]
     name = _dotted(where, *path)
     if is_unknown_key and model is not None:
         return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"
