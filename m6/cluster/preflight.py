@@ -1,7 +1,7 @@
 """Is this node fit for an attempt? Run on every node before each: ``python -m m6.cluster.preflight REPORTS``.
 
-Needs the standard library alone. Writes REPORTS/NODE.txt: "ok" and what was found, or one line for each thing
-that is wrong. Limits come from the environment, see scripts/slurm/cluster.env.example.
+Needs the standard library alone. Writes REPORTS/NODE.txt: "ok", or one line for each thing that is wrong. Limits
+come from the environment, see scripts/slurm/cluster.env.example.
 """
 
 from __future__ import annotations

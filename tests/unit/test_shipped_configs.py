@@ -22,6 +22,7 @@ SHIPPED = {
     "m6_1t": (480, 1002.7e9, 0.2e9),
     "m6_10t": (512, 10.05e12, 0.01e12),
 }
+UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 # name -> (ranks, the configuration of the run it begins with)
 FINETUNED = {
     "text_to_image": (1, "scripts/experiments/text_to_image/pretrain.json"),
@@ -46,6 +47,12 @@ def test_finetuning_configuration(name: str):
     assert check_world_size(parse_config(document), ranks) >= 1
 
 
+def stated_in_readme(name: str) -> list[str]:
+    """All parameters and those active per token, such as "5.40 M", of the README's table of sizes."""
+    [row] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| [{name}]")]
+    return [cell.strip() for cell in row.split("|")[2:4]]
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_configuration(name: str):
     ranks, parameters, digit = SHIPPED[name]
@@ -54,6 +61,9 @@ def test_configuration(name: str):
     counts = num_parameters(config.model)
     matrices = counts["attention"] + counts["ffn"] + counts["experts"] + counts["router"]
     assert abs(matrices - parameters) <= digit / 2, matrices
+    for count, stated in zip((counts["total"], counts["active_per_token"]), stated_in_readme(name), strict=True):
+        number, unit = stated.split()
+        assert f"{count / UNITS[unit]:,.{len(number.partition('.')[2])}f}" == number
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == counts["total"]

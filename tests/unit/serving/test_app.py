@@ -269,7 +269,9 @@ def test_a_process_answers_and_ends_cleanly(run: Path):
             assert process.stdout.readline().startswith("measuring")
             line = process.stdout.readline()
             address = re.fullmatch(r"serving .* at (http://127\.0\.0\.1:\d+)\n", line)
-            assert address, (line, process.stderr)
+            if address is None:
+                process.kill()
+                pytest.fail(line + process.communicate()[1])
 
             def body() -> Any:
                 yield PICTURES[0][:50]
