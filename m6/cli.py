@@ -26,6 +26,10 @@ Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
     typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; may be given often"),
 ]
+NewRunFolder = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
+]
 RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
 
 
@@ -37,10 +41,7 @@ def _launched(local_rank: Annotated[int, typer.Option("--local_rank", hidden=Tru
 @app.command()
 def pretrain(
     config: ConfigFile,
-    run: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
-    ] = None,
+    run: NewRunFolder = None,
     overrides: Overrides = None,
     profile: Annotated[
         Optional[Path],  # noqa: UP045
@@ -58,10 +59,7 @@ def pretrain(
 def finetune(
     config: ConfigFile,
     init: Annotated[Path, typer.Option("--init", help="the run or exported model whose weights it begins with")],
-    run: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
-    ] = None,
+    run: NewRunFolder = None,
     overrides: Overrides = None,
 ) -> None:
     """Trains a pretrained model on other objectives, such as text to image.
@@ -132,12 +130,10 @@ def train_image_tokenizer(
     from m6.tokenizers.image.settings import load_settings
 
     settings = load_settings(config, tuple(overrides or ()))
-    import torch
-
+    from m6.device import default_device
     from m6.tokenizers.image.training import train_image_tokenizer as train
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measures = train(settings, out, device, stopped=lambda: stop_flag.raised)
+    measures = train(settings, out, default_device(), stopped=lambda: stop_flag.raised)
     stop_flag.ignore()
     if measures is None:
         print(f"stopped; the same command goes on in {out}")

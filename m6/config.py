@@ -254,12 +254,15 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
             f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
         )
     if settings.pseudo_to_real is not None:
-        _check_pseudo_to_real(settings.pseudo_to_real, model, total)
+        _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
     _check_pictures(settings)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
 
 
-def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, total_steps: int) -> None:
+def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: M6Settings) -> None:
+    total_steps = run.training.total_steps
+    if run.init is not None:
+        raise UserError("m6.pseudo_to_real: a run that begins with the weights of m6.init has no Pseudo stage")
     if settings.switch_step >= total_steps:
         raise UserError(
             f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
@@ -282,8 +285,6 @@ def _check_pictures(settings: M6Settings) -> None:
         raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to write")
     if settings.samples is not None and not draws:
         raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
-    if settings.init is not None and settings.pseudo_to_real is not None:
-        raise UserError("m6.pseudo_to_real: a run that begins with the weights of m6.init has no Pseudo stage")
 
 
 def check_world_size(config: RunConfig, world_size: int) -> int:

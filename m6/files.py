@@ -51,6 +51,21 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def cut_lines_after(path: Path, step: int) -> None:
+    """Drops the lines of JSON whose ``step`` lies behind ``step``, and one that a crash left half-written."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))
+
+
 def sha256(path: Path) -> str:
     """The file's SHA-256 in hexadecimal, read in blocks."""
     digest = hashlib.sha256()

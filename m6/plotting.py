@@ -25,7 +25,7 @@ _COLOURS = dict(
     zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999"), strict=True)
 )
 _GREY = "#5a5a5a"
-_BASELINESTYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
+_BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "figure.constrained_layout.h_pad": 0.1,
@@ -150,7 +150,7 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
         label = f"validation, last {points[-1][1]:.2f}"
         axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4, label=label)
     for name, loss in baselines.items():
-        style = _BASELINESTYLES[name]
+        style = _BASELINE_STYLES[name]
         axes.axhline(loss, color=_GREY, linestyle=style, linewidth=1.1, label=f"{name} {loss:.2f}")
     axes.set_title(objective.replace("_", " "), fontweight="bold", color=colour)
     axes.set_ylabel("nats per target")

@@ -18,14 +18,23 @@ from typing import IO, Any, cast
 
 from tqdm import tqdm
 
-from m6.data.manifest import MANIFEST_NAME, SPLITS, Kind, Manifest, Origin, SourceEntry, Split, SplitEntry
+from m6.data.manifest import (
+    MANIFEST_NAME,
+    SKIPPED_NAME,
+    SPLITS,
+    Kind,
+    Manifest,
+    Origin,
+    SourceEntry,
+    Split,
+    SplitEntry,
+)
 from m6.data.shards import ShardWriter
 from m6.data.sources.base import Row, Source
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
 from m6.errors import UserError
 
-SKIPPED_NAME = "skipped.jsonl"
 LISTED_SKIPS = 100
 CHUNK_ROWS = 32  # rows that travel to a worker process together
 

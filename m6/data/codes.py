@@ -26,14 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from m6 import files
-from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard, SplitEntry
+from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, SPLITS, Manifest, Shard, SplitEntry
 from m6.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
 CODES_FOLDER = "codes"
-SKIPPED_NAME = "skipped.jsonl"
 _METADATA_KEY = b"m6.image_tokenizer"
 _FOLDER_CHARACTERS = 16  # of the checksum; the whole one stands in the manifest and in every shard
 

@@ -21,14 +21,13 @@ def codes(
     ] = 0.01,
 ) -> None:
     """Writes the codes of the pictures beside the shards, bound to the tokenizer's checksum."""
-    import torch
-
     from m6.data.codes import write_codes
     from m6.data.manifest import Manifest
+    from m6.device import default_device
     from m6.tokenizers.image import load_image_tokenizer
 
     manifest = Manifest.load(data)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     tokenizer = load_image_tokenizer(image_tokenizer).to(device)
     folder, written = write_codes(
         manifest, tokenizer, source, batch_size=batch_size, max_bad_share=max_bad_share, device=device

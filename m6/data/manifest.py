@@ -15,6 +15,7 @@ from m6 import files
 from m6.errors import UserError, nearest
 
 MANIFEST_NAME = "manifest.json"
+SKIPPED_NAME = "skipped.jsonl"  # beside it: what could not be used, and why
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 
 Split = Literal["train", "validation", "test"]

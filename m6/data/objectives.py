@@ -170,6 +170,8 @@ class _Objective:
     """Whether the patches of the picture come first."""
     num_texts: int = 1
     """How often the text stands in an example, at most."""
+    is_paired: bool = False
+    """Whether its rows are paired with other rows' texts first, by ``pair``."""
 
     @property
     def has_codes(self) -> bool:
@@ -247,7 +249,7 @@ _REGISTRY: dict[str, _Objective] = {
     "image_text_denoising": _Objective("image_text", _masked, has_pixels=True, num_texts=2),
     "text_to_image": _Objective("image_text", _unless_dropped, _codes),
     "text_classification": _Objective("labelled_text", _whole, _answer),
-    "image_text_matching": _Objective("image_text", _whole, _answer, has_pixels=True),
+    "image_text_matching": _Objective("image_text", _whole, _answer, has_pixels=True, is_paired=True),
 }
 OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
@@ -262,9 +264,9 @@ def reads_codes(objective: str) -> bool:
     return _REGISTRY[objective].has_codes
 
 
-def judges_pairs(objective: str) -> bool:
+def is_paired(objective: str) -> bool:
     """Whether an objective's rows have to be paired first, by ``pair``."""
-    return objective == "image_text_matching"
+    return _REGISTRY[objective].is_paired
 
 
 def pair(sample: Sample, other_text: str, rng: np.random.Generator) -> Sample:

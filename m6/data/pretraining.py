@@ -20,7 +20,7 @@ from m6.data.objectives import (
     Example,
     ObjectivesSettings,
     Sample,
-    judges_pairs,
+    is_paired,
     make_example,
     max_text_tokens,
     pair,
@@ -156,7 +156,7 @@ class PretrainingData:
         rows = _open_columns(self.manifest, source, split).remove_columns("image")
         for row, values in enumerate(rows):
             sample = Sample(**values, codes=self._codes_of(objective, source, split, row))
-            if judges_pairs(objective):
+            if is_paired(objective):
                 sample = _paired(sample, rows, np.random.default_rng(row))
             try:
                 yield target_ids(objective, sample, self.tokenizer, self._max_tokens[objective])
@@ -245,7 +245,7 @@ class PretrainingData:
         """Reads a row and makes its example and decoded picture; or appends to ``bad_rows`` and returns None."""
         sample = self._sample_of(objective, source, split, row)
         rng = np.random.default_rng(seed)
-        if judges_pairs(objective):
+        if is_paired(objective):
             sample = _paired(sample, self._open[source, split], rng)
         try:
             example = make_example(objective, sample, rng, self.tokenizer, self.objectives, self._max_tokens[objective])

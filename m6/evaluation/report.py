@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch
 
 from m6.config import RunConfig, load_config
 from m6.data.pretraining import PretrainingData
+from m6.device import default_device
 from m6.evaluation.baselines import ORDERS, Baselines, run_baselines
 from m6.evaluation.samples import write_samples
 from m6.export import load_weights, open_newest_checkpoint, run_processor
 from m6.files import write_text
+from m6.markdown import table
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.training.checkpoint_format import CheckpointReader
 from m6.training.run_directory import RunDirectory
@@ -47,7 +48,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
     reader = open_newest_checkpoint(run_dir)
     data = open_data(config)
     num_batches = num_batches or config.m6.evaluation.num_batches
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device).eval()
@@ -64,7 +65,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
         f"{config.deepspeed.micro_batch_size} samples for each objective.",
         _loss_table(untrained, trained, baselines, reader.state["step"]),
         "## Speed and size",
-        _table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
+        table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
     samples = write_samples(model, run_processor(config, reader), data.manifest, data.sources, out.parent / "samples")
     if samples:
@@ -142,7 +143,7 @@ def _loss_table(
         ]
         for objective, (loss, targets) in trained.items()
     ]
-    return _table(["objective", "targets", "untrained", f"step {step}", *ORDERS], rows)
+    return table(["objective", "targets", "untrained", f"step {step}", *ORDERS], rows)
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
@@ -178,11 +179,6 @@ def _sizes(config: RunConfig, reader: CheckpointReader) -> list[list[str]]:
         ["parameters", f"{counts['total']:,}"],
         ["parameters active for one token", f"{counts['active_per_token']:,}"],
     ]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _loss(nats: float) -> str:

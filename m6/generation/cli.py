@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from m6.errors import UserError
-from m6.files import atomic_path, write_text
+from m6.files import atomic_path
+from m6.generation.folder import CAPTIONS_NAME, write_pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-MANIFEST = "captions.jsonl"
-"""Beside pictures that were drawn: a line for each with its ``file`` and ``caption``."""
 
 
 def generate(
@@ -31,7 +28,7 @@ def generate(
     ] = None,
     out_dir: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help=f"draw pictures: folder for one PNG each, and {MANIFEST}; must not exist or be empty"),
+        typer.Option(help=f"draw pictures: folder for one PNG each, and {CAPTIONS_NAME}; must not exist or be empty"),
     ] = None,
     captions: Annotated[
         Optional[Path],  # noqa: UP045
@@ -71,9 +68,9 @@ def generate(
             "pictures are drawn with --out or --out-dir"
         )
     pictures = [_open_picture(path) for path in image or ()]
-    import torch
+    from m6.device import default_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     if not draws:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, temperature or 0.0, seed)
         return
@@ -109,17 +106,6 @@ def read_captions(path: Path) -> list[str]:
     if not captions:
         raise UserError(f"{path}: holds no caption")
     return captions
-
-
-def write_pictures(images: list[Image], captions: list[str], folder: Path) -> None:
-    """Writes each picture as a PNG, and last the file that says which caption each one has."""
-    lines = []
-    for index, (picture, caption) in enumerate(zip(images, captions, strict=True)):
-        name = f"{index:05d}.png"
-        with atomic_path(folder / name) as temporary:
-            picture.save(temporary, format="PNG")
-        lines.append(json.dumps({"file": name, "caption": caption}, ensure_ascii=False) + "\n")
-    write_text(folder / MANIFEST, "".join(lines))
 
 
 def _write_texts(

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from m6.data.collate import Collator
 from m6.data.objectives import Example
 from m6.errors import UserError
+from m6.generation.likelihood import target_log_likelihoods
 from m6.model.inputs import derive_position_ids
 from m6.tokenizers.special_tokens import TARGET
 
@@ -158,7 +158,6 @@ def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[
             raise UserError(f"the caption {caption[:20]!r}... has {length} tokens, the model reads {limit}")
 
 
-@torch.no_grad()
 def caption_scores(
     model: M6ForConditionalGeneration, processor: M6Processor, images: Sequence[Image], captions: Sequence[str]
 ) -> Tensor:
@@ -172,21 +171,11 @@ def caption_scores(
     Returns:
         fp64 [B], mean log-likelihood of the caption's tokens and ``<eos>``, in nats.
     """
-    tokenizer, side = processor.tokenizer, model.config.image_size
-    examples = [Example(source_ids=[], target_ids=tokenizer.encode_ids(caption)) for caption in captions]
-    longest = max(len(example.target_ids) for example in examples)
-    collator = Collator(
-        tokenizer=tokenizer,
-        sequence_length=processor.num_patches + longest + 2,
-        num_patches=processor.num_patches,
-        image_size=side,
-        packing=False,
-    )
+    side = model.config.image_size
+    examples = [Example(source_ids=[], target_ids=processor.tokenizer.encode_ids(caption)) for caption in captions]
     pictures = [np.asarray(image.resize((side, side), processor.image_processor.resample)) for image in images]
-    batch = collator(examples, pictures).to(model.device)
-    losses = model(**batch.model_inputs(), labels=batch.labels, return_logits=False).target_losses.double().cpu()
-    lengths = [len(example.target_ids) + 1 for example in examples]
-    return -torch.stack([part.mean() for part in losses.split(lengths)])
+    lengths = torch.tensor([len(example.target_ids) + 1 for example in examples])
+    return target_log_likelihoods(model, processor, examples, pictures) / lengths
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from offload import StorageMeter
 
 
 class SavedTensors:
@@ -44,36 +42,9 @@ class SavedTensors:
         self._kept.clear()
 
 
-class NewStorages(TorchDispatchMode):
-    """Follows, inside ``with``, the storages that operators make, until they are freed.
-
-    Args:
-        existing: tensors whose storages do not count, though operators may return them.
-
-    Attributes:
-        peak: the most bytes that lived at one time. What an operator allocates within itself is not seen.
-    """
-
-    def __init__(self, *existing: Tensor) -> None:
-        super().__init__()
-        self.peak = self._live = 0
-        self._bytes = {_key(tensor): 0 for tensor in existing}
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and _key(tensor) not in self._bytes:
-                storage, key = tensor.untyped_storage(), _key(tensor)
-                self._bytes[key] = storage.nbytes()
-                self._live += storage.nbytes()
-                weakref.finalize(storage, self._free, key)
-        self.peak = max(self.peak, self._live)
-        return output
-
-    def _free(self, key: int) -> None:
-        self._live -= self._bytes.pop(key)
+def new_storages(*existing: Tensor) -> StorageMeter:
+    """Counts, inside ``with``, the storages that operators make, but not those of ``existing`` that they return."""
+    return StorageMeter((), {_key(tensor) for tensor in existing})
 
 
 def storage_bytes(*tensors: Tensor) -> int:

@@ -7,10 +7,10 @@ import signal
 import socket
 from pathlib import Path
 
-import torch
 import uvicorn
 
 from m6.config import load_config
+from m6.device import default_device
 from m6.errors import UserError
 from m6.export import IMAGE_TOKENIZER, is_exported, load_run_model
 from m6.generation.pipeline import M6TextToImagePipeline
@@ -40,7 +40,7 @@ def serve(
         UserError: the folder holds no model, or the address cannot be listened at.
     """
     with _bind(host, port) as listener:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = default_device()
         drawing = None
         if _draws(folder):
             drawing = Drawing(M6TextToImagePipeline.from_pretrained(folder, device), sampling)

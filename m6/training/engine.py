@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from m6.config import RunConfig, check_world_size
 from m6.model.initialization import initialize_parameters
@@ -100,13 +99,3 @@ def release_engine(engine: Any) -> None:
             tensor.grad = None
             tensor.data = tensor.new_empty(0)
     base.state.clear()
-
-
-def expert_group(config: RunConfig) -> dist.ProcessGroup | None:
-    """The group of ranks that together hold all experts; None without expert parallelism."""
-    ep_size = config.m6.training.ep_size
-    if ep_size == 1:
-        return None
-    from deepspeed.utils import groups
-
-    return groups._get_expert_parallel_group(f"ep_size_{ep_size}")

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from m6.training.expert_groups import named_expert_group
+
 WEIGHT = "weight"
 
 
@@ -149,7 +151,8 @@ class _Place:
         if getattr(parameter, "allreduce", True):
             return cls(name, shape, None, _replica(None))
         experts = (parameter.first_expert, parameter.num_global_experts)  # type: ignore[attr-defined]
-        return cls(name, (experts[1], *shape[1:]), experts, _replica(_expert_data_parallel_group(parameter)))
+        group = named_expert_group("expert_data_parallel", parameter.group_name)  # type: ignore[attr-defined]
+        return cls(name, (experts[1], *shape[1:]), experts, _replica(group))
 
     def fragment(self, kind: str, start: int, data: Tensor, local_shape: tuple[int, ...], replicated: bool) -> Fragment:
         """A range that begins ``start`` elements into the local tensor of shape ``local_shape``: the weight's, or
@@ -166,12 +169,6 @@ def _replica(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if not dist.is_initialized():
         return (0, 1)
     return (dist.get_rank(group), dist.get_world_size(group))
-
-
-def _expert_data_parallel_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    from deepspeed.utils import groups
-
-    return groups._get_expert_data_parallel_group(parameter.group_name)  # type: ignore[attr-defined]
 
 
 def _frozen(place: _Place, parameter: nn.Parameter) -> Iterator[Fragment]:

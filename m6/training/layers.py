@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
 from m6.model.sharing import Sharing
+from m6.training.expert_groups import Kind, named_expert_group
 
 SAMPLE_SIZE = 1 << 16
 _INDEX_ARGUMENT = 3  # of M6Block.forward
@@ -174,9 +175,5 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return partition[: max(0, min(partition.numel(), whole - partition.numel() * dist.get_rank()))]
 
 
-def _group(kind: str, experts: dict[str, nn.Parameter]) -> dist.ProcessGroup:
-    from deepspeed.utils import groups
-
-    name = next(iter(experts.values())).group_name  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = getattr(groups, f"_get_{kind}_group")(name)
-    return group
+def _group(kind: Kind, experts: dict[str, nn.Parameter]) -> dist.ProcessGroup:
+    return named_expert_group(kind, next(iter(experts.values())).group_name)  # type: ignore[attr-defined]

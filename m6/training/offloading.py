@@ -18,6 +18,7 @@ from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing
 from m6.planning.measure import engine_state
+from m6.training.expert_groups import expert_group
 from m6.training.fragments import WEIGHT, Fragment, create_moments, optimizer_step, set_optimizer_step
 from m6.training.offload_modules import experts_of, stream
 from m6.training.offload_report import memory_map, write_memory_record
@@ -129,7 +130,7 @@ class OffloadedExperts:
         squares = torch.tensor(self.runtime.sum_of_squares(), dtype=torch.float64)
         if self._ep_size > 1:
             squares = squares.to(self.runtime.device.torch_device)
-            dist.all_reduce(squares, group=_group("parallel", self._ep_size))
+            dist.all_reduce(squares, group=expert_group("expert_parallel", self._ep_size))
         self._squares = float(squares)
         return self._squares
 
@@ -218,7 +219,7 @@ class OffloadedExperts:
 
     def fragments(self) -> Iterator[Fragment]:
         """Every expert's values in fp32, a layer at a time; what is written to them is taken over."""
-        group = None if self._ep_size == 1 else _group("data_parallel", self._ep_size)
+        group = expert_group("expert_data_parallel", self._ep_size)
         replica = (dist.get_rank(group), dist.get_world_size(group))
         for stack, (first_expert, num_experts) in self._stacks.items():
             for kind in self.runtime.kinds:
@@ -230,7 +231,7 @@ class OffloadedExperts:
 
     def _average(self, gradient: Tensor) -> None:
         """Adds up over the ranks with the same experts and divides by all ranks, as DeepSpeed does."""
-        dist.all_reduce(gradient, group=None if self._ep_size == 1 else _group("data_parallel", self._ep_size))
+        dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
         gradient.div_(dist.get_world_size())
 
     def close(self) -> None:
@@ -253,10 +254,3 @@ def watching(engine: Any) -> AbstractContextManager[Any]:
     """Around a training step; see ``OffloadedExperts.watching``."""
     experts = offloaded_experts(engine)
     return nullcontext() if experts is None else experts.watching(engine)
-
-
-def _group(kind: str, ep_size: int) -> dist.ProcessGroup:
-    from deepspeed.utils import groups
-
-    group: dist.ProcessGroup = getattr(groups, f"_get_expert_{kind}_group")(f"ep_size_{ep_size}")
-    return group

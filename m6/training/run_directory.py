@@ -29,7 +29,7 @@ from typing import Any
 from m6.cluster.snapshot import SNAPSHOT, git
 from m6.config import RunConfig
 from m6.errors import StorageError, UserError
-from m6.files import atomic_path, sync, write_json, write_text
+from m6.files import cut_lines_after, sync, write_json, write_text
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
@@ -116,18 +116,8 @@ class RunDirectory:
 
     def cut_metrics_after(self, step: int) -> None:
         """Drops the lines of steps that a resumed run will do again, and a line that a crash left half-written."""
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if entry["step"] <= step:
-                kept.append(line)
-        with self._writing(), atomic_path(self.metrics) as temporary:
-            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        with self._writing():
+            cut_lines_after(self.metrics, step)
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
         with self._writing(), self.metrics.open("a", encoding="utf-8") as file:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from m6.config import RunConfig
 from m6.data.pretraining import MicroBatch
-from m6.training.engine import expert_group
+from m6.training.expert_groups import expert_group
 from m6.training.expert_health import ExpertHealth
 from m6.training.gradients import clip_gradients
 from m6.training.metrics import StepResult, StepSums, Wishes
@@ -61,7 +61,7 @@ class TrainStep:
     def __init__(self, engine: Any, config: RunConfig, runtime: Runtime, accumulation: int, stage: Stage) -> None:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.stage = stage
-        self.expert_group = expert_group(config)
+        self.expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self.health = ExpertHealth(engine.module)
         self.sparse = {
             f"layers.{index}.{name}": module

@@ -19,7 +19,7 @@ from m6.config import check_world_size, load_config
 from m6.data.collate import MicroBatch
 from m6.model import num_parameters
 from m6.planning.activations import BatchShape
-from m6.planning.measure import NewStorages, SavedTensors, storage_bytes
+from m6.planning.measure import SavedTensors, new_storages, storage_bytes
 from m6.planning.memory import predict_memory
 from m6.training.checkpoint import Checkpointer
 from m6.training.engine import build_engine
@@ -250,9 +250,9 @@ def measured_parts(run: Run, batches: list[list[MicroBatch]]) -> dict[str, int]:
     peaks = []
     for micro_batches in batches:
         tensors = [tensor for batch in micro_batches for tensor in batch.tensors().values()]
-        with NewStorages(*weights, *state, *tensors) as new:
+        with new_storages(*weights, *state, *tensors) as new:
             run.train(micro_batches)
-        peaks.append(new.peak)
+        peaks.append(new.take_peak())
     return {
         "weights": storage_bytes(*weights),
         "gradients": max(gradients),

@@ -30,6 +30,6 @@ def score_captions(written: Sequence[str], references: Sequence[str]) -> Caption
     return CaptionScores(chrf, bleu, exact)
 
 
-def most_frequent(captions: Sequence[str]) -> str:
-    """The commonest caption, the first of equally common ones."""
-    return collections.Counter(captions).most_common(1)[0][0]
+def most_frequent(texts: Sequence[str]) -> str:
+    """The commonest caption or label, the first of equally common ones."""
+    return collections.Counter(texts).most_common(1)[0][0]

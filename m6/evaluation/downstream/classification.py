@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from m6.data.objectives import Example
-from m6.evaluation.downstream.scoring import target_log_likelihoods
+from m6.generation.likelihood import target_log_likelihoods
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
@@ -62,11 +61,6 @@ def predict_by_likelihood(
     examples = [Example(source_ids=source, target_ids=target) for source in sources for target in targets]
     scores = target_log_likelihoods(model, processor, examples, [None] * len(examples)).view(len(texts), len(labels))
     return [labels[index] for index in scores.argmax(dim=1).tolist()]
-
-
-def predict_by_majority(training: LabelledTexts, texts: Sequence[str]) -> list[str]:
-    """The commonest label of training for every text."""
-    return [collections.Counter(training.labels).most_common(1)[0][0]] * len(texts)
 
 
 def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, texts: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m6.data.objectives import MATCH, NO_MATCH, Example
-from m6.evaluation.downstream.scoring import target_log_likelihoods
+from m6.generation.likelihood import target_log_likelihoods
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 

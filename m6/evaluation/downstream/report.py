@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from m6.config import RunConfig, load_config
@@ -18,6 +17,7 @@ from m6.data.mixture import permuted
 from m6.data.objectives import max_text_tokens, source_kind
 from m6.data.reader import open_split
 from m6.data.weights import source_weights
+from m6.device import default_device
 from m6.errors import UserError
 from m6.evaluation.downstream import captions, classification, matching
 from m6.evaluation.downstream.classification import LabelledTexts
@@ -25,6 +25,7 @@ from m6.evaluation.downstream.neighbours import nearest_pictures
 from m6.export import load_run_model
 from m6.files import write_text
 from m6.generation.captioning import caption
+from m6.markdown import table
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor, decode_picture
 
@@ -71,7 +72,7 @@ def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
     tasks = [name for name in TASKS if config.m6.objectives.of(name).weight > 0]
     if not tasks:
         raise UserError(f"{run_dir}: none of its objectives is a downstream task; those are {', '.join(TASKS)}")
-    model, processor = load_run_model(run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model, processor = load_run_model(run_dir, default_device())
     manifest = Manifest.load(config.m6.data.path)
     subject = _Subject(model, processor, config, manifest, max_rows)
     tables = {"image_captioning": _captioning, "text_classification": _classification, "image_text_matching": _matching}
@@ -101,7 +102,7 @@ def _captioning(subject: _Subject, source: str) -> str:
         scores = captions.score_captions(texts, references)
         lines.append([name, f"{scores.chrf:.1f}", f"{scores.bleu:.1f}", f"{scores.exact:.1%}"])
     title = f"## Captioning: {source}, {len(rows)} test pictures"
-    return f"{title}\n\n{_table(['captions', 'chrF', 'BLEU', 'equal to the reference'], lines)}"
+    return f"{title}\n\n{table(['captions', 'chrF', 'BLEU', 'equal to the reference'], lines)}"
 
 
 def _classification(subject: _Subject, source: str) -> str:
@@ -116,14 +117,14 @@ def _classification(subject: _Subject, source: str) -> str:
         "TF-IDF and logistic regression": classification.predict_by_word_counts(
             parts["train"], parts["validation"], test.texts
         ),
-        "commonest training label": classification.predict_by_majority(parts["train"], test.texts),
+        "commonest training label": [captions.most_frequent(parts["train"].labels)] * len(test.texts),
     }
     lines = []
     for name, predicted in predictions.items():
         scores = classification.score_labels(predicted, test.labels)
         lines.append([name, f"{scores.accuracy:.1%}", f"{scores.macro_f1:.3f}"])
     title = f"## Classification: {source}, {len(test.texts):,} test texts of {len(labels)} labels"
-    return f"{title}\n\n{_table(['labels', 'accuracy', 'macro F1'], lines)}"
+    return f"{title}\n\n{table(['labels', 'accuracy', 'macro F1'], lines)}"
 
 
 def _matching(subject: _Subject, source: str) -> str:
@@ -145,7 +146,7 @@ def _matching(subject: _Subject, source: str) -> str:
     ]
     header = [f"{way} R@{k}" for way in ("text to picture", "picture to text") for k in matching.RANKS]
     title = f"## Matching: {source}, {len(rows)} test pictures, {len(texts)} captions"
-    return f"{title}\n\n{_table(['order by', *header], lines)}"
+    return f"{title}\n\n{table(['order by', *header], lines)}"
 
 
 def _neighbour_captions(rows: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]]) -> list[str]:
@@ -155,8 +156,3 @@ def _neighbour_captions(rows: Sequence[dict[str, Any]], training: Sequence[dict[
 
 def _labelled(rows: Sequence[dict[str, Any]]) -> LabelledTexts:
     return LabelledTexts([row["text"] for row in rows], [row["answer"] for row in rows])
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -34,9 +34,8 @@ def evaluate_pictures(
     ] = None,
 ) -> None:
     """Judges generated pictures by a network trained on real ones; FID and KID; a search for copies."""
-    import torch
-
     from m6.data.manifest import Manifest
+    from m6.device import default_device
     from m6.evaluation.pictures.generated import load_generated
     from m6.evaluation.pictures.judge import JudgeSettings, obtain_judge
     from m6.evaluation.pictures.real import load_real
@@ -47,7 +46,7 @@ def evaluate_pictures(
     settings = JudgeSettings(total_steps=judge_steps)
     pictures, skipped = load_generated(generated, settings.image_size)
     real = load_real(Manifest.load(data), source, held_out_style, settings.image_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     network = obtain_judge(real.judged, settings, judge, device)
     report = compare(pictures, skipped, real, network, device, inception)
     out = out or generated / "report.md"

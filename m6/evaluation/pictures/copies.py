@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from m6.evaluation.pictures.generated import CaptionedPictures
+from m6.tokenizers.image.measures import psnr_of_mse
 
 COPY_PSNR_DB = 24.0  # as near as a good reconstruction: from there on a picture repeats what it was trained on
 _AT_ONCE = 512
@@ -37,7 +38,7 @@ def find_nearest(pictures: CaptionedPictures, among: CaptionedPictures) -> Neare
         best = torch.where(nearer, distance, best)
         place = torch.where(nearer, index + first, place)
     mse = best.double().square() / found.shape[1]
-    return Nearest(place.numpy(), (-10 * mse.clamp_min(1e-6).log10()).numpy())
+    return Nearest(place.numpy(), psnr_of_mse(mse).numpy())
 
 
 def _flat(pixels: np.ndarray) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Generated pictures as files: PNG and ``captions.jsonl``, a line ``{"file": ..., "caption": ...}`` for each."""
+"""Generated pictures, as ``m6.generation.folder`` or another program writes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 
 from m6.data.sources.own import inside
 from m6.errors import UserError
+from m6.generation.folder import CAPTIONS_NAME
 from m6.tokenizers.image.pictures import decode_batch
-
-CAPTIONS_FILE = "captions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
     """The pictures of a folder at ``image_size``, and the files that cannot be used with the reason.
 
     Raises:
-        UserError: no ``captions.jsonl``, a line that is not as above, or no usable picture.
+        UserError: no ``captions.jsonl``, a line without ``file`` and ``caption``, or no usable picture.
     """
-    manifest = folder / CAPTIONS_FILE
+    manifest = folder / CAPTIONS_NAME
     if not manifest.is_file():
         raise UserError(f'{manifest}: no such file; "m6 generate --out-dir {folder}" writes it')
     files: list[str] = []

@@ -18,7 +18,11 @@ _MIN_MSE = 1e-6  # a picture that comes back exactly counts as 60 dB
 
 def psnr(pixels: Tensor, reference: Tensor) -> Tensor:
     """Peak signal-to-noise ratio of each picture in dB: ``[B, 3, H, H]`` in [0, 1] to ``[B]``."""
-    mse = (pixels - reference).square().flatten(1).mean(1)
+    return psnr_of_mse((pixels - reference).square().flatten(1).mean(1))
+
+
+def psnr_of_mse(mse: Tensor) -> Tensor:
+    """The same of mean squared errors."""
     return -10 * mse.clamp_min(_MIN_MSE).log10()
 
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from m6.data.manifest import Manifest
 from m6.errors import UserError
-from m6.files import write_json, write_text
+from m6.files import cut_lines_after, write_json
 from m6.tokenizers.image.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.tokenizers.image.measures import Measures, measure
 from m6.tokenizers.image.modeling import M6ImageTokenizer
@@ -121,7 +121,7 @@ def train_image_tokenizer(
     folder = out / "training"
     load_state(folder, trainer)
     write_json(folder / "settings.json", settings.model_dump(mode="json"))
-    _keep_lines(folder / "metrics.jsonl", trainer.step)
+    cut_lines_after(folder / "metrics.jsonl", trainer.step)
     options, bad = settings.optimizer, BadPictures(settings.data.max_bad_row_share)
     batches = TrainingBatches(pictures, options.batch_size, options.seed)
     steps = range(trainer.step, options.total_steps)
@@ -168,13 +168,6 @@ def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
             raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
-
-
-def _keep_lines(path: Path, step: int) -> None:
-    """Drops the lines of steps that will be done again."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
 
 
 def _adamw(module: torch.nn.Module) -> torch.optim.AdamW:

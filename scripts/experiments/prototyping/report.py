@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from m6 import markdown
 from m6.files import atomic_path
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.prototyping.grid import FOLDER, RESULTS, ROUTINGS, SPEED, Case, cases
@@ -94,7 +95,7 @@ def main_table(results: Results) -> str:
     header = [
         "routing", "seeds", "language modelling", "captions", "MFLOP/token", "ms/step", "load c_v", "dropped",
     ]  # fmt: skip
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines = []
     for case in cases():
         losses = list(results.values(case, "validation_lm").values())
         if losses:
@@ -110,7 +111,7 @@ def main_table(results: Results) -> str:
                     f"{results.mean(case, 'dropped'):.1%}",
                 ]
             )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown.table(header, lines)
 
 
 def pair_tables(results: Results) -> str:

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from m6 import markdown
+
 HERE = Path(__file__).parent
 RATIOS = (1, 2, 5, 10, 20, math.inf)
 """What a Real step costs in Pseudo steps: 1 is setting (a), the others are setting (b)."""
@@ -64,13 +66,13 @@ def table(runs: list[Run]) -> str:
     real = {run.seed: run for run in runs if run.name == "real"}
     names = list(dict.fromkeys(run.name for run in runs))
     header = ["run", "seeds", "switch", "final loss"] + [f"r = {'∞' if math.isinf(r) else r}" for r in RATIOS]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines = []
     for name in names:
         own = [run for run in runs if run.name == name]
         cells = [name, str(len(own)), "/".join(str(run.switch) for run in own), spread([r.losses[-1] for r in own], 3)]
         cells += [spread([speed_up(run, real[run.seed], ratio) for run in own], 2) for ratio in RATIOS]
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown.table(header, lines)
 
 
 def spread(values: list[float], digits: int) -> str:
