@@ -1,6 +1,8 @@
 """The sniff test of GPUs and links, on four ranks that stand for two nodes."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,23 @@ from tests.distributed.spawn import run_distributed
 
 
 def measure_on_two_nodes(folder: Path) -> None:
-    from m6.cluster.sniff import measure
+    from m6.cluster.sniff import main, measure
     from m6.training.runtime import start
 
     runtime = start()
-    speeds = measure(runtime, f"n{1 + runtime.rank // 2}")
+    node = f"n{1 + runtime.rank // 2}"
+    speeds = measure(runtime, node)
     (folder / f"rank_{runtime.rank}").write_text(json.dumps(speeds))
+    os.environ |= {"SLURMD_NODENAME": node, "SNIFF_TOLERANCE": "1"}
+    sys.argv = ["sniff", str(folder)]
+    main()
 
 
 def test_all_ranks_agree_on_the_speeds_of_all_nodes(tmp_path: Path):
     run_distributed(measure_on_two_nodes, 4, tmp_path)
     texts = {(tmp_path / f"rank_{rank}").read_text() for rank in range(4)}
     assert len(texts) == 1
+    assert (tmp_path / "sniffed").exists(), "preflight believes no test that has not ended"
     speeds = json.loads(texts.pop())
     assert set(speeds) == {"matmul in TFLOP/s", "exchange in GB/s"}
     for by_node in speeds.values():

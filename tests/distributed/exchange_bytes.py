@@ -1,0 +1,142 @@
+"""The bytes that an exchange sends, against counts by hand, and what rounding them costs."""
+
+import torch
+import torch.distributed as dist
+from exchange_layers import HIDDEN, assert_equal, config, make_layer, split
+from torch import Tensor
+
+from moe import MoELayer
+
+
+def forward(layer: MoELayer, x: Tensor) -> tuple[Tensor, int, int]:
+    """The output, and the bytes sent within and between nodes by this call."""
+    sent = layer.dispatcher.sent_bytes
+    within, between = sent.within_nodes, sent.between_nodes
+    output = layer(x).hidden_states
+    return output, sent.within_nodes - within, sent.between_nodes - between
+
+
+def check_bytes_and_balance(world_size: int) -> None:
+    """Bytes of a forward pass, against a count by hand; and the rows that each rank computes."""
+    tokens, row = 64, HIDDEN * 4
+    settings = config(num_experts=4 * world_size, num_prototypes=4)
+    for ep_size in {2, world_size}:
+        whole = make_layer(settings)
+        with torch.no_grad():  # a router that prefers some experts by far
+            whole.router.weight += torch.linspace(0, 1, settings.num_experts)[:, None]
+        plain = make_layer(config(num_experts=4 * world_size, exchange="all_to_all"))
+        plain.load_state_dict(whole.state_dict())
+        prototype, promised = split(whole, ep_size), split(whole, ep_size, equal_tokens=True)
+        all_to_all = split(plain, ep_size)
+        rows: list[int] = []
+        for layer in (prototype, promised):
+            layer.experts.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(int(inputs[1].sum())))
+        torch.manual_seed(dist.get_rank())
+        x = torch.rand(tokens, HIDDEN)
+        expected = whole(x)
+
+        others, local_experts = ep_size - 1, settings.num_experts // ep_size
+        remote_pairs = tokens * 4 * others // ep_size
+        for layer, message in ((prototype, local_experts + 1), (promised, local_experts)):
+            output, within, between = forward(layer, x)
+            assert_equal(output, expected.hidden_states)
+            assert between == 0
+            # There and back a row per token and other rank; a gate and a position per pair; the numbers.
+            assert within == 2 * others * tokens * row + remote_pairs * (4 + 4) + others * message * 8
+        assert rows == [tokens * 4] * 2, "each rank computes as many rows as every other, whatever the router does"
+
+        _, within, _ = forward(all_to_all, x)
+        by_rank = expected.stats.expert_counts.view(ep_size, -1).sum(1)
+        assert by_rank.tolist() == [tokens * 4 / ep_size] * ep_size  # whole prototypes
+        assert within == 2 * remote_pairs * row + others * local_experts * 8
+        # Rows by prototypes : rows by pairs = ep_size : Z.
+        assert others * tokens * row * 4 == remote_pairs * row * ep_size
+
+    if world_size == 4:
+        check_bytes_between_nodes(tokens, row)
+
+
+def check_bytes_between_nodes(tokens: int, row: int) -> None:
+    """Two nodes of two ranks; top-3 over 8 experts, so that a node's two choices of a token cross once."""
+    flat = make_layer(config(num_prototypes=1, top_k=3))
+    nodes = make_layer(config(num_prototypes=1, top_k=3, ranks_per_node=2))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(tokens, HIDDEN)
+    chosen = flat.router(x).flatten(1).topk(3).indices  # [T, 3]
+    other_node = chosen // 4 != dist.get_rank() // 2
+    output, *sent = forward(split(nodes, 4), x)
+    assert_equal(output, flat(x).hidden_states)
+    # What a rank sends back is what it was sent, so the sums over ranks are known.
+    crossing, pairs, elsewhere = sum_over_ranks(
+        other_node.any(1).sum(), other_node.sum(), (chosen // 2 != dist.get_rank()).sum()
+    )
+    within, between = sum_over_ranks(*map(torch.tensor, sent))
+    assert crossing < pairs
+    assert between == 2 * crossing * row + pairs * (4 + 4) + 4 * (4 + 1) * 8
+    assert within > 0
+
+    _, *sent = forward(split(flat, 4), x)
+    within, between = sum_over_ranks(*map(torch.tensor, sent))
+    assert between == 0, "nodes are not known, so all counts as within"
+    assert within == 2 * elsewhere * row + 4 * 3 * 2 * 8
+
+    # By prototypes a token crosses once for all prototypes of the other node.
+    layer = make_layer(config(ranks_per_node=2))
+    _, within, between = forward(split(layer, 4, equal_tokens=True), x)
+    assert between == 2 * tokens * row + 2 * tokens * (4 + 4) + 4 * 8
+    assert within == 2 * (2 * tokens) * row + 2 * tokens * (4 + 4) + 2 * 8
+
+
+def sum_over_ranks(*values: Tensor) -> list[int]:
+    total = torch.stack(values)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def check_payloads(world_size: int) -> None:
+    """Rounded rows: the output is off by what the format rounds, and the bytes shrink to its size."""
+    rank = dist.get_rank()
+    for settings in (
+        {},
+        {"exchange": "all_to_all"},
+        {"num_prototypes": 2, "exchange": "prototype"},
+        {"num_prototypes": 1, "top_k": 3, "ranks_per_node": max(1, world_size // 2)},
+    ):
+        whole = make_layer(config(**settings))
+        torch.manual_seed(rank)
+        x = torch.randn(32, HIDDEN)
+        results, sizes = {}, {}
+        for payload in ("same", "bfloat16", "float8"):
+            layer = make_layer(config(payload=payload, **settings))
+            layer = split(layer, world_size)
+            own = x.clone().requires_grad_()
+            output, within, between = forward(layer, own)
+            output.square().sum().backward()
+            results[payload], sizes[payload] = (output.detach(), own.grad), within + between
+        expected = x.clone().requires_grad_()
+        whole(expected).hidden_states.square().sum().backward()
+        # A rounding of up to 2^-8 (2^-4) of each number at every trip, random in sign, with weights near 1.
+        for payload, tolerance in (("bfloat16", 0.01), ("float8", 0.1)):
+            for found, exact in zip(results[payload], (results["same"][0], expected.grad), strict=True):
+                error = (found - exact).norm() / exact.norm()
+                assert 0 < error < tolerance, f"{settings} {payload} {error}"
+        assert sizes["float8"] < sizes["bfloat16"] < sizes["same"]
+        output, *_ = forward(layer, x[:0].requires_grad_())  # no token on any rank
+        output.sum().backward()
+
+    # The rows of an all-to-all alone: D numbers of 4 or 2 bytes there and back; D bytes and a scale there.
+    base = {}
+    for payload in ("same", "bfloat16", "float8"):
+        layer = split(make_layer(config(exchange="all_to_all", payload=payload)), world_size)
+        _, within, _ = forward(layer, x)
+        base[payload] = within - (world_size - 1) * (8 // world_size) * 8
+    assert base["bfloat16"] * 2 == base["same"]
+    assert base["float8"] * 2 * HIDDEN == base["bfloat16"] * (HIDDEN // 2 + 2 + HIDDEN)
+
+    # In autocast the experts compute in bfloat16 anyway: rounding on the way there changes nothing.
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        same, rounded = (
+            split(make_layer(config(payload=payload, exchange="all_to_all")), world_size)(x).hidden_states
+            for payload in ("same", "bfloat16")
+        )
+    assert torch.equal(same, rounded)
