@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import typer
 from record import ROOT, Recorder, spread
 
-from tests.fixtures.tiny_run import tiny_document
 from tests.slurm.cluster import LocalCluster, why_not
-from tests.slurm.conftest import SITE
 from tests.slurm.kills import INTERVAL, MOMENTS, kill_at_random, steps_for, summary
-from tests.slurm.run import ClusterRun
+from tests.slurm.run import ClusterRun, jobs_go_to
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,12 +28,9 @@ def soak(kills: int = 50, seed: int = 1) -> None:
     with tempfile.TemporaryDirectory(prefix="m6_soak_") as name:
         folder = Path(name)
         cluster = LocalCluster(folder / "cluster")
-        tiny_document(folder)  # builds the data
-        (folder / "cluster.env").write_text(SITE, encoding="utf-8")
-        cluster.start()
-        environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "M6_CLUSTER_ENV": str(folder / "cluster.env")}
         try:
-            with mock.patch.dict(os.environ, environment):
+            cluster.start()
+            with jobs_go_to(cluster, folder):
                 numbers = _soak(cluster, folder, kills, seed)
         finally:
             cluster.stop()

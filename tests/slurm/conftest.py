@@ -4,30 +4,18 @@ A test that takes the fixture ``played`` names a function of scenarios.py with `
 does things to a run, and returns what the test then judges.
 """
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from tests.fixtures.tiny_run import tiny_document
 from tests.slurm import scenarios
 from tests.slurm.cluster import LocalCluster, why_not
-from tests.slurm.run import ClusterRun
+from tests.slurm.run import ClusterRun, jobs_go_to
 
 AT_A_TIME = 4
-# Every job on this cluster: this interpreter, the loopback device, and what its own run asks for.
-SITE = f"""
-PATH={Path(sys.executable).parent}:$PATH
-export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp MIN_SHM_GB=0
-mkdir -p "$TMPDIR"
-WATCH_INTERVAL_S=1 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
-source "$RUN_DIR.env"
-"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,10 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def folder(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> Iterator[Path]:
     """Where the runs lie; jobs that are submitted meanwhile go to the local cluster."""
     folder = tmp_path_factory.mktemp("slurm")
-    tiny_document(folder)  # builds the data
-    (folder / "cluster.env").write_text(SITE, encoding="utf-8")
-    environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "M6_CLUSTER_ENV": str(folder / "cluster.env")}
-    with mock.patch.dict(os.environ, environment):
+    with jobs_go_to(cluster, folder):
         yield folder
 
 

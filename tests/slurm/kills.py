@@ -80,18 +80,11 @@ def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
 
 def summary(kills: list[Kill]) -> dict[str, Any]:
     """The figures of a soak."""
-    recoveries = sorted(kill.first_step_after_s for kill in kills if kill.first_step_after_s is not None)
     return {
         "kills": len(kills),
         "moments": {name: sum(kill.moment == name for kill in kills) for name in MOMENTS},
         "checkpoint_interval_steps": INTERVAL,
         "lost_steps_max": max(kill.lost_steps for kill in kills),
-        "first_step_after_s": {
-            "median": recoveries[len(recoveries) // 2],
-            "min": recoveries[0],
-            "max": recoveries[-1],
-            "measured": len(recoveries),
-        },
         "each": [{**asdict(kill), "lost_steps": kill.lost_steps} for kill in kills],
     }
 

@@ -6,13 +6,15 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from m6.cluster.submission import plan_submission, submit
 from m6.training.checkpoint import complete_checkpoints
-from tests.fixtures.tiny_run import write_tiny_config
+from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 from tests.slurm.cluster import LocalCluster, send, wait_until
 
 STEPS, INTERVAL = 120, 10
@@ -29,6 +31,26 @@ _NUMBERS = (
     "experts",
 )
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "")
+
+
+# Every job on this cluster: this interpreter, the loopback device, and what its own run asks for.
+_SITE = f"""
+PATH={Path(sys.executable).parent}:$PATH
+export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp MIN_SHM_GB=0
+mkdir -p "$TMPDIR"
+WATCH_INTERVAL_S=1 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
+source "$RUN_DIR.env"
+"""
+
+
+@contextlib.contextmanager
+def jobs_go_to(cluster: LocalCluster, folder: Path) -> Iterator[None]:
+    """Inside ``with``, what is submitted goes to a local cluster; ``folder`` gets the data and the site's settings."""
+    tiny_document(folder)  # builds the data
+    (folder / "cluster.env").write_text(_SITE, encoding="utf-8")
+    environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "M6_CLUSTER_ENV": str(folder / "cluster.env")}
+    with mock.patch.dict(os.environ, environment):
+        yield
 
 
 class ClusterRun:

@@ -58,9 +58,50 @@ def stop_while_starting(make_run: MakeRun) -> ClusterRun:
     return run
 
 
+def time_limit(make_run: MakeRun) -> ClusterRun:
+    """Slurm itself asks to stop, in the second minute: eight before the job's limit of ten, and up to one earlier.
+
+    Until it has, the run stands still: how fast it is must not matter.
+    """
+    run = make_run("time_limit")
+    run.submit(time_limit_min=10, signal_lead_s=480)
+    run.wait_for_step(MIDDLE)
+    job_log = next(run.root.glob("slurm/*.log"))
+    stops = job_log.read_text().count("asked to stop")
+    processes = run.wait_for_ranks().values()
+    for process in processes:
+        send(process, signal.SIGSTOP)
+    run.wait_until(lambda: job_log.read_text().count("asked to stop") > stops, "the signal before the time limit")
+    run.cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=30")  # for the next attempt: once is enough
+    for process in processes:
+        send(process, signal.SIGCONT)
+    run.wait_for_file("DONE")
+    run.wait_for_end()
+    return run
+
+
+def stopped_before_saving(make_run: MakeRun) -> ClusterRun:
+    """Every attempt is stopped while it is in preflight."""
+    run = make_run("stopped_before_saving", "export PREFLIGHT_HOOK='sleep 600' PREFLIGHT_TIMEOUT_S=600")
+    run.submit()
+    for attempt in (1, 2):
+        run.wait_for_attempt(attempt)
+        run.wait_until((run.attempts()[-1] / "preflight" / "clock").exists, "preflight")
+        run.ask_to_stop()
+    run.wait_for_end()
+    return run
+
+
+def mistake(make_run: MakeRun) -> ClusterRun:
+    return _smoke_script(make_run("mistake"), "--set", "m6.training.totl_steps=4")
+
+
 def smoke_script(make_run: MakeRun) -> ClusterRun:
-    """``sbatch scripts/slurm/smoke.sbatch`` as it is; the options only make its configuration tiny."""
-    run = make_run("smoke_script")
+    return _smoke_script(make_run("smoke_script"))
+
+
+def _smoke_script(run: ClusterRun, *arguments: str) -> ClusterRun:
+    """``sbatch scripts/slurm/smoke.sbatch`` as it is; the options make its configuration tiny."""
     own = json.loads(run.config.read_text(encoding="utf-8"))["m6"]
     small = {"training.total_steps": 4, "pseudo_to_real.switch_step": 2}
     settings = {**{f"model.{key}": value for key, value in own["model"].items()}, **small}
@@ -70,7 +111,7 @@ def smoke_script(make_run: MakeRun) -> ClusterRun:
     script = ROOT / "scripts" / "slurm" / "smoke.sbatch"
     environment = f"RUN_DIR={run.root},M6_ROOT={ROOT},M6_CLUSTER_ENV={run.folder / 'cluster.env'}"
     where = [f"--chdir={ROOT}", f"--output={run.root}.log", f"--export=ALL,{environment}"]
-    run.job = run.cluster.run("sbatch", "--parsable", *where, str(script), *options).strip()
+    run.job = run.cluster.run("sbatch", "--parsable", *where, str(script), *options, *arguments).strip()
     run.wait_for_end()
     return run
 

@@ -57,6 +57,37 @@ def test_a_stop_while_the_ranks_are_starting(played: ClusterRun, whole: ClusterR
     assert f"resumed {played.root} at step 1" in (second / "rank_00000.log").read_text()
 
 
+@pytest.mark.scenario("time_limit", "left_alone")
+def test_the_signal_that_slurm_sends_before_the_time_limit(played: ClusterRun, whole: ClusterRun):
+    assert_same_as(whole, played)
+    fields = played.cluster.job_fields(played.job)
+    assert fields["JobState"] == "COMPLETED"
+    stops = played.log().count(": asked to stop")
+    assert stops >= 1
+    assert fields["Restarts"] == str(stops), "each time it saved, and requeued itself"
+    first, second = played.attempts()[:2]
+    stopped_at = int((first / "rank_00000.log").read_text().rsplit("at step ", 1)[1])
+    assert f"resumed {played.root} at step {stopped_at}" in (second / "rank_00000.log").read_text()
+
+
+@pytest.mark.scenario("stopped_before_saving")
+def test_a_job_that_is_stopped_before_it_can_save(played: ClusterRun):
+    assert played.cluster.state(played.job) == "FAILED"
+    assert played.cluster.job_fields(played.job)["Restarts"] == "1", "the first time it may have been bad luck"
+    assert "two attempts in a row were stopped before they could save anything" in (played.root / "FATAL").read_text()
+    assert len(played.attempts()) == 2
+
+
+@pytest.mark.scenario("mistake")
+def test_a_mistake_is_made_once(played: ClusterRun):
+    assert played.cluster.state(played.job) == "FAILED"
+    reason = (played.root / "FATAL").read_text()
+    assert 'm6.training.totl_steps: unknown key; did you mean "total_steps"?' in reason
+    assert reason.count("\n") == 1
+    assert len(played.attempts()) == 1
+    assert played.cluster.job_fields(played.job)["Restarts"] == "0"
+
+
 @pytest.mark.scenario("smoke_script")
 def test_the_smoke_script_as_it_is(played: ClusterRun):
     assert played.cluster.state(played.job) == "COMPLETED", played.root.with_suffix(".log").read_text()
@@ -92,9 +123,10 @@ def test_crashes_without_progress_come_to_an_end(played: ClusterRun):
 
 @pytest.mark.scenario("hang", "left_alone")
 def test_a_rank_that_hangs(played: tuple[ClusterRun, int], whole: ClusterRun):
-    run, _ = played
+    run, checkpoint = played
     assert_same_as(whole, run)
-    first, _ = run.attempts()
+    first, second = run.attempts()
+    assert f"resumed {run.root} at step {checkpoint}" in (second / "rank_00000.log").read_text()
     for rank in (0, 1):
         assert "most recent call first" in (first / f"rank_{rank:05d}.log").read_text(), "every rank told its stacks"
     assert "all_reduce" in (first / "rank_00000.log").read_text(), "rank 0 was waiting for the other"
