@@ -78,14 +78,6 @@ class TextToImageSettings(TaskSettings):
         description="share of samples without their text, from which classifier-free guidance (arXiv 2207.12598) "
         "learns what any picture looks like",
     )
-    code_noise: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="the largest share of a picture's codes that the model reads as random ones while it learns to "
-        "write the right ones, each sample with a share of its own; so it learns to go on from a code that it drew "
-        "wrongly",
-    )
 
 
 class ObjectivesSettings(_Settings):
@@ -136,14 +128,11 @@ class Sample:
 class Example:
     """One training sequence ``[<image> x P]? + source_ids + <bos> + target_ids + <eos>``.
 
-    Attributes:
-        read_ids: what the model reads in the target ids' places where that differs from what it has to write.
-        weights: loss weights of the target ids and of ``<eos>`` (so one more than target_ids); None: all 1.
+    ``weights`` are the loss weights of the target ids and of ``<eos>`` (so one more than target_ids); None: all 1.
     """
 
     source_ids: list[int]
     target_ids: list[int]
-    read_ids: list[int] | None = None
     image: bytes | None = None
     weights: list[float] | None = None
     objective_id: int = 0
@@ -169,23 +158,6 @@ def _answer(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]
     return answer
 
 
-def _as_it_is(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> None:
-    return None
-
-
-def _with_random_codes(
-    ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: TextToImageSettings
-) -> list[int] | None:
-    if settings.code_noise == 0:
-        return None
-    read = np.array(ids)
-    codes = read[1:-1]  # between <boi> and <eoi>
-    wrong = rng.random(len(codes)) < rng.uniform(0, settings.code_noise)
-    first = tokenizer.image_code_to_id(0)
-    codes[wrong] = rng.integers(first, first + tokenizer.image_vocab_size, size=int(wrong.sum()))
-    return read.tolist()
-
-
 @dataclass(frozen=True)
 class _Objective:
     kind: str
@@ -194,8 +166,6 @@ class _Objective:
     """(text ids, random numbers, tokenizer, settings) -> source ids"""
     make_target: Callable[[Sample, list[int], M6Tokenizer], list[int]] = _text
     """(row, its text ids, tokenizer) -> target ids"""
-    corrupt_target: Callable[[list[int], np.random.Generator, M6Tokenizer, Any], list[int] | None] = _as_it_is
-    """(target ids, random numbers, tokenizer, settings) -> what is read in their places, if that is something else"""
     has_pixels: bool = False
     """Whether the patches of the picture come first."""
     num_texts: int = 1
@@ -275,7 +245,7 @@ _REGISTRY: dict[str, _Objective] = {
     "language_modelling": _Objective("text", _nothing),
     "image_captioning": _Objective("image_text", _nothing, has_pixels=True),
     "image_text_denoising": _Objective("image_text", _masked, has_pixels=True, num_texts=2),
-    "text_to_image": _Objective("image_text", _unless_dropped, _codes, _with_random_codes),
+    "text_to_image": _Objective("image_text", _unless_dropped, _codes),
     "text_classification": _Objective("labelled_text", _whole, _answer),
     "image_text_matching": _Objective("image_text", _whole, _answer, has_pixels=True),
 }
@@ -348,12 +318,9 @@ def make_example(
     ids = _text_ids(sample, tokenizer, max_tokens)
     if kind.has_pixels and sample.image is None:
         raise BadRow("no image")
-    own = settings.of(objective)
-    target = kind.make_target(sample, ids, tokenizer)
     return Example(
-        source_ids=kind.make_source(ids, rng, tokenizer, own),
-        target_ids=target,
-        read_ids=kind.corrupt_target(target, rng, tokenizer, own),
+        source_ids=kind.make_source(ids, rng, tokenizer, settings.of(objective)),
+        target_ids=kind.make_target(sample, ids, tokenizer),
         image=sample.image if kind.has_pixels else None,
         objective_id=OBJECTIVES.index(objective),
     )
