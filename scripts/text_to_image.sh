@@ -11,7 +11,8 @@ here=scripts/experiments/text_to_image
 out=${1:-runs/text_to_image}
 pictures=data/pictures  # all of them, from which the image tokenizer learns what pictures look like
 data=data/text_to_image # those whose captions the model learns
-rows=200                # of each source: 200 emoji are 40 concepts, a fair sample of all, in five drawing styles
+emoji=200               # 40 concepts, a fair sample of all, in five drawing styles
+shapes=3000             # coloured shapes, of which the split leaves 1,762 to train on
 make_environment data
 mkdir -p "$out"
 
@@ -23,13 +24,14 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
     printf '%s\t%d\n' "$name" "$((SECONDS - begin))" >>"$out/times.tsv"
 }
 
-on_both_cores() { # on_both_cores COMMAND...: one rank on each core is faster than one with two threads
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6.cli "$@" --set train_micro_batch_size_per_gpu=8
+on_both_cores() { # on_both_cores COMMAND...: one rank on each core, each with half of the experts
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6.cli "$@" --set train_micro_batch_size_per_gpu=8 \
+        --set m6.training.ep_size=2
 }
 
 build() {
     m6 data build emoji easy_vqa --out "$pictures"
-    m6 data build inews emoji easy_vqa_compositions --limit "$rows" --out "$data"
+    m6 data build inews emoji easy_vqa_compositions --limit "$emoji" --limit "easy_vqa_compositions=$shapes" --out "$data"
     if [ ! -d "$data/tokenizer" ]; then
         m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 3000 --image-vocab-size 1024 \
             --character-coverage 0.995 --sample-megabytes 2

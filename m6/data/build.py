@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -33,7 +33,7 @@ from m6.data.shards import ShardWriter
 from m6.data.sources.base import Row, Source
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
-from m6.errors import UserError
+from m6.errors import UserError, nearest
 
 LISTED_SKIPS = 100
 CHUNK_ROWS = 32  # rows that travel to a worker process together
@@ -41,18 +41,22 @@ CHUNK_ROWS = 32  # rows that travel to a worker process together
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """What decides the contents of a data folder, besides its sources."""
+    """What decides the contents of a data folder, besides its sources.
+
+    ``limit`` is the most rows of every source, but of those that ``limits`` names.
+    """
 
     image_size: int = 64
     passage_chars: int = 256
     limit: int | None = None
+    limits: dict[str, int] = field(default_factory=dict)
     validation_share: float = 0.01
     test_share: float = 0.01
     max_bad_share: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "passage_chars", "limit"):
-            value = getattr(self, name)
+        counts = {name: getattr(self, name) for name in ("image_size", "passage_chars", "limit")}
+        for name, value in (counts | {f"limit of {source}": limit for source, limit in self.limits.items()}).items():
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; expected at least 1")
         for name in ("validation_share", "test_share", "max_bad_share"):
@@ -74,9 +78,12 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
     repeated = [name for name, n in collections.Counter(source.name for source in sources).items() if n > 1]
     if repeated:
         raise UserError(f'two sources are called "{repeated[0]}"; name one with CALLED=PATH')
+    for name in settings.limits:
+        if name not in (names := [source.name for source in sources]):
+            raise UserError(f'a limit for "{name}", which is not among the sources{nearest(name, names)}')
     out = out.resolve()
     origins = {source.name: source.origin() for source in sources}
-    recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share"}
+    recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share" and value != {}}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
         if existing is not None and _describes(existing, recipe, origins):
@@ -123,11 +130,12 @@ def _build_source(
 ) -> tuple[dict[Split, SplitEntry], dict[str, int]]:
     test_share = 0.0 if source.own_test_split else settings.test_share
     skipped: collections.Counter[str] = collections.Counter()
+    limit = settings.limits.get(source.name, settings.limit)
     rows = tqdm(
-        itertools.islice(source.rows(), settings.limit),
+        itertools.islice(source.rows(), limit),
         desc=source.name,
         unit=" rows",
-        total=settings.limit,
+        total=limit,
         disable=None,  # silent unless on a terminal
     )
     with ExitStack() as stack:

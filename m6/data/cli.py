@@ -2,13 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
 from m6.data.build import BuildSettings
 from m6.data.build import build as build_folder
 from m6.data.sources import BUILT_IN, SourceOptions, find_source
+from m6.errors import UserError
 
 app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_help=True)
 
@@ -28,6 +29,14 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _parse_limit(text: str) -> tuple[str, int]:
+    """``N`` or ``SOURCE=N``: the source, empty for all others, and its rows."""
+    source, _, rows = text.rpartition("=")
+    if not rows.isdigit():
+        raise UserError(f"--limit {text}: expected N or SOURCE=N, as in 500 or emoji=500")
+    return source, int(rows)
+
+
 @app.command()
 def build(
     source: Annotated[
@@ -40,7 +49,10 @@ def build(
     out: Annotated[Path, typer.Option(help="The data folder to make.")],
     image_size: Annotated[int, typer.Option(help="Longest side of a stored picture, in pixels.")] = 64,
     passage_chars: Annotated[int, typer.Option(help="Longest passage or caption, in characters.")] = 256,
-    limit: Annotated[int | None, typer.Option(help="Use the first N rows of each source only.")] = None,
+    limit: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Use the first N rows of each source only; SOURCE=N: of that source. May be given often."),
+    ] = None,
     validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
     test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
     max_bad_share: Annotated[float, typer.Option(help="More bad rows than this share are an error.")] = 0.01,
@@ -56,10 +68,12 @@ def build(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
 ) -> None:
     """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
+    limits = dict(_parse_limit(text) for text in limit or [])
     settings = BuildSettings(
         image_size=image_size,
         passage_chars=passage_chars,
-        limit=limit,
+        limit=limits.pop("", None),
+        limits=limits,
         validation_share=validation_share,
         test_share=test_share,
         max_bad_share=max_bad_share,

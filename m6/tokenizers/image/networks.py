@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from m6.tokenizers.image.configuration import NUM_GROUPS, ImageTokenizerConfig
+from m6.tokenizers.image.configuration import ImageTokenizerConfig
+
+
+class PositionNorm(nn.LayerNorm):
+    """Normalises each position over its channels, ``[B, C, H, H]``, so that positions do not learn of each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class ResBlock(nn.Module):
-    """``x + f(x)`` with two 3x3 convolutions behind norms; ``[B, C, H, H]`` to the same."""
+    """``x + f(x)`` with two convolutions behind norms; ``[B, C, H, H]`` to the same."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
-        self.branch = nn.Sequential(*_norm(channels), _conv(channels, channels), *_norm(channels))
-        self.last = _conv(channels, channels)
+        self.branch = nn.Sequential(*_norm(channels), _conv(channels, channels, kernel_size), *_norm(channels))
+        self.last = _conv(channels, channels, kernel_size)
         nn.init.zeros_(self.last.weight)  # a deep stack starts as the identity
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,12 +34,12 @@ class Encoder(nn.Sequential):
         finest, coarsest = config.channels[0], config.channels[-1]
         layers: list[nn.Module] = [
             nn.PixelUnshuffle(config.patch_size),
-            _conv(3 * config.patch_size**2, finest),
+            _conv(3 * config.patch_size**2, finest, 1),
         ]
         for level, channels in enumerate(config.channels):
             if level:
-                layers += [nn.PixelUnshuffle(2), _conv(4 * config.channels[level - 1], channels)]
-            layers += [ResBlock(channels) for _ in range(config.num_res_blocks)]
+                layers += [nn.PixelUnshuffle(2), _conv(4 * config.channels[level - 1], channels, 1)]
+            layers += [ResBlock(channels, 1) for _ in range(config.num_res_blocks)]
         super().__init__(*layers, *_norm(coarsest), nn.Conv2d(coarsest, config.codebook_dim, 1))
 
 
@@ -41,19 +48,19 @@ class Decoder(nn.Sequential):
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
         finest = config.channels[0]
-        layers: list[nn.Module] = [_conv(config.codebook_dim, config.channels[-1])]
+        layers: list[nn.Module] = [_conv(config.codebook_dim, config.channels[-1], 3)]
         for level in reversed(range(len(config.channels))):
             channels = config.channels[level]
-            layers += [ResBlock(channels) for _ in range(config.num_res_blocks)]
+            layers += [ResBlock(channels, 3) for _ in range(config.num_res_blocks)]
             if level:
-                layers += [_conv(channels, 4 * config.channels[level - 1]), nn.PixelShuffle(2)]
-        head = _conv(finest, 3 * config.patch_size**2)
+                layers += [_conv(channels, 4 * config.channels[level - 1], 3), nn.PixelShuffle(2)]
+        head = _conv(finest, 3 * config.patch_size**2, 3)
         super().__init__(*layers, *_norm(finest), head, nn.PixelShuffle(config.patch_size))
 
 
-def _conv(inputs: int, outputs: int) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
+def _conv(inputs: int, outputs: int, kernel_size: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size, padding=kernel_size // 2)
 
 
 def _norm(channels: int) -> tuple[nn.Module, nn.Module]:
-    return nn.GroupNorm(NUM_GROUPS, channels), nn.SiLU()
+    return PositionNorm(channels), nn.SiLU()

@@ -174,6 +174,17 @@ def test_limit_counts_rows_of_each_source(tmp_path):
     assert [sum(s.rows for s in entry.splits.values()) for entry in manifest.sources.values()] == [4, 4]
 
 
+def test_a_source_may_have_a_limit_of_its_own(tmp_path):
+    sources = [Fake(pairs(9)), Fake(pairs(9), name="second")]
+    settings = BuildSettings(limit=4, limits={"second": 6})
+    manifest, _ = build(sources, tmp_path / "data", settings)
+    assert [sum(s.rows for s in entry.splits.values()) for entry in manifest.sources.values()] == [4, 6]
+    with pytest.raises(UserError, match=r'a limit for "secnd".*did you mean "second"'):
+        build(sources, tmp_path / "other", BuildSettings(limits={"secnd": 6}))
+    with pytest.raises(UserError, match="limit of second is 0"):
+        BuildSettings(limits={"second": 0})
+
+
 def test_two_sources_of_one_name_are_refused(tmp_path):
     with pytest.raises(UserError, match='two sources are called "fake"'):
         build([Fake([]), Fake([])], tmp_path / "data", BuildSettings())
