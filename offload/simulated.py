@@ -216,8 +216,8 @@ class SimulatedDevice(Device):
             for event in after:
                 self._join(queue, event)
             up = queue == "upload"
-            self._access(queue, source.data_ptr() if up else _key(memory), write=False)
-            self._access(queue, _key(memory) if up else target.data_ptr(), write=True)
+            self._access(queue, source.data_ptr() if up else self._key(memory), write=False)
+            self._access(queue, self._key(memory) if up else target.data_ptr(), write=True)
             self._times[queue] += self._latency_s + source.nbytes / self._rate(queue, source, target)
             copy = _Copy(_moving(source, target, memory), [event.copy for event in after if event.copy is not None])
             self._queues[queue].append(copy)
@@ -272,7 +272,7 @@ class SimulatedDevice(Device):
     def computes_on(self, memory: Memory, write: bool) -> None:
         with self._lock:
             self._enqueue("compute")
-            self._access("compute", _key(memory), write)
+            self._access("compute", self._key(memory), write)
 
     def host_accesses(self, memory: Tensor, write: bool) -> None:
         with self._lock:
@@ -307,6 +307,16 @@ class SimulatedDevice(Device):
             clock[other] = max(clock.get(other, 0), count)
         self._times[name] = max(self._times[name], event.time_s)
 
+    def _key(self, memory: Memory) -> int:
+        """By which accesses to a piece of the device's memory are found; those to a tensor's end with its storage."""
+        if isinstance(memory, Buffer):
+            return id(memory)
+        storage = memory.untyped_storage()
+        key = storage._cdata
+        if key not in self._accesses:
+            weakref.finalize(storage, self._accesses.pop, key, None)
+        return key
+
     def _access(self, name: str, memory: int, write: bool) -> None:
         clock, accesses = self._clocks[name], self._accesses.setdefault(memory, _Accesses())
         earlier = [("write", accesses.writes)] + ([("read", accesses.reads)] if write else [])
@@ -320,11 +330,6 @@ class SimulatedDevice(Device):
             accesses.writes, accesses.reads = {name: clock[name]}, {}
         else:
             accesses.reads[name] = clock[name]
-
-
-def _key(memory: Memory) -> int:
-    """By which accesses to a piece of the device's memory are found. Another tensor at the same place is the same."""
-    return id(memory) if isinstance(memory, Buffer) else memory.untyped_storage()._cdata
 
 
 def _moving(source: Tensor, target: Tensor, memory: Memory) -> Callable[[], object]:

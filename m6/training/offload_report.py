@@ -73,6 +73,7 @@ def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Pl
         "step": step,
         "device": type(runtime.device).__name__,
         "budget_bytes": runtime.device.budget_bytes,
+        "activations": {"host_bytes": runtime.activations.host_bytes},
         "planned": [
             {
                 "chunk": moment.chunk,
