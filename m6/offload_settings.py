@@ -74,8 +74,8 @@ class OffloadSettings(Section):
     )
     host_budget_mib: Mib | Literal["auto"] = Field(
         "auto",
-        description="what this rank's experts may occupy on the host; auto: its share of 95 % of what is available. "
-        "More than is available is an error before the training starts",
+        description="what this rank's experts, and activations that wait there, may occupy on the host; auto: its "
+        "share of 95 % of what is available. More than is available is an error before the training starts",
     )
     chunk_mib: Mib | Literal["auto"] = Field(
         64.0,

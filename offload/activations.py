@@ -64,6 +64,7 @@ class ActivationOffload:
         self.arena = Arena(new_block, self.slab_bytes)
         self.downloaded_bytes = self.uploaded_bytes = 0
         self._units: list[_Unit] = []
+        self._inside = False
 
     @contextmanager
     def unit(self, staying: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -73,8 +74,10 @@ class ActivationOffload:
             staying: tensors whose memory stays whoever saves it, as parameters.
 
         Raises:
-            RuntimeError: in the unit before, a saved tensor was changed in place.
+            RuntimeError: in the unit before, a saved tensor was changed in place; or it has not ended.
         """
+        if self._inside:
+            raise RuntimeError("a unit of activations begins within another one")
         if not torch.is_grad_enabled():
             yield
             return
@@ -83,10 +86,14 @@ class ActivationOffload:
         if self._units:
             for saved in list(self._units[-1].saved.values()):
                 saved.leave()
-        unit = _Unit(len(self._units), {tensor.untyped_storage()._cdata for tensor in staying})
+        unit = _Unit(self._units[-1] if self._units else None, {tensor.untyped_storage()._cdata for tensor in staying})
         self._units.append(unit)
-        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
-            yield
+        self._inside = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
+                yield
+        finally:
+            self._inside = False
 
     def _pack(self, unit: _Unit, tensor: Tensor) -> Tensor | _View:
         storage = tensor.untyped_storage()
@@ -107,7 +114,7 @@ class ActivationOffload:
         memory = packed.saved.read()
         if not unit.reached:
             unit.reached = True
-            for saved in reversed(list(self._units[unit.number - 1].saved.values())) if unit.number else ():
+            for saved in reversed(list(unit.before.saved.values())) if unit.before is not None else ():
                 saved.fetch()
         return memory.as_strided(packed.shape, packed.stride, packed.offset)
 
@@ -124,14 +131,14 @@ class ActivationOffload:
 class _Unit:
     """
     Attributes:
-        number: of units whose backward pass comes later.
+        before: the unit whose backward pass comes next.
         staying: ``_cdata`` of storages.
         saved: by storage and type, as long as a graph needs them.
         reached: the backward pass has come here.
     """
 
-    def __init__(self, number: int, staying: set[int]) -> None:
-        self.number, self.staying = number, staying
+    def __init__(self, before: _Unit | None, staying: set[int]) -> None:
+        self.before, self.staying = before, staying
         self.saved: weakref.WeakValueDictionary[tuple[int, torch.dtype], _Saved] = weakref.WeakValueDictionary()
         self.reached = False
 

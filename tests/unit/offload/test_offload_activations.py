@@ -154,6 +154,14 @@ def test_uploads_start_a_unit_ahead():
     assert activations.downloaded_bytes == 1600
 
 
+def test_units_do_not_nest():
+    activations = offloading()
+    with activations.unit(), pytest.raises(RuntimeError, match="begins within another one"), activations.unit():
+        pass
+    with activations.unit():  # what failed has ended
+        pass
+
+
 def test_without_gradients_nothing_happens():
     activations = offloading()
     weight = torch.randn(10, requires_grad=True)
