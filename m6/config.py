@@ -237,7 +237,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     deepspeed.check_experts(settings.training.ep_size)
     if settings.offload is not None:
         switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
-        deepspeed = check_offload(settings.offload, deepspeed, model, switch)
+        checkpointing = settings.training.activation_checkpointing
+        deepspeed = check_offload(settings.offload, deepspeed, model, switch, checkpointing)
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "

@@ -17,6 +17,7 @@ Kind = Literal["expert", "attention", "ffn", "norm", "router", "embedding"]
 TensorKind = Literal["parameter", "gradient", "optimizer_state", "activation"]
 Place = Literal["device", "stream", "host", "auto"]
 Mib = Annotated[float, Field(gt=0)]
+_HOST = {"device": "cpu", "pin_memory": True}
 _STORED: tuple[TensorKind, ...] = ("parameter", "gradient", "optimizer_state")
 
 
@@ -31,7 +32,8 @@ class OffloadRule(Section):
     place: Place = Field(
         description="device: it is owned by the device, and nothing of it moves; stream: it lives on the host and may "
         "stay on the device from one use to another; host: it leaves the device before others are used; auto: as is "
-        "planned"
+        "planned. Activations are on the device without a rule; host: they wait for the backward pass on the host; "
+        "auto: so where no plan fits otherwise"
     )
 
 
@@ -72,8 +74,8 @@ class OffloadSettings(Section):
     )
     host_budget_mib: Mib | Literal["auto"] = Field(
         "auto",
-        description="what this rank's experts may occupy on the host; auto: its share of 95 % of what is available. "
-        "More than is available is an error before the training starts",
+        description="what this rank's experts, and activations that wait there, may occupy on the host; auto: its "
+        "share of 95 % of what is available. More than is available is an error before the training starts",
     )
     chunk_mib: Mib | Literal["auto"] = Field(
         64.0,
@@ -98,6 +100,18 @@ class OffloadSettings(Section):
     )
 
 
+Part = tuple[Kind, int | None]
+"""A kind of module and its layer; None outside of layers."""
+
+
+@dataclass(frozen=True)
+class ActivationPlaces:
+    """What of the model keeps its activations on the host, and what does so where no plan fits otherwise."""
+
+    host: frozenset[Part]
+    auto: frozenset[Part]
+
+
 @dataclass(frozen=True)
 class ExpertPlaces:
     """Layers whose experts are not left to the plan; see ``offload.Wishes``."""
@@ -108,12 +122,17 @@ class ExpertPlaces:
 
 
 def check_offload(
-    settings: OffloadSettings, deepspeed: DeepSpeedSettings, model: M6Config, pseudo_switch: str | None
+    settings: OffloadSettings,
+    deepspeed: DeepSpeedSettings,
+    model: M6Config,
+    pseudo_switch: str | None,
+    checkpointing: bool,
 ) -> DeepSpeedSettings:
     """Raises UserError for what cannot be done; returns DeepSpeed's settings, with its offload where that is asked for.
 
     Args:
         pseudo_switch: the rule by which the Pseudo stage ends, if there is one.
+        checkpointing: whether layers keep their inputs alone for the backward pass.
     """
     if settings.policy == "deepspeed":
         return _with_deepspeeds_own(settings, deepspeed)
@@ -144,13 +163,40 @@ def check_offload(
         raise UserError(f"m6.offload: {reason}")
     if settings.optimizer is not None:
         settings.optimizer.check()
-    resolve_rules(settings.rules, model, dense_states_on_host=_offloads_states(deepspeed))
+    deepspeed = _with_dense_states(settings.rules, model, deepspeed)
+    resolve_rules(settings.rules, model, dense_states_on_host=offloads_states(deepspeed))
+    resolve_activation_rules(settings.rules, model, checkpointing)
     return deepspeed
 
 
-def _offloads_states(deepspeed: DeepSpeedSettings) -> bool:
+def offloads_states(deepspeed: DeepSpeedSettings) -> bool:
+    """Whether DeepSpeed keeps optimizer state on the host."""
     section = deepspeed.keys.get("zero_optimization", {}).get("offload_optimizer") or {}
     return section.get("device", "none") != "none"
+
+
+def _with_dense_states(rules: list[OffloadRule], model: M6Config, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
+    """DeepSpeed's settings, with its offload of the optimizer where rules take all optimizer state to the host."""
+    dense = {(kind, layer) for kind, layer in _parts(model) if kind != "expert"}
+    named = {
+        (kind, layer)
+        for (kind, layer, tensor), (_, place) in _match(rules, model).items()
+        if tensor == "optimizer_state" and place == "host"
+    }
+    if not dense & named or offloads_states(deepspeed):
+        return deepspeed
+    if dense - named:
+        missing = ", ".join(sorted({kind for kind, _ in dense - named}))
+        raise UserError(
+            "m6.offload.rules: the optimizer state of all but experts is DeepSpeed's, which takes all of it to the "
+            f"host or none: name every layer of {missing}, too, or none of the dense kinds"
+        )
+    if deepspeed.zero_stage == 0:
+        raise UserError(
+            "m6.offload.rules: DeepSpeed takes optimizer state to the host at zero_optimization.stage 1 or 2, found 0"
+        )
+    section = {**deepspeed.keys["zero_optimization"], "offload_optimizer": _HOST}
+    return split_deepspeed({**deepspeed.keys, "zero_optimization": section})
 
 
 def _with_deepspeeds_own(settings: OffloadSettings, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
@@ -162,8 +208,7 @@ def _with_deepspeeds_own(settings: OffloadSettings, deepspeed: DeepSpeedSettings
     for key in ("offload_optimizer", "offload_param"):
         if key in section:
             raise UserError(f'zero_optimization.{key}: m6.offload with "policy": "deepspeed" sets it; keep one of both')
-    place = {"device": "cpu", "pin_memory": True}
-    own = {"offload_optimizer": place, **({"offload_param": place} if deepspeed.zero_stage == 3 else {})}
+    own = {"offload_optimizer": _HOST, **({"offload_param": _HOST} if deepspeed.zero_stage == 3 else {})}
     return split_deepspeed({**deepspeed.keys, "zero_optimization": {**section, **own}})
 
 
@@ -173,25 +218,11 @@ def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_hos
     Raises:
         UserError: a rule matches nothing, asks for what cannot be done, or contradicts another one.
     """
-    parts = list(_parts(model))
-    places: dict[tuple[Kind, int | None, TensorKind], tuple[int, Place]] = {}
-    for index, rule in enumerate(rules):
-        where = f"m6.offload.rules.{index}"
-        layers = None if rule.layers is None else _parse_layers(rule.layers, where)
-        matched = [
-            (kind, layer)
-            for kind, layer in parts
-            if rule.kind in (None, kind) and (layers is None or (layer is not None and layer in layers))
-        ]
-        if not matched:
-            raise UserError(f"{where}: {_nothing(rule, layers, parts, model.num_layers)}")
-        for kind, layer in matched:
-            for tensor in _STORED if rule.tensor is None else (rule.tensor,):
-                places[kind, layer, tensor] = (index, rule.place)
+    places = _match(rules, model)
     for (kind, _, tensor), (index, place) in places.items():
         _check_possible(f"m6.offload.rules.{index}", kind, tensor, place, dense_states_on_host)
     found: dict[str, set[int]] = {"owned": set(), "streamed": set(), "fetched": set()}
-    for layer in [layer for kind, layer in parts if kind == "expert" and layer is not None]:
+    for layer in [layer for kind, layer in _parts(model) if kind == "expert" and layer is not None]:
         own = {tensor: places.get(("expert", layer, tensor), (-1, "auto")) for tensor in _STORED}
         on_device = [index for index, place in own.values() if place == "device"]
         off_device = [index for index, place in own.values() if place in ("stream", "host")]
@@ -209,7 +240,50 @@ def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_hos
     return ExpertPlaces(*(frozenset(found[name]) for name in ("owned", "streamed", "fetched")))
 
 
-def _parts(model: M6Config) -> Iterator[tuple[Kind, int | None]]:
+def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpointing: bool) -> ActivationPlaces:
+    """Where autograd keeps what it saves.
+
+    Raises:
+        UserError: as ``resolve_rules``; also for a kind whose activations are computed anew.
+    """
+    found: dict[Place, set[Part]] = {"host": set(), "auto": set()}
+    for (kind, layer, tensor), (index, place) in _match(rules, model).items():
+        if tensor != "activation":
+            continue
+        where = f"m6.offload.rules.{index}"
+        if place == "stream":
+            raise UserError(f'{where}: activations wait for the backward pass; "place" has to be device, host or auto')
+        if checkpointing and layer is not None and rules[index].kind is not None:
+            raise UserError(
+                f"{where}: under m6.training.activation_checkpointing a layer keeps its input alone, which is of no "
+                "kind; leave kind out"
+            )
+        if place != "device":
+            found[place].add((kind, layer))
+    return ActivationPlaces(frozenset(found["host"]), frozenset(found["auto"]))
+
+
+def _match(rules: list[OffloadRule], model: M6Config) -> dict[tuple[Kind, int | None, TensorKind], tuple[int, Place]]:
+    """What the last rule that names a part's tensors says, and that rule's number."""
+    parts = list(_parts(model))
+    places: dict[tuple[Kind, int | None, TensorKind], tuple[int, Place]] = {}
+    for index, rule in enumerate(rules):
+        where = f"m6.offload.rules.{index}"
+        layers = None if rule.layers is None else _parse_layers(rule.layers, where)
+        matched = [
+            (kind, layer)
+            for kind, layer in parts
+            if rule.kind in (None, kind) and (layers is None or (layer is not None and layer in layers))
+        ]
+        if not matched:
+            raise UserError(f"{where}: {_nothing(rule, layers, parts, model.num_layers)}")
+        for kind, layer in matched:
+            for tensor in _STORED if rule.tensor is None else (rule.tensor,):
+                places[kind, layer, tensor] = (index, rule.place)
+    return places
+
+
+def _parts(model: M6Config) -> Iterator[Part]:
     """Every part of the model with its layer."""
     yield "embedding", None
     moe = model.moe_config() if model.moe is not None else None
@@ -233,7 +307,7 @@ def _parse_layers(text: str, where: str) -> set[int]:
     return layers
 
 
-def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[tuple[Kind, int | None]], num_layers: int) -> str:
+def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[Part], num_layers: int) -> str:
     kinds = {kind for kind, _ in parts}
     if rule.kind is not None and rule.kind not in kinds:
         return f"matches nothing: the model has no {rule.kind}; it has {', '.join(sorted(kinds))}"
@@ -249,17 +323,14 @@ def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[tuple[Kind,
 
 
 def _check_possible(where: str, kind: Kind, tensor: TensorKind, place: Place, dense_states_on_host: bool) -> None:
-    if place in ("stream", "host"):
-        if tensor == "activation":
-            raise UserError(
-                f'{where}: activations stay on the device; "place": "{place}" cannot be done. '
-                "m6.training.activation_checkpointing computes them anew instead"
-            )
-        if kind != "expert":
-            raise UserError(
-                f'{where}: {kind} is in DeepSpeed\'s engine, and only experts leave the device by rules: add "kind": '
-                '"expert"; zero_optimization.offload_optimizer takes the optimizer state of all other parameters to '
-                "the host"
-            )
-    if place == "device" and kind != "expert" and tensor == "optimizer_state" and dense_states_on_host:
+    if kind == "expert" or tensor == "activation":
+        return
+    done = tensor == "optimizer_state" and place == "host" and dense_states_on_host
+    if place in ("stream", "host") and not done:
+        raise UserError(
+            f'{where}: {kind} is in DeepSpeed\'s engine, and only experts leave the device by rules: add "kind": '
+            '"expert"; of all other parameters the optimizer state can go, by {"tensor": "optimizer_state", "place": '
+            '"host"} for all of them'
+        )
+    if place == "device" and tensor == "optimizer_state" and dense_states_on_host:
         raise UserError(f"{where}: contradicts zero_optimization.offload_optimizer, which takes {kind} to the host")

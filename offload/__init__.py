@@ -1,5 +1,6 @@
 """Expert parameters, gradients and optimizer state in host memory, streamed through a device under a byte budget."""
 
+from offload.activations import ActivationOffload
 from offload.chunk_size import search_chunk_bytes
 from offload.chunks import Stack, lay_out
 from offload.cuda import CudaDevice
@@ -18,6 +19,7 @@ from offload.update import OptimizerSettings
 from offload.worker import WorkerFailure
 
 __all__ = [
+    "ActivationOffload",
     "CudaDevice",
     "Device",
     "DryRuntime",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, cuda
 
-from offload.device import Buffer, Device, DeviceOutOfMemory, PeakCounter, Peaks, Rates
+from offload.device import Buffer, Device, DeviceOutOfMemory, Memory, PeakCounter, Peaks, Rates
 
 _PROBE_BYTES = 32 * 2**20
 _HOST_REGISTER_PORTABLE = 1
@@ -117,11 +117,11 @@ class CudaDevice(Device):
 
     # Copies
 
-    def upload(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[cuda.Event]) -> cuda.Event:
+    def upload(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[cuda.Event]) -> cuda.Event:
         self.uploaded_bytes += source.nbytes
         return self._copy(self._uploads, source, target, after)
 
-    def download(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[cuda.Event]) -> cuda.Event:
+    def download(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[cuda.Event]) -> cuda.Event:
         self.downloaded_bytes += source.nbytes
         return self._copy(self._downloads, source, target, after)
 
@@ -158,7 +158,7 @@ class CudaDevice(Device):
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
-    def computes_on(self, buffer: Buffer, write: bool) -> None:
+    def computes_on(self, memory: Memory, write: bool) -> None:
         """The stream of the computation keeps the order by itself."""
 
     def host_accesses(self, memory: Tensor, write: bool) -> None:

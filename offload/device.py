@@ -71,6 +71,11 @@ class Buffer:
         return tensor.set_(self.storage, offset_bytes // dtype.itemsize, tuple(shape))  # type: ignore[call-overload]
 
 
+Memory = Buffer | Tensor
+"""Where copies and computation meet: a buffer, or a tensor of PyTorch's own, which whoever copies keeps until the
+computation has waited for the copy."""
+
+
 class PeakCounter:
     """Follows the peaks of a moment. To be told before and after every change of what buffers occupy."""
 
@@ -102,6 +107,7 @@ class Device(ABC):
         pinned_bytes, pageable_bytes: host memory that is in use for copies, and whether it could be pinned.
         rates: how fast copies are.
         uploaded_bytes, downloaded_bytes: moved since the construction.
+        storages: ``_cdata`` of the storages behind buffers.
     """
 
     torch_device: torch.device
@@ -114,9 +120,16 @@ class Device(ABC):
         self.pageable_bytes = 0
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
+        self.storages: set[int] = set()
 
     def buffer(self, num_bytes: int) -> Buffer:
-        return Buffer(num_bytes, self.torch_device)
+        buffer = Buffer(num_bytes, self.torch_device)
+        self.storages.add(buffer.storage._cdata)
+        return buffer
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] of PyTorch's own memory, which counts as non-model memory; its content is undefined."""
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
     @abstractmethod
     def acquire(self, buffer: Buffer) -> None:
@@ -131,12 +144,12 @@ class Device(ABC):
         """Takes the memory back; the computation has waited for all copies from and to it."""
 
     @abstractmethod
-    def upload(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[Event]) -> Event:
-        """Queues a copy from host memory to ``target``, a view of ``buffer``, behind the events ``after``."""
+    def upload(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[Event]) -> Event:
+        """Queues a copy from host memory to ``target``, a view of ``memory``, behind the events ``after``."""
 
     @abstractmethod
-    def download(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[Event]) -> Event:
-        """Queues a copy from ``source``, a view of ``buffer``, to host memory behind the events ``after``."""
+    def download(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[Event]) -> Event:
+        """Queues a copy from ``source``, a view of ``memory``, to host memory behind the events ``after``."""
 
     @abstractmethod
     def compute_event(self) -> Event:
@@ -177,7 +190,7 @@ class Device(ABC):
 
     @abstractmethod
     def _unpin(self, memory: Tensor) -> None:
-        """Undoes ``_pin``."""
+        """Undoes ``_pin`` where that was granted."""
 
     def pin(self, memory: Tensor) -> bool:
         """Makes a block of host memory fit for copies that do not hold up the host; returns whether it is.
@@ -209,8 +222,8 @@ class Device(ABC):
             self.pageable_bytes -= memory.nbytes
 
     @abstractmethod
-    def computes_on(self, buffer: Buffer, write: bool) -> None:
-        """Declares that the computation queued next reads ``buffer``, or writes it too."""
+    def computes_on(self, memory: Memory, write: bool) -> None:
+        """Declares that the computation queued next reads ``memory``, or writes it too."""
 
     @abstractmethod
     def host_accesses(self, memory: Tensor, write: bool) -> None:

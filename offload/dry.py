@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from offload.activations import ActivationOffload
 from offload.chunks import Chunk, Stack, cut
-from offload.device import Peaks
+from offload.device import Event, Peaks
 from offload.meter import Meter
 from offload.recorder import StepRecorder
 from offload.trace import Trace
@@ -24,6 +25,9 @@ class DryRuntime:
     Args:
         meter: counts the bytes of tensors that are made; those of this object's weights it may count, too.
         constant_bytes: of what the meter does not see and the device will hold all the time.
+
+    Attributes:
+        activations: those that are to go to the host are dropped and made anew; it counts what would move.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class DryRuntime:
         self._chunks = cut(stacks, chunk_bytes, dtype)
         before = meter.total
         self._weights = [[torch.empty(shape, dtype=dtype) for shape in chunk.shapes] for chunk in self._chunks]
+        storages = {weight.untyped_storage()._cdata for weights in self._weights for weight in weights}
+        self.activations = ActivationOffload(_Nowhere(storages), _NoBlock)
         self._pinned: list[int] = []
         self._recorder = StepRecorder(_Gauge(meter, constant_bytes - (meter.total - before)))
 
@@ -81,3 +87,32 @@ class _Gauge:
 
     def seconds_between(self, begin: float, end: float) -> float:
         return end - begin
+
+
+class _Nowhere:
+    """A device for activations whose copies are none."""
+
+    def __init__(self, storages: set[int]) -> None:
+        self.storages = storages
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def upload(self, source: Tensor, target: Tensor, memory: Tensor, after: Sequence[Event]) -> None: ...
+
+    def download(self, source: Tensor, target: Tensor, memory: Tensor, after: Sequence[Event]) -> None: ...
+
+    def compute_event(self) -> None: ...
+
+    def compute_waits(self, event: Event) -> None: ...
+
+    def computes_on(self, memory: Tensor, write: bool) -> None: ...
+
+
+class _NoBlock:
+    def __init__(self, num_bytes: int) -> None: ...
+
+    def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
+        return torch.empty(0)
+
+    def free(self) -> None: ...

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offload.device import Device
+
+_ALIGNMENT = 512  # bytes, as those of device memory: what a copy engine likes
 
 
 class HostBlock:
@@ -22,8 +25,9 @@ class HostBlock:
 
     def __init__(self, num_bytes: int, device: Device) -> None:
         self._device = device
-        # Its memory goes back to the system with the last tensor that views it.
-        self._bytes = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+        # Its memory goes back to the system with the last tensor that views it. No operator makes it: a meter that
+        # counts what operators make does not see it.
+        self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         self._pinned = device.pin(self._bytes)
 
     def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
@@ -33,6 +37,70 @@ class HostBlock:
     def free(self) -> None:
         self._device.unpin(self._bytes, self._pinned)
         del self._bytes
+
+
+class Block(Protocol):
+    """Host memory; see ``HostBlock``."""
+
+    def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor: ...
+
+    def free(self) -> None: ...
+
+
+class Slab:
+    """A block whose pieces are given out in order; when the last one is back, anew."""
+
+    def __init__(self, block: Block, num_bytes: int) -> None:
+        self.block, self.num_bytes = block, num_bytes
+        self.used_bytes = self.num_pieces = 0
+
+
+class Arena:
+    """Host memory for what comes and goes as a stack does: slabs that stay, so that few blocks are ever pinned.
+
+    Args:
+        new_block: makes a block of a size.
+        slab_bytes: what is larger gets a slab of its own size.
+
+    Attributes:
+        num_bytes: of all slabs.
+    """
+
+    def __init__(self, new_block: Callable[[int], Block], slab_bytes: int) -> None:
+        self._new_block, self._slab_bytes = new_block, slab_bytes
+        self._slabs: list[Slab] = []
+        self._closed = False
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> tuple[Slab, int]:
+        """A piece: its slab and its offset there."""
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        fitting = (slab for slab in self._slabs if slab.used_bytes + num_bytes <= slab.num_bytes)
+        slab = next(fitting, None)
+        if slab is None:
+            size = max(num_bytes, self._slab_bytes)
+            slab = Slab(self._new_block(size), size)
+            self._slabs.append(slab)
+            self.num_bytes += size
+        offset = slab.used_bytes
+        slab.used_bytes += num_bytes
+        slab.num_pieces += 1
+        return slab, offset
+
+    def give(self, slab: Slab) -> None:
+        """Takes a piece back."""
+        slab.num_pieces -= 1
+        if slab.num_pieces == 0:
+            slab.used_bytes = 0
+            if self._closed:
+                slab.block.free()
+
+    def close(self) -> None:
+        """Frees all slabs; those with pieces that are still out when they are back."""
+        self._closed = True
+        for slab in self._slabs:
+            if slab.num_pieces == 0:
+                slab.block.free()
 
 
 def available_bytes() -> int | None:

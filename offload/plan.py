@@ -7,17 +7,20 @@ t, and outside of the uses,
     sum over c: owned_bytes_c y_c  +  sum over i that span t: weight_bytes_i x_i  <=  budget - non-model_t - window
 
 and y_c + x_i <= 1. What is saved is maximised: a linear programme, whose vertices have few fractional values. They
-are rounded down and the room that is left is filled again.
+are rounded down, or up by a chunk or two, whatever saves most, and the room that is left is filled again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.device import Rates
+from offload.keeping import fill, sweep
 from offload.sizes import ChunkBytes, window_bytes
-from offload.trace import Interval, Trace
+from offload.trace import Trace
+
+_ROUNDINGS = 3
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,15 @@ class Plan:
     download_bytes: int
     bound_bytes: float
     prefetch_depth: int = 1
+
+    def fetches(self) -> list[bool]:
+        """At every moment, whether its chunk has to come up for it."""
+        resident: set[int] = set()
+        found = []
+        for moment, stays in zip(self.trace.moments, self.keep, strict=True):
+            found.append(moment.chunk not in self.owned and moment.chunk not in resident)
+            (resident.add if stays else resident.discard)(moment.chunk)
+        return found
 
     def resident_bytes(self, sizes: Sequence[ChunkBytes]) -> list[int]:
         """What chunks occupy at every moment: those owned, those kept, and the one in use; no copies in flight."""
@@ -106,10 +118,14 @@ def solve(
                 f"host has to hold {sum(size.owned for size in sizes) - problem.room_for_owned}"
             )
     owned_share, _, bound = problem.relax(least_owned)
-    owned = problem.round_owned(owned_share, least_owned)
-    _, kept_share, _ = problem.relax(0, owned)
-    kept = problem.round_kept(owned, kept_share)
-    return problem.plan(owned, kept, bound)
+    plans: list[Plan] = []
+    for num_more in range(_ROUNDINGS):
+        owned = problem.round_owned(owned_share, least_owned, num_more)
+        if plans and owned == plans[-1].owned:
+            break
+        _, kept_share, _ = problem.relax(0, owned)
+        plans.append(problem.plan(owned, problem.round_kept(owned, kept_share), bound))
+    return min(plans, key=problem.seconds)
 
 
 class _Problem:
@@ -231,8 +247,12 @@ class _Problem:
             moved -= 0 if interval.forced else share * self.sizes[interval.chunk].weight
         return moved
 
-    def round_owned(self, shares: Sequence[float], least_owned: int) -> set[int]:
-        """Whole chunks: in the order of their shares, then of what a byte saves, while they fit."""
+    def round_owned(self, shares: Sequence[float], least_owned: int, num_more: int) -> set[int]:
+        """Whole chunks: in the order of their shares, then of what a byte saves, while they fit.
+
+        Args:
+            num_more: so many chunks beyond what the relaxation owns; then less is kept.
+        """
         order = sorted(
             (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6 and chunk not in self.wishes.owned),
             key=lambda chunk: (-round(shares[chunk], 6), -self.owned_seconds[chunk] / self.sizes[chunk].owned, chunk),
@@ -243,6 +263,7 @@ class _Problem:
         owned = set(self.wishes.owned)
         used = sum(self.sizes[chunk].owned for chunk in owned)
         planned = sum(share * size.owned for share, size in zip(shares, self.sizes, strict=True))
+        planned += num_more * max((size.owned for size in self.sizes), default=0)
         for chunk in order:
             size = self.sizes[chunk].owned
             if chunk in owned:
@@ -270,69 +291,28 @@ class _Problem:
         ]
         by_length = sorted(candidates, key=lambda index: self.intervals[index].end - self.intervals[index].begin)
         by_share = sorted(by_length, key=lambda index: -round(shares[index], 6))
-        for kept in (_fill(self, by_share, room), _fill(self, by_length, room), _sweep(self, set(candidates), room)):
+        weights = [0 if interval.forced else self.sizes[interval.chunk].weight for interval in self.intervals]
+        for kept in (
+            fill(self.intervals, weights, by_share, room),
+            fill(self.intervals, weights, by_length, room),
+            sweep(self.intervals, weights, candidates, room),
+        ):
             gain = sum(self.interval_seconds[index] for index in kept)
             if gain > best[0]:
                 best = (gain, kept)
         return best[1]
 
+    def seconds(self, plan: Plan) -> float:
+        """Of all its copies."""
+        return plan.upload_bytes / self.rates.upload + plan.download_bytes / self.rates.download
+
     def plan(self, owned: set[int], kept: set[int], bound: float) -> Plan:
         keep = [False] * len(self.trace.moments)
         for index, interval in enumerate(self.intervals):
             keep[interval.begin] = index in kept or interval.forced
-        upload = download = 0
-        last: set[int] = set()
-        for number, moment in enumerate(self.trace.moments):
-            if moment.chunk not in owned:
-                upload += 0 if moment.chunk in last else self.sizes[moment.chunk].weight
-                download += self.sizes[moment.chunk].gradient if moment.backward else 0
-                (last.add if keep[number] else last.discard)(moment.chunk)
-        return Plan(self.trace, frozenset(owned), tuple(keep), upload, download, bound, self.prefetch_depth)
-
-
-def _fill(problem: _Problem, order: Sequence[int], room: Sequence[int]) -> set[int]:
-    """Keeps each interval, in this order, where it fits."""
-    left, kept = list(room), set()
-    for index in order:
-        interval = problem.intervals[index]
-        size = problem.sizes[interval.chunk].weight
-        span = range(interval.begin + 1, interval.end)
-        if interval.forced or all(left[moment] >= size for moment in span):
-            kept.add(index)
-            if not interval.forced:
-                for moment in span:
-                    left[moment] -= size
-    return kept
-
-
-def _sweep(problem: _Problem, candidates: set[int], room: Sequence[int]) -> set[int]:
-    """Keeps everything, and drops what is used last where there is no room (Belady 1966)."""
-    starts: dict[int, list[int]] = {}
-    for index in candidates:
-        starts.setdefault(problem.intervals[index].begin, []).append(index)
-    held: set[int] = set()
-    kept: set[int] = set()
-    used = 0
-
-    def size(index: int) -> int:
-        interval: Interval = problem.intervals[index]
-        return 0 if interval.forced else problem.sizes[interval.chunk].weight
-
-    for moment in range(len(problem.trace.moments)):
-        for index in [index for index in held if problem.intervals[index].end <= moment]:
-            held.remove(index)
-            kept.add(index)
-            used -= size(index)
-        for index in starts.get(moment - 1, []):
-            if problem.intervals[index].end == moment:
-                kept.add(index)
-            else:
-                held.add(index)
-                used += size(index)
-        while used > room[moment]:
-            worst = max(
-                (index for index in held if size(index)), key=lambda index: (problem.intervals[index].end, index)
-            )
-            held.remove(worst)
-            used -= size(worst)
-    return kept
+        plan = Plan(self.trace, frozenset(owned), tuple(keep), 0, 0, bound, self.prefetch_depth)
+        fetched = zip(self.trace.moments, plan.fetches(), strict=True)
+        upload = sum(self.sizes[moment.chunk].weight for moment, comes in fetched if comes)
+        sent = (chunk for chunk in self.arrivals if chunk not in owned)
+        download = sum(self.arrivals[chunk] * self.sizes[chunk].gradient for chunk in sent)
+        return replace(plan, upload_bytes=upload, download_bytes=download)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from offload.activations import ActivationOffload
 from offload.chunks import Chunk, Stack, flat, lay_out
 from offload.device import Device, Peaks
-from offload.follower import PlanFollower, Statistics
+from offload.follower import Statistics
 from offload.gradients import GradientPath
 from offload.host_memory import HostBlock
 from offload.plan import Plan
 from offload.recorder import StepRecorder
+from offload.replicas import Replicas
 from offload.sizes import sizes_of, staging_bytes, window_bytes
 from offload.slots import WEIGHT, Slot
 from offload.trace import Trace
@@ -53,6 +56,7 @@ class OffloadRuntime:
         peaks: of each of its moments.
         num_updates: Adam's bias correction and Adafactor's decay depend on it.
         host_bytes: what the chunks need on the host that the device does not own, staging blocks included.
+        activations: takes those of parts of the model to the host, where the model asks it to.
 
     Raises:
         ValueError: the host's budget is too small, or the device's does not hold one window of chunks.
@@ -97,14 +101,13 @@ class OffloadRuntime:
         self._gradients = GradientPath(device, self._workers, dtype, largest, gradient_dtype == dtype, reduce)
         self.statistics = Statistics()
         self.num_updates = 0
-        self.plan: Plan | None = None
-        self._follower: PlanFollower | None = None
-        if plan is not None:
-            self._follow(plan)
         self.trace = Trace(())
         self.peaks: tuple[Peaks, ...] = ()
         self._recorder = StepRecorder(device)
-        self._evaluating = False
+        self._replicas = Replicas(device, self._slots, self._workers, self._gradients, self._recorder, self.statistics)
+        if plan is not None:
+            self._follow(plan)
+        self.activations = ActivationOffload(device, partial(HostBlock, device=device))
 
     @property
     def stacks(self) -> list[str]:
@@ -123,108 +126,30 @@ class OffloadRuntime:
     def hold(self, chunk: Chunk) -> Iterator[list[Tensor]]:
         """Keeps a chunk on the device for a computation; gives its weights, one [N, ...] a parameter."""
         slot = self._slots[chunk.number]
-        self._pin(slot, backward=False)
+        self._replicas.pin(slot, backward=False)
         try:
             yield slot.device_weights()
         finally:
-            self._unpin(slot)
+            self._replicas.unpin(slot)
 
     def begin_backward(self, chunk: Chunk) -> None:
         """Brings the chunk's weights back into the memory that autograd has saved views of."""
-        self._pin(self._slots[chunk.number], backward=True)
+        self._replicas.pin(self._slots[chunk.number], backward=True)
 
     def end_backward(self, chunk: Chunk, gradients: Sequence[Tensor]) -> None:
         """Takes over the gradients of a use that ``begin_backward`` opened."""
         slot = self._slots[chunk.number]
         self._gradients.take(slot, gradients)
-        self._unpin(slot)
+        self._replicas.unpin(slot)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Between two steps: uses inside belong to no step."""
-        self._evaluating = True
+        self._replicas.evaluating = True
         try:
             yield
         finally:
-            self._evaluating = False
-
-    def _pin(self, slot: Slot, backward: bool) -> None:
-        now = 0 if self._evaluating else self._arrive(slot, backward)
-        if not slot.owned:
-            if not slot.replica.present:
-                self._upload(slot)
-            if slot.ready is not None:
-                self.device.compute_waits(slot.ready)
-                slot.ready = None
-            assert slot.replica_version == slot.version, "a replica of old weights"
-        if not self._evaluating:
-            self._recorder.start()
-        slot.pins += 1
-        slot.last_use = now
-        self.device.computes_on(slot.device_memory, write=False)
-        if self.plan is not None and not self._evaluating:
-            self._prefetch(self.plan, now)
-
-    def _unpin(self, slot: Slot) -> None:
-        slot.pins -= 1
-        kept = self.plan is not None and not self._evaluating and self.plan.keep[slot.last_use]
-        if slot.pins == 0 and not slot.owned and not kept:
-            self._drop(slot)
-
-    def _arrive(self, slot: Slot, backward: bool) -> int:
-        """Notes the use, makes room for what it needs beside chunks, and returns its number in the plan's step."""
-        now = 0
-        if self.plan is not None and self._follower is not None:
-            now = self._follower.locate(slot.number)
-            others = max(self.plan.trace.moments[now].nonmodel_bytes, self.device.nonmodel_bytes)
-            room = self.device.budget_bytes - others
-            fetched = 0 if slot.owned or slot.replica.present else self.sizes[slot.number].weight
-            self._evict_to(room - fetched - self._gradients.absent_bytes, self._follower, now)
-        pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
-        self._recorder.arrive(slot.number, backward, pinned)
-        return now
-
-    # Uploads
-
-    def _upload(self, slot: Slot) -> None:
-        self._workers.wait(slot.job)
-        assert isinstance(slot.home, HostBlock)
-        self.device.acquire(slot.replica)
-        source = flat(slot.home, slot.layout.planes[WEIGHT])
-        target = slot.replica.view(source.dtype, 0, source.shape)
-        slot.ready = slot.uploaded = self.device.upload(source, target, slot.replica, [self.device.compute_event()])
-        slot.replica_version = slot.version
-
-    def _prefetch(self, plan: Plan, now: int) -> None:
-        """Starts the uploads of the next uses, as far as they fit and the host has finished their update."""
-        moments = plan.trace.moments
-        peak = moments[now].nonmodel_bytes
-        for moment in moments[now + 1 : now + 1 + plan.prefetch_depth]:
-            slot = self._slots[moment.chunk]
-            peak = max(peak, moment.nonmodel_bytes)
-            if slot.owned or slot.replica.present:
-                continue
-            late = slot.job is not None and not slot.job.done()
-            need = slot.replica.num_bytes + self._gradients.absent_bytes
-            if late or self.device.used_bytes + need > self.device.budget_bytes - peak:
-                return
-            self._upload(slot)
-
-    def _evict_to(self, room_bytes: int, follower: PlanFollower, now: int) -> None:
-        """Drops chunks that are not in use, the one that is used last first, until the others fit into the room."""
-        while self.device.used_bytes > room_bytes:
-            idle = [slot.number for slot in self._slots if slot.replica.present and slot.pins == 0]
-            if not idle:
-                return  # what is missing then is for the device to say
-            self._drop(self._slots[follower.used_last(idle, now)])
-            self.statistics.num_evictions += 1
-
-    def _drop(self, slot: Slot) -> None:
-        """The host has the same weights: nothing is written back."""
-        if slot.ready is not None:
-            self.device.compute_waits(slot.ready)
-            slot.ready = None
-        self.device.release(slot.replica)
+            self._replicas.evaluating = False
 
     # The end of a step
 
@@ -275,18 +200,12 @@ class OffloadRuntime:
 
     def _end_step(self) -> list[Slot]:
         """Empties the device of replicas and closes the trace; returns the chunks with gradients, in order of use."""
-        for slot in self._slots:
-            if slot.pins:
-                raise RuntimeError(f"the step ends while chunk {slot.number} of {slot.chunk.stack.name} is in use")
-            if slot.replica.present:
-                self._drop(slot)
+        self._replicas.end_step()
         self._gradients.free()
         recorded = self._recorder.finish()
         if recorded is not None:
             self.trace, self.peaks = recorded
         first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self.trace.moments)))}
-        if self._follower is not None:
-            self._follower.restart()
         came = sorted((slot for slot in self._slots if slot.arrivals), key=lambda slot: first_use[slot.number])
         for slot in came:
             slot.arrivals, slot.squares_job = 0, None
@@ -307,6 +226,7 @@ class OffloadRuntime:
         """Ends the threads and gives all memory back. What is needed of the state was read before."""
         self._workers.close()
         self._gradients.close()
+        self.activations.close()
         for slot in self._slots:
             slot.free(self.device)
 
@@ -329,9 +249,14 @@ class OffloadRuntime:
                 slot.move(buffer, self.device)
         self._follow(plan)
 
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed."""
+        return self._replicas.plan
+
     def _follow(self, plan: Plan) -> None:
         self.host_bytes = self._host_bytes(plan.owned)
-        self.plan, self._follower = plan, PlanFollower(plan, self.statistics)
+        self._replicas.follow(plan)
         self._gradients.expected = plan.trace.gradient_arrivals()
 
     def _host_bytes(self, owned: frozenset[int]) -> int:

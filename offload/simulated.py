@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offload.device import Buffer, Device, DeviceOutOfMemory, PeakCounter, Peaks, Rates
+from offload.device import Buffer, Device, DeviceOutOfMemory, Memory, PeakCounter, Peaks, Rates
 from offload.meter import Meter
 
 _POISON = 0xFF  # all ones is a NaN in every floating-point type
@@ -67,7 +68,7 @@ class SimulatedDevice(Device):
     Attributes:
         meter: where it is given, it and not ``tide`` says what everything else occupies, beyond the budget if need
             be: a step that is measured is not refused.
-        storages: ``_cdata`` of the storages behind buffers and host blocks, which a meter has to ignore.
+        storages: those of host blocks, too: a meter has to ignore both.
         stall_s: how long the computation waited for copies.
         peak_bytes: the most that buffers and tide occupied together.
         num_pins: how many blocks of host memory were ever pinned.
@@ -92,7 +93,6 @@ class SimulatedDevice(Device):
         self.num_pins = 0
         self.rates = rates or Rates()
         self.meter: Meter | None = None
-        self.storages: set[int] = set()
         self._peaks = PeakCounter()
         self._pageable: list[tuple[int, int]] = []
         self._pinnable_bytes = pinnable_bytes
@@ -112,10 +112,10 @@ class SimulatedDevice(Device):
 
     # Memory
 
-    def buffer(self, num_bytes: int) -> Buffer:
-        buffer = super().buffer(num_bytes)
-        self.storages.add(buffer.storage._cdata)
-        return buffer
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = super().empty(numel, dtype)
+        self._poison(tensor, tensor.view(torch.uint8))
+        return tensor
 
     @property
     def nonmodel_bytes(self) -> int:
@@ -140,20 +140,20 @@ class SimulatedDevice(Device):
             self.used_bytes += buffer.num_bytes
             self._note_peak()
             self.peak_bytes = max(self.peak_bytes, total)
-            self._poison(buffer)
+            self._poison(buffer, buffer.view(torch.uint8, 0, (buffer.num_bytes,)))
 
     def release(self, buffer: Buffer) -> None:
         with self._lock:
             if not buffer.present:
                 raise RuntimeError("the buffer was released before")
-            self._poison(buffer)
+            self._poison(buffer, buffer.view(torch.uint8, 0, (buffer.num_bytes,)))
             buffer.present = False
             self._note_peak()
             self.used_bytes -= buffer.num_bytes
 
-    def _poison(self, buffer: Buffer) -> None:
-        self.computes_on(buffer, write=True)
-        buffer.view(torch.uint8, 0, (buffer.num_bytes,)).fill_(_POISON)
+    def _poison(self, memory: Memory, content: Tensor) -> None:
+        self.computes_on(memory, write=True)
+        content.fill_(_POISON)
 
     def _pin(self, memory: Tensor) -> str | None:
         self.storages.add(memory.untyped_storage()._cdata)
@@ -163,8 +163,14 @@ class SimulatedDevice(Device):
         self.num_pins += 1
         return None
 
-    def _unpin(self, memory: Tensor) -> None:
+    def unpin(self, memory: Tensor, pinned: bool) -> None:
+        super().unpin(memory, pinned)
         self.storages.discard(memory.untyped_storage()._cdata)
+        if not pinned:
+            self._pageable.remove((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+
+    def _unpin(self, memory: Tensor) -> None:
+        """What was granted here costs nothing."""
 
     def begin_moment(self, number: int) -> Peaks:
         with self._lock:
@@ -190,18 +196,18 @@ class SimulatedDevice(Device):
 
     # Copies
 
-    def upload(self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[SimulatedEvent]) -> SimulatedEvent:
+    def upload(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[SimulatedEvent]) -> SimulatedEvent:
         self.uploaded_bytes += source.nbytes
-        return self._copy("upload", source, target, source.data_ptr(), id(buffer), after)
+        return self._copy("upload", source, target, memory, after)
 
     def download(
-        self, source: Tensor, target: Tensor, buffer: Buffer, after: Sequence[SimulatedEvent]
+        self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[SimulatedEvent]
     ) -> SimulatedEvent:
         self.downloaded_bytes += source.nbytes
-        return self._copy("download", source, target, id(buffer), target.data_ptr(), after)
+        return self._copy("download", source, target, memory, after)
 
     def _copy(
-        self, queue: str, source: Tensor, target: Tensor, read: int, written: int, after: Sequence[SimulatedEvent]
+        self, queue: str, source: Tensor, target: Tensor, memory: Memory, after: Sequence[SimulatedEvent]
     ) -> SimulatedEvent:
         if source.shape != target.shape or source.dtype != target.dtype:
             raise ValueError(f"a copy changes nothing: {source.shape} {source.dtype} to {target.shape} {target.dtype}")
@@ -209,10 +215,11 @@ class SimulatedDevice(Device):
             self._enqueue(queue)
             for event in after:
                 self._join(queue, event)
-            self._access(queue, read, write=False)
-            self._access(queue, written, write=True)
+            up = queue == "upload"
+            self._access(queue, source.data_ptr() if up else self._key(memory), write=False)
+            self._access(queue, self._key(memory) if up else target.data_ptr(), write=True)
             self._times[queue] += self._latency_s + source.nbytes / self._rate(queue, source, target)
-            copy = _Copy(lambda: target.copy_(source), [event.copy for event in after if event.copy is not None])
+            copy = _Copy(_moving(source, target, memory), [event.copy for event in after if event.copy is not None])
             self._queues[queue].append(copy)
             while self._queues[queue] and self._random.random() < self._eagerness:
                 self._run(self._queues[queue][0])
@@ -262,10 +269,10 @@ class SimulatedDevice(Device):
             if event.copy is not None:
                 self._run(event.copy)
 
-    def computes_on(self, buffer: Buffer, write: bool) -> None:
+    def computes_on(self, memory: Memory, write: bool) -> None:
         with self._lock:
             self._enqueue("compute")
-            self._access("compute", id(buffer), write)
+            self._access("compute", self._key(memory), write)
 
     def host_accesses(self, memory: Tensor, write: bool) -> None:
         with self._lock:
@@ -300,6 +307,16 @@ class SimulatedDevice(Device):
             clock[other] = max(clock.get(other, 0), count)
         self._times[name] = max(self._times[name], event.time_s)
 
+    def _key(self, memory: Memory) -> int:
+        """By which accesses to a piece of the device's memory are found; those to a tensor's end with its storage."""
+        if isinstance(memory, Buffer):
+            return id(memory)
+        storage = memory.untyped_storage()
+        key = storage._cdata
+        if key not in self._accesses:
+            weakref.finalize(storage, self._accesses.pop, key, None)
+        return key
+
     def _access(self, name: str, memory: int, write: bool) -> None:
         clock, accesses = self._clocks[name], self._accesses.setdefault(memory, _Accesses())
         earlier = [("write", accesses.writes)] + ([("read", accesses.reads)] if write else [])
@@ -313,3 +330,18 @@ class SimulatedDevice(Device):
             accesses.writes, accesses.reads = {name: clock[name]}, {}
         else:
             accesses.reads[name] = clock[name]
+
+
+def _moving(source: Tensor, target: Tensor, memory: Memory) -> Callable[[], object]:
+    """The copy. It does not keep a tensor of PyTorch's own: on a real device its memory could be another's by then."""
+    if isinstance(memory, Buffer):
+        return lambda: target.copy_(source)
+    kept, up, host = weakref.ref(memory), memory is target, source if memory is target else target
+
+    def move() -> None:
+        found = kept()
+        if found is None:
+            raise SimulatedRace("a tensor was freed before the copy of it")
+        _ = found.copy_(host) if up else host.copy_(found)
+
+    return move

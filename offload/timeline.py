@@ -35,12 +35,7 @@ def predict_times(plan: Plan, sizes: Sequence[ChunkBytes], rates: Rates) -> Step
     The host's update is taken to be done in time.
     """
     moments = plan.trace.moments
-    resident: set[int] = set()
-    needed = []
-    for moment, stays in zip(moments, plan.keep, strict=True):
-        needed.append(moment.chunk not in plan.owned and moment.chunk not in resident)
-        (resident.add if stays else resident.discard)(moment.chunk)
-
+    needed = plan.fetches()
     clock = upload_end = download_end = uploads = downloads = exposed = 0.0
     ready: dict[int, float] = {}
     landings = [0.0, 0.0]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from m6.model.modeling import M6Block, M6ForConditionalGeneration
+from m6.offload_settings import Kind, Part
 from moe.dispatch import combine
 from moe.experts import Experts
 from moe.kernels.experts_op import Pairs
 from moe.layer import MoELayer
 from moe.routing import Routing
-from offload import Stack, StreamedExperts
+from offload import ActivationOffload, Stack, StreamedExperts
 from offload.experts import Holder
 
 
@@ -58,6 +62,50 @@ def stream(use: ExpertUse, holder: Holder, stack: str, divisor: int = 1) -> None
     for layer in use.layers:
         layer.experts = streamed  # type: ignore[assignment]
         layer.__class__ = MoELayer
+
+
+def take_activations(
+    model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[Part]
+) -> None:
+    """Takes what autograd saves in these parts to the host; to be called behind ``stream``.
+
+    A layer of which all kinds are named is one unit: then what is of no kind, as the sums, goes too, and under
+    activation checkpointing the layer's input. A module that layers share goes for all of them.
+    """
+    if ("embedding", None) in parts:
+        _take(model.model.embeddings, activations)
+    taken: set[int] = set()
+    for layer, block in enumerate(model.model.layers):
+        assert isinstance(block, M6Block)
+        kinds = {kind for kind, other in parts if other == layer}
+        modules = _modules(block)
+        for module in [block] if kinds == set(modules) else [own for kind in kinds for own in modules[kind]]:
+            if id(module) not in taken:
+                taken.add(id(module))
+                _take(module, activations)
+
+
+def _modules(block: M6Block) -> dict[Kind, list[nn.Module]]:
+    found: dict[Kind, list[nn.Module]] = {
+        "attention": [block.attention],
+        "norm": [block.attention_norm, block.ffn_norm],
+    }
+    if not isinstance(block.ffn, MoELayer):
+        return {**found, "ffn": [block.ffn]}
+    found |= {"expert": [block.ffn.experts], "router": [block.ffn.router]}
+    return found if block.ffn.shared is None else {**found, "ffn": [block.ffn.shared]}
+
+
+def _take(module: nn.Module, activations: ActivationOffload) -> None:
+    """By a class of its own, since hooks cannot be around a call, and checkpointing begins inside of it."""
+
+    own: Any = type(module)
+
+    def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        with activations.unit([*self.parameters(), *self.buffers()]):
+            return own.__call__(self, *arguments, **named)
+
+    module.__class__ = type(own.__name__, (own,), {"__call__": call})
 
 
 class _Streamed(nn.Module):

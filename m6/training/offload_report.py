@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from m6.files import write_json
+from m6.training.offload_setup import ActivationTraffic
 from offload import OffloadRuntime, Plan, predict_times
 
 MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
 """In the run's folder; each rank writes its own."""
 
 
-def memory_map(runtime: OffloadRuntime, plan: Plan, source: str) -> str:
+def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: ActivationTraffic) -> str:
     """Where the experts lie under ``plan``, and what a step moves.
 
     Args:
         source: from which trace the plan was made.
+        traffic: of activations.
     """
     sizes, device = runtime.sizes, runtime.device
     owned = sum(sizes[number].owned for number in plan.owned)
@@ -46,6 +48,12 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str) -> str:
             else ""
         ),
     ]
+    if traffic.host_bytes:
+        down, up = traffic.downloaded_bytes, traffic.uploaded_bytes
+        lines.append(
+            f"  activations on the host: {_mib(traffic.host_bytes)}; moved per step: {_mib(up)} up, {_mib(down)} down "
+            f"in {up / device.rates.upload:.3f} and {down / device.rates.download:.3f} s"
+        )
     if device.pageable_bytes:
         slow = device.pageable_bytes / (device.pageable_bytes + device.pinned_bytes) * plan.moved_bytes
         more = slow * (1 / device.rates.pageable - 1 / device.rates.upload)
@@ -65,6 +73,7 @@ def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Pl
         "step": step,
         "device": type(runtime.device).__name__,
         "budget_bytes": runtime.device.budget_bytes,
+        "activations": {"host_bytes": runtime.activations.host_bytes},
         "planned": [
             {
                 "chunk": moment.chunk,

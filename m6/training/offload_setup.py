@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +13,15 @@ from m6.config import RunConfig, check_world_size
 from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
-from m6.offload_settings import OffloadOptimizer, OffloadSettings, resolve_rules
-from m6.training.offload_modules import ExpertUse, experts_of, stream
+from m6.offload_settings import (
+    OffloadOptimizer,
+    OffloadSettings,
+    Part,
+    offloads_states,
+    resolve_activation_rules,
+    resolve_rules,
+)
+from m6.training.offload_modules import ExpertUse, experts_of, stream, take_activations
 from moe.expert_parallel import apply_expert_parallelism
 from offload import (
     CudaDevice,
@@ -39,6 +46,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DRY_SHARE = 0.9
 
 
+@dataclass(frozen=True)
+class ActivationTraffic:
+    """What activations on the host occupy there, and the bytes that a step moves down and up."""
+
+    host_bytes: int = 0
+    downloaded_bytes: int = 0
+    uploaded_bytes: int = 0
+
+
 @dataclass
 class OffloadSetup:
     """What an ``OffloadRuntime`` is made of.
@@ -46,6 +62,8 @@ class OffloadSetup:
     Attributes:
         gradient_dtype: None: gradients are not kept.
         learning_rate_scale: the experts' learning rate over that of the rest.
+        activations: what of the model keeps them on the host, and ``traffic`` is what that takes.
+        host_budget_bytes: for experts.
         trace: the dry one.
         plan: by it; None where no plan meets the budget by it, and ``shortage`` says why.
     """
@@ -58,6 +76,8 @@ class OffloadSetup:
     chunk_bytes: int
     host_budget_bytes: int | None
     wishes: Wishes
+    activations: frozenset[Part]
+    traffic: ActivationTraffic
     trace: Trace
     plan: Plan | None
     shortage: str
@@ -85,54 +105,70 @@ def prepare(
     optimizer, scale = _optimizer(config, settings)
     device = _device(settings, torch_device, world_size)
     dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
-    if not isinstance(settings.chunk_mib, str):
-        chunk_bytes = int(settings.chunk_mib * MIB)
-    else:
-        found = search_chunk_bytes(
-            stacks,
-            dry_trace(config, sharing, dtype, 2**62),  # a layer is one chunk
-            dry_budget,
-            dtype=dtype,
-            gradient_dtype=gradient_dtype,
-            optimizer=optimizer,
-            prefetch_depth=settings.prefetch_depth,
-            rates=device.rates,
-        )
-        chunk_bytes = _least(found, world_size)  # ranks measure other rates, but gradients meet chunk by chunk
-    laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer)
-    wishes = _wishes(config, uses, [chunk.stack.name for chunk, _ in laid_out])
     host_budget_bytes = _host_budget(settings, world_size)
-    sizes = sizes_of(laid_out)
-    trace = dry_trace(config, sharing, dtype, chunk_bytes)
-    plan, shortage = None, ""
-    try:
-        plan = solve(
-            trace,
-            sizes,
-            dry_budget,
-            settings.prefetch_depth,
-            device.rates,
-            None if host_budget_bytes is None else host_budget_bytes - staging_bytes(sizes),
+    places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)
+
+    def plan_with(activations: frozenset[Part]) -> OffloadSetup:
+        if not isinstance(settings.chunk_mib, str):
+            chunk_bytes = int(settings.chunk_mib * MIB)
+        else:
+            found = search_chunk_bytes(
+                stacks,
+                dry_trace(config, sharing, dtype, 2**62, activations)[0],  # a layer is one chunk
+                dry_budget,
+                dtype=dtype,
+                gradient_dtype=gradient_dtype,
+                optimizer=optimizer,
+                prefetch_depth=settings.prefetch_depth,
+                rates=device.rates,
+            )
+            chunk_bytes = _least(found, world_size)  # ranks measure other rates, but gradients meet chunk by chunk
+        laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer)
+        wishes = _wishes(config, uses, [chunk.stack.name for chunk, _ in laid_out])
+        sizes = sizes_of(laid_out)
+        trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
+        for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
+        if for_experts is not None and for_experts < 0:
+            raise UserError(
+                f"m6.offload: the host's budget of {host_budget_bytes} bytes is too small: activations alone need "
+                f"{traffic.host_bytes}"
+            )
+        plan, shortage = None, ""
+        try:
+            plan = solve(
+                trace,
+                sizes,
+                dry_budget,
+                settings.prefetch_depth,
+                device.rates,
+                None if for_experts is None else for_experts - staging_bytes(sizes),
+                wishes,
+            )
+        except ValueError as error:
+            shortage = str(error)
+        return OffloadSetup(
+            device,
+            dtype,
+            gradient_dtype,
+            optimizer,
+            scale,
+            chunk_bytes,
+            for_experts,
             wishes,
+            activations,
+            traffic,
+            trace,
+            plan,
+            shortage,
         )
-    except ValueError as error:
-        shortage = str(error)
-    return OffloadSetup(
-        device,
-        dtype,
-        gradient_dtype,
-        optimizer,
-        scale,
-        chunk_bytes,
-        host_budget_bytes,
-        wishes,
-        trace,
-        plan,
-        shortage,
-    )
+
+    setup = plan_with(places.host)
+    return plan_with(places.host | places.auto) if setup.plan is None and places.auto else setup
 
 
-def dry_trace(config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, chunk_bytes: int) -> Trace:
+def dry_trace(
+    config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, chunk_bytes: int, activations: Collection[Part]
+) -> tuple[Trace, ActivationTraffic]:
     """One step of this rank by the model's own code over tensors without memory, on rows without padding.
 
     The tide counts weights, gradients and activations as they come, and the optimizer state of all but experts and
@@ -175,6 +211,7 @@ def dry_trace(config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, ch
         dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant)
         for name, use in uses.items():
             stream(use, dry, name)
+        take_activations(model, dry.activations, activations)
         model.to_empty(device="cpu")
         model.tie_weights()
         torch.nn.Module.to(model, dtype)
@@ -184,12 +221,16 @@ def dry_trace(config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, ch
         batch = fake_batch(config, shape, world)
         # The second micro-batch already has gradients to add to, and all later ones are as it.
         accumulation = check_world_size(config, world_size)
-        for _ in range(min(2, accumulation)):
+        traced = min(2, accumulation)
+        for _ in range(traced):
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
             (output.target_losses.sum() + output.aux_loss).backward()
             del output
         trace = dry.trace()
-        return trace.repeat_last(len(trace.moments) // 2, max(0, accumulation - 2))
+        found = dry.activations
+        down, up = (accumulation * number // traced for number in (found.downloaded_bytes, found.uploaded_bytes))
+        traffic = ActivationTraffic(found.host_bytes, down, up)
+        return trace.repeat_last(len(trace.moments) // 2, accumulation - traced), traffic
 
 
 def _device(settings: OffloadSettings, torch_device: torch.device, world_size: int) -> Device:
@@ -236,7 +277,7 @@ def _least(value: int, world_size: int) -> int:
 def _wishes(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> Wishes:
     """Numbers of the chunks of the layers that rules name; where layers share experts, a rule for one is for all."""
     assert config.offload is not None
-    places = resolve_rules(config.offload.rules, config.model)
+    places = resolve_rules(config.offload.rules, config.model, offloads_states(config.deepspeed))
 
     def chunks(layers: frozenset[int]) -> frozenset[int]:
         stacks = {name for name, use in uses.items() if layers & set(use.layer_indices)}

@@ -20,9 +20,9 @@ from m6.model.sharing import Sharing
 from m6.planning.measure import engine_state
 from m6.training.expert_groups import expert_group
 from m6.training.fragments import WEIGHT, Fragment, create_moments, optimizer_step, set_optimizer_step
-from m6.training.offload_modules import experts_of, stream
+from m6.training.offload_modules import experts_of, stream, take_activations
 from m6.training.offload_report import memory_map, write_memory_record
-from m6.training.offload_setup import prepare
+from m6.training.offload_setup import ActivationTraffic, prepare
 from offload import OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
 
 _MEASURED_STEPS = 2
@@ -88,6 +88,7 @@ class OffloadedExperts:
             self.runtime.write(WEIGHT, name, {key: value.detach() for key, value in experts.named_parameters()})
             experts.to("meta")
             stream(use, self.runtime, name, len(use.layers) if mean else 1)
+        take_activations(model, self.runtime.activations, setup.activations)
 
     def join(self, zero: Any) -> None:
         """Makes DeepSpeed's optimizer (ZeRO stages 1 and 2, 0.19.8) count the experts in its norm and its overflow."""
@@ -160,7 +161,7 @@ class OffloadedExperts:
         """What lies where by the dry trace, before the first step."""
         if self._setup.plan is None:
             return f"offloaded experts: by the dry trace no plan fits ({self._setup.shortage}); the first step decides"
-        return memory_map(self.runtime, self._setup.plan, "a dry trace")
+        return memory_map(self.runtime, self._setup.plan, "a dry trace", self._setup.traffic)
 
     def settle(self, root: Path, step: int) -> str | None:
         """After a step: plans the following ones by the first of this attempt, and records what became of the plan.
@@ -193,7 +194,9 @@ class OffloadedExperts:
             except ValueError as error:
                 raise UserError(f"m6.offload: {error}") from None
             runtime.adopt(plan)
-            return memory_map(runtime, plan, "the first step")
+            found = runtime.activations
+            traffic = ActivationTraffic(found.host_bytes, found.downloaded_bytes, found.uploaded_bytes)
+            return memory_map(runtime, plan, "the first step", traffic)
         if self._num_steps == _MEASURED_STEPS:
             assert runtime.plan is not None
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)

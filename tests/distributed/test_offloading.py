@@ -1,15 +1,23 @@
 """Offloaded experts on several ranks: the losses are those of one rank without offloading."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from m6.training.offload_report import MEMORY_RECORD
+from offload import ActivationOffload
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train
 
 __all__ = ["folder", "reference"]  # fixtures
 
-OFFLOAD = {"device_budget_mib": 5000.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
+OFFLOAD: dict[str, Any] = {
+    "device_budget_mib": 5000.0,
+    "chunk_mib": 0.001,
+    "rules": [{"kind": "expert", "place": "stream"}],
+}
 
 
 @pytest.mark.parametrize(("ranks", "stage", "ep_size"), [(2, 0, 1), (2, 1, 1), (2, 2, 2), (2, 0, 2), (4, 2, 2)])
@@ -17,6 +25,23 @@ def test_losses_are_those_of_one_rank(folder: Path, reference: Path, ranks: int,
     """And so are the norms, which at stages 1 and 2 DeepSpeed and the experts' store sum up together."""
     root = folder / f"offloaded_{ranks}_{stage}_{ep_size}"
     run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, m6__offload=OFFLOAD), str(root), timeout_s=280)
+    assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(reference), rel=1e-4)
+
+
+def train_with_activations_on_the_host(*arguments: Any) -> None:
+    ActivationOffload.small_bytes = 1000  # the run is tiny
+    train(*arguments)
+
+
+def test_activations_of_experts_on_several_ranks(folder: Path, reference: Path):
+    """The tensors of their exchange go to the host, too."""
+    root = folder / "offloaded_activations"
+    offload = {**OFFLOAD, "rules": [*OFFLOAD["rules"], {"tensor": "activation", "place": "host"}]}
+    document = layout(folder, 2, 2, 2, m6__offload=offload)
+    run_distributed(train_with_activations_on_the_host, 2, document, str(root), timeout_s=280)
+    record = json.loads((root / MEMORY_RECORD).read_text())
+    assert record["activations"]["host_bytes"] > 0
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert norms(root) == pytest.approx(norms(reference), rel=1e-4)
 

@@ -4,9 +4,17 @@ from typing import Any
 
 import pytest
 
+from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
 from m6.errors import UserError
 from m6.model.configuration import M6Config
-from m6.offload_settings import ExpertPlaces, OffloadRule, resolve_rules
+from m6.offload_settings import (
+    ExpertPlaces,
+    OffloadRule,
+    OffloadSettings,
+    check_offload,
+    resolve_activation_rules,
+    resolve_rules,
+)
 from m6.validation import validate
 
 # Layers 1 and 3 are sparse.
@@ -27,6 +35,7 @@ def model(**changes: Any) -> M6Config:
 
 def resolve(*rules: dict[str, Any], config: M6Config | None = None, dense_states_on_host: bool = False) -> ExpertPlaces:
     checked = [validate(OffloadRule, rule, f"m6.offload.rules.{index}") for index, rule in enumerate(rules)]
+    resolve_activation_rules(checked, config or model(), checkpointing=False)
     return resolve_rules(checked, config or model(), dense_states_on_host)
 
 
@@ -69,6 +78,21 @@ def test_what_is_true_anyway_may_be_said():
     assert resolve({"kind": "attention", "place": "device"}, {"kind": "embedding", "place": "auto"}) == places()
 
 
+def test_activations_by_layers_and_kinds():
+    rules = [
+        OffloadRule(tensor="activation", place="host", layers="0-1"),
+        OffloadRule(tensor="activation", place="auto", kind="embedding"),
+        OffloadRule(tensor="activation", place="device", kind="norm"),
+    ]
+    found = resolve_activation_rules(rules, model(), checkpointing=False)
+    assert found.host == {("attention", 0), ("ffn", 0), ("attention", 1), ("expert", 1), ("router", 1)}
+    assert found.auto == {("embedding", None)}
+    assert resolve_activation_rules([], model(), checkpointing=True).host == frozenset()
+    with pytest.raises(UserError, match=r"rules.2: under m6.training.activation_checkpointing .* leave kind out"):
+        resolve_activation_rules(rules, model(), checkpointing=True)
+    assert resolve(*(rule.model_dump() for rule in rules)) == places()
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -85,7 +109,7 @@ def test_what_is_true_anyway_may_be_said():
         ([{"kind": "expert", "place": "host", "plase": "host"}], r'rules.0.plase: unknown key; did you mean "place"'),
         ([{"kind": "attention", "place": "stream"}], r'attention is in DeepSpeed.s engine.*add "kind": "expert"'),
         ([{"place": "host"}], r'rules.0: .* only experts leave the device by rules: add "kind": "expert"'),
-        ([{"kind": "expert", "tensor": "activation", "place": "host"}], r"activations stay on the device"),
+        ([{"tensor": "activation", "place": "stream"}], r'rules.0: activations .* "place" has to be device, host or a'),
         (
             [
                 {"kind": "expert", "tensor": "parameter", "place": "device"},
@@ -103,6 +127,32 @@ def test_rules_that_are_wrong(rules: list[dict[str, Any]], message: str):
 def test_a_dense_model_has_no_router():
     with pytest.raises(UserError, match="matches nothing: the model has no router; it has attention, embedding"):
         resolve({"kind": "router", "place": "device"}, config=M6Config(**MODEL))
+
+
+def test_dense_optimizer_state_goes_as_a_whole():
+    def check(*rules: dict[str, Any], stage: int = 1) -> DeepSpeedSettings:
+        keys = {
+            "train_batch_size": 2,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage},
+        }
+        settings = OffloadSettings(rules=[OffloadRule(**rule) for rule in rules])
+        return check_offload(settings, split_deepspeed(keys), model(), None, checkpointing=False)
+
+    states = {"tensor": "optimizer_state", "place": "host"}
+    on_host = {"device": "cpu", "pin_memory": True}
+    assert check(states).keys["zero_optimization"] == {"stage": 1, "offload_optimizer": on_host}
+    kinds = [{"kind": kind, **states} for kind in ("attention", "ffn", "norm", "router", "embedding")]
+    assert check(*kinds).keys["zero_optimization"]["offload_optimizer"] == on_host
+    assert "offload_optimizer" not in check({"kind": "expert", **states}).keys["zero_optimization"]
+    with pytest.raises(UserError, match=r"takes all of it to the host or none: name every layer of norm, router, too"):
+        check(*(rule for rule in kinds if rule["kind"] not in ("norm", "router")))
+    with pytest.raises(UserError, match=r"name every layer of attention, embedding, .*too"):
+        check({"layers": "0-1", **states})
+    with pytest.raises(UserError, match="stage 1 or 2, found 0"):
+        check(states, stage=0)
 
 
 def test_a_rule_against_deepspeeds_own_offload():

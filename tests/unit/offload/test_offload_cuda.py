@@ -18,7 +18,8 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 CHUNK_BYTES = 2 * 2 * 8 * 16 * 4  # two experts of two fp32 matrices
 TOYS = [
     Toy(),
-    Toy(recompute="reentrant", num_micro_batches=3, dtype=torch.bfloat16),
+    Toy(activations_on_host=frozenset(range(3))),
+    Toy(recompute="reentrant", num_micro_batches=3, dtype=torch.bfloat16, activations_on_host=frozenset(range(3))),
     Toy(shared=True, recompute="non_reentrant", gradient_dtype=torch.float32, dtype=torch.float16, loss_scale=128.0),
     Toy(overflow_step=1, optimizer=OptimizerSettings("adafactor")),
     Toy(num_experts=1, num_layers=4, optimizer=OptimizerSettings("sgd", momentum=0.9)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offload.device import DeviceOutOfMemory, Peaks, Rates
+from offload.host_memory import HostBlock
 from offload.simulated import SimulatedDevice, SimulatedRace
 
 
@@ -96,6 +97,32 @@ def test_a_copy_runs_what_it_waits_for_first():
     target = torch.zeros(16)
     device.host_waits(device.download(view, target, buffer, [up]))
     assert torch.equal(target, host)
+
+
+def test_a_tensor_of_pytorchs_own_has_to_live_until_its_copy():
+    device, _, _, host = setup()
+    tensor = device.empty(16, torch.float32)
+    assert tensor.isnan().all()
+    event = device.download(tensor, host, tensor, [device.compute_event()])
+    del tensor
+    with pytest.raises(SimulatedRace, match="a tensor was freed before the copy of it"):
+        device.compute_waits(event)
+    tensor = device.empty(16, torch.float32)
+    with pytest.raises(SimulatedRace, match="upload writes memory without waiting for a write by compute"):
+        device.upload(host.clone(), tensor, tensor, [])
+
+
+def test_what_was_not_pinned_is_forgotten_when_it_goes():
+    device, _, _, _ = setup(pinnable_bytes=0)
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        block = HostBlock(64, device)
+    assert device.pageable_bytes == 64
+    assert len(device._pageable) == 1
+    known = len(device.storages)
+    block.free()
+    assert device.pageable_bytes == 0
+    assert device._pageable == []
+    assert len(device.storages) == known - 1
 
 
 def test_the_budget_holds_for_buffers_and_tide_together():

@@ -1,0 +1,88 @@
+"""What a section ``m6.offload`` may not say, and budgets that hold nothing: an error before the training starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from m6.config import parse_config
+from m6.errors import UserError
+from m6.training.engine import build_model
+from m6.training.loop import Trainer
+from tests.fixtures.offload_sections import ALL_HOST, SMALL, experts_of
+from tests.fixtures.tiny_run import tiny_document
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"m6__moe": None}, "m6.offload: only experts are offloaded"),
+        ({"zero_optimization__stage": 3}, "needs zero_optimization.stage 0, 1 or 2"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "use bf16 instead of torch_autocast"),
+        ({"m6__offload": {"device_budget_mib": 0}}, r"m6.offload.device_budget_mib: input should be greater than 0"),
+        ({"m6__offload": {**SMALL, "chunk_size": 1}}, r"m6.offload.chunk_size: unknown key.*chunk_mib"),
+        ({"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}}, r"cannot be compared"),
+        ({"m6__offload": {"update": "backward"}}, r"does not wait for the norm that gradient_clipping needs"),
+        (
+            {
+                "m6__offload": {"update": "backward"},
+                "gradient_clipping": 0.0,
+                "fp16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+            },
+            r"cannot skip the steps by which fp16",
+        ),
+        ({"m6__model__moe_attention": True}, r"experts on attention .* cannot be offloaded"),
+        ({"m6__offload": {"policy": "deepspeed"}}, r'"policy": "deepspeed" needs zero_optimization.stage 1, 2 or 3'),
+        (
+            {"m6__offload": {"policy": "deepspeed", "num_threads": 2}, "zero_optimization": {"stage": 1}},
+            r'm6.offload.num_threads: "policy": "deepspeed" would ignore it',
+        ),
+        (
+            {
+                "m6__offload": {"policy": "deepspeed"},
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            },
+            r"zero_optimization.offload_optimizer: m6.offload .* sets it",
+        ),
+        ({"m6__offload": {"optimizer": {"type": "SGD", "lr": 1.0, "eps": 1.0}}}, r"eps: SGD would ignore it.*AdamW"),
+        ({"m6__offload": {"optimizer": {"type": "Lion", "lr": 1.0}}}, r"m6.offload.optimizer.type"),
+    ],
+)
+def test_bad_settings(folder: Any, changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        parse_config(tiny_document(folder, **{"m6__offload": SMALL, **changes}))
+
+
+def test_a_short_host_is_found_before_the_training(folder: Any, monkeypatch: pytest.MonkeyPatch):
+    """By what is available, though nobody stated a budget; divided among the ranks of the host."""
+    config = parse_config(tiny_document(folder, m6__offload=ALL_HOST))
+    monkeypatch.setattr("m6.training.offload_setup.available_bytes", lambda: 2**20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"the host's budget of 249036 bytes is too small: the experts need \d+"):
+        build_model(config, torch.device("cpu"))
+
+
+def test_a_budget_below_the_tide_is_told_by_the_first_step(make_trainer: MakeTrainer):
+    trainer = make_trainer("run", m6__offload={"device_budget_mib": 1.0, "chunk_mib": 0.04})
+    assert "by the dry trace no plan fits" in experts_of(trainer).memory_map()
+    with pytest.raises(UserError, match=r"m6.offload: the device's budget of 1048576 bytes.*smallest that would do"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ({"device_budget_mib": 0.01}, r"m6.offload: the device's budget of 10485 bytes.*smallest"),
+        ({**ALL_HOST, "host_budget_mib": 0.1}, r"m6.offload: the host's budget of 104857 bytes"),
+        ({**ALL_HOST, "host_budget_mib": 1e9}, r"host_budget_mib 1e\+09 is more than this host has available"),
+        ({}, r'"auto" is what is free on a GPU; the simulated device'),
+    ],
+)
+def test_small_budgets(folder: Any, offload: dict[str, Any], message: str):
+    config = parse_config(tiny_document(folder, m6__offload=offload))
+    with pytest.raises(UserError, match=message):
+        build_model(config, torch.device("cpu"))
