@@ -7,6 +7,7 @@ are read from there; the model, the data and the schedule are ours.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -317,12 +318,18 @@ def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
             raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
 
 
-def check_codes_fit(image_vocab_size: int, codebook_size: int) -> None:
-    """Raises if a model's vocabulary has no room for an image tokenizer's codes."""
-    if codebook_size > image_vocab_size:
+def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:
+    """Raises if a model has no room for an image tokenizer's codes, or another grid of them."""
+    if codebook_size > model.image_vocab_size:
         raise UserError(
-            f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is {image_vocab_size}: "
-            f"pretrain one with a text tokenizer that was made with --image-vocab-size {codebook_size} or more"
+            f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
+            f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
+            f"{codebook_size} or more"
+        )
+    if model.code_grid_size and model.code_grid_size**2 != num_codes:
+        raise UserError(
+            f"the image tokenizer has a grid of {num_codes} codes, but the model's code_grid_size is "
+            f"{model.code_grid_size}: pretrain one with {math.isqrt(num_codes)}"
         )
 
 

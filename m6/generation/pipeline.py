@@ -55,7 +55,7 @@ class M6TextToImagePipeline:
     def __init__(
         self, model: M6ForConditionalGeneration, processor: M6Processor, image_tokenizer: ImageTokenizer
     ) -> None:
-        check_codes_fit(model.config.image_vocab_size, image_tokenizer.codebook_size)
+        check_codes_fit(model.config, image_tokenizer.codebook_size, image_tokenizer.num_codes)
         self.model, self.processor = model.eval(), processor
         self.image_tokenizer = image_tokenizer.to(model.device).eval()
 

@@ -54,6 +54,8 @@ class M6Config(PreTrainedConfig):
         num_attention_heads: divides ``hidden_size``.
         ffn_hidden_size: inner width of a dense feed-forward and of each expert.
         max_position_embeddings: learned positions of source text and of target (text or image codes).
+        code_grid_size: codes in a row of the pictures that are written, whose rows and columns then have positions of
+            their own besides (DALL-E, arXiv 2102.12092, appendix B.1); 0: none.
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; divides ``image_size``.
         patch_encoder: what turns a patch into a vector, see :mod:`m6.model.patch_encoders`.
@@ -82,6 +84,7 @@ class M6Config(PreTrainedConfig):
     num_attention_heads: int = 16
     ffn_hidden_size: int = 4096
     max_position_embeddings: int = 512
+    code_grid_size: int = 0
     image_size: int = 256
     patch_size: int = 64
     patch_encoder: PatchEncoderName = "linear"
@@ -108,8 +111,10 @@ class M6Config(PreTrainedConfig):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise UserError(f"{name} must be a positive integer, found {value!r}")
-        if type(self.image_vocab_size) is not int or self.image_vocab_size < 0:
-            raise UserError(f"image_vocab_size must be an integer of at least 0, found {self.image_vocab_size!r}")
+        for name in ("image_vocab_size", "code_grid_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise UserError(f"{name} must be an integer of at least 0, found {value!r}")
         for name in ("hidden_dropout", "attention_dropout"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < 1:
@@ -180,6 +185,11 @@ class M6Config(PreTrainedConfig):
     def vocab_size(self) -> int:
         """Size of the joint id space."""
         return self.text_vocab_size + NUM_SPECIAL_TOKENS + self.image_vocab_size
+
+    @property
+    def first_code_id(self) -> int:
+        """Id of the first image code; all ids from there on are codes."""
+        return self.text_vocab_size + NUM_SPECIAL_TOKENS
 
     @property
     def num_patches(self) -> int:

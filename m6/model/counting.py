@@ -46,8 +46,9 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
             shared += moe.num_shared_experts * rows_in + width
     with torch.device("meta"):  # two of the three patch encoders are other people's networks: built, not derived
         patch_encoder = build_patch_encoder(config)
+    positions = config.max_position_embeddings + config.num_patches + 2 * config.code_grid_size
     counts = {
-        "embeddings": (config.vocab_size + config.max_position_embeddings + config.num_patches + NUM_SEGMENTS) * width,
+        "embeddings": (config.vocab_size + positions + NUM_SEGMENTS) * width,
         "patch_encoder": sum(parameter.numel() for parameter in patch_encoder.parameters()),
         "attention": (copies("attention", layers) - moe_attentions) * (projections + 4 * width),
         "ffn": copies("ffn", dense) * ffn,

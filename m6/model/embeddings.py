@@ -8,10 +8,14 @@ from m6.model.patch_encoders import build_patch_encoder
 from m6.tokenizers.special_tokens import IMAGE
 
 NUM_SEGMENTS = 3  # image, source, target: the values of token_type_ids
+_FIRST_CODE = 2  # its position in a target, behind <bos> and <boi>
 
 
 class M6Embeddings(nn.Module):
-    """Sum of content (token or patch), learned position of its modality, and segment; M6, section 3."""
+    """Sum of content (token or patch), learned position of its modality, and segment; M6, section 3.
+
+    With ``code_grid_size`` image codes have a row and a column, too.
+    """
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
@@ -21,6 +25,10 @@ class M6Embeddings(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.text_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.patch_positions = nn.Embedding(config.num_patches, config.hidden_size)
+        self.first_code_id, self.code_grid_size = config.first_code_id, config.code_grid_size
+        if self.code_grid_size:
+            self.code_rows = nn.Embedding(config.code_grid_size, config.hidden_size)
+            self.code_columns = nn.Embedding(config.code_grid_size, config.hidden_size)
         self.segments = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
         self.patch_encoder = build_patch_encoder(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -41,7 +49,7 @@ class M6Embeddings(nn.Module):
             UserError: when the placeholders are not ``N * num_patches``.
         """
         is_patch = (input_ids == self.image_token_id) & (token_type_ids == IMAGE)
-        embedded = self.tokens(input_ids) + self.text_positions(position_ids.masked_fill(is_patch, 0))
+        embedded = self._embed_tokens(input_ids, position_ids.masked_fill(is_patch, 0))
         embedded = self._splice_patches(embedded, is_patch, position_ids, pixel_values)
         return self.dropout(embedded + self.segments(token_type_ids))
 
@@ -64,5 +72,14 @@ class M6Embeddings(nn.Module):
 
     def embed_targets(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Embeds tokens among which is no patch, int64 [B, S] each: a decoding step."""
+        return self.dropout(self._embed_tokens(input_ids, position_ids) + self.segments(token_type_ids))
+
+    def _embed_tokens(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded = self.tokens(input_ids) + self.text_positions(position_ids)
-        return self.dropout(embedded + self.segments(token_type_ids))
+        if self.code_grid_size:
+            is_code = input_ids >= self.first_code_id
+            # Every token is looked up, so that both tables have a gradient on every rank.
+            numbers = (position_ids - _FIRST_CODE).clamp(0, self.code_grid_size**2 - 1)
+            rows = self.code_rows(numbers // self.code_grid_size)
+            embedded = embedded + is_code.unsqueeze(-1) * (rows + self.code_columns(numbers % self.code_grid_size))
+        return embedded

@@ -296,7 +296,7 @@ def open_data(config: RunConfig) -> PretrainingData:
     )
     check_tokenizer(config, data.tokenizer)
     if data.codes is not None:
-        check_codes_fit(config.model.image_vocab_size, data.codes.codebook_size)
+        check_codes_fit(config.model, data.codes.codebook_size, data.codes.num_codes)
         captions = [] if settings.samples is None else settings.samples.captions
         check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
     return data

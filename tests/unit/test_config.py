@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from m6.config import RunConfig, check_world_size, load_config, parse_config
+from m6.config import RunConfig, check_codes_fit, check_world_size, load_config, parse_config
+from m6.errors import UserError
+from m6.model import M6Config
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
@@ -284,3 +286,13 @@ def test_defaults_and_what_deepspeed_gets(folder: Path):
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 2), (4, 1)])
 def test_accumulation_follows_from_the_batch_sizes(folder: Path, world_size: int, accumulation: int):
     assert check_world_size(parse_config(tiny_document(folder)), world_size) == accumulation
+
+
+def test_codes_without_room_or_of_another_grid_are_refused():
+    model = M6Config(image_vocab_size=8, code_grid_size=3)
+    check_codes_fit(model, 8, 9)
+    with pytest.raises(UserError, match=r"9 codes, but the model's image_vocab_size is 8.*--image-vocab-size 9"):
+        check_codes_fit(model, 9, 9)
+    with pytest.raises(UserError, match=r"grid of 16 codes, but the model's code_grid_size is 3: pretrain one with 4"):
+        check_codes_fit(model, 8, 16)
+    check_codes_fit(M6Config(image_vocab_size=8), 8, 16)

@@ -33,6 +33,7 @@ def model(request):
         num_attention_heads=2,
         ffn_hidden_size=64,
         max_position_embeddings=32,
+        code_grid_size=3,
         image_size=32,
         patch_size=16,
         initializer_range=0.2,  # so that the untrained model is not indifferent

@@ -83,6 +83,7 @@ def test_joint_id_space(tiny_config):
         ({"patch_size": 7}, "16 is not divisible by patch_size 7"),
         ({"num_layers": "2"}, "num_layers must be a positive integer, found '2'"),
         ({"image_vocab_size": -1}, "found -1"),
+        ({"code_grid_size": -1}, "code_grid_size must be an integer of at least 0, found -1"),
         ({"hidden_dropout": 1.0}, r"rate in \[0, 1\), found 1.0"),
         ({"initializer_range": 0}, "positive number, found 0"),
         ({"patch_encoder": "resnet50"}, '"resnet"'),

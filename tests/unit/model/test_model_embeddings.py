@@ -40,6 +40,27 @@ def test_content_position_and_segment_are_added(tiny_model, pack, samples):
     assert used == 2 * model.config.num_patches
 
 
+def test_codes_have_a_row_and_a_column(tiny_model):
+    model = tiny_model(code_grid_size=2)
+    config, embedder = model.config, model.model.embeddings
+    first = config.first_code_id
+    assert config.vocab_size - first == config.image_vocab_size
+    ids = torch.tensor([[config.bos_token_id, first - 1, first + 5, first, first + 7, first + 1, config.eos_token_id]])
+    types, positions = torch.full_like(ids, 2), torch.arange(7)[None]
+    embedded = embedder.embed_targets(ids, types, positions)
+    assert torch.equal(embedded, embedder(ids, types, positions, None))
+    plain = embedder.tokens.weight[ids[0]] + embedder.text_positions.weight[:7] + embedder.segments.weight[2]
+    for place in range(7):
+        expected = plain[place]
+        if 2 <= place < 6:
+            row, column = divmod(place - 2, 2)
+            expected = expected + embedder.code_rows.weight[row] + embedder.code_columns.weight[column]
+        torch.testing.assert_close(embedded[0, place], expected)
+    embedded[:, :2].sum().backward()
+    assert embedder.code_rows.weight.grad is not None, "each rank reduces the same tensors, with and without codes"
+    assert num_parameters(config)["total"] == sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("pictures", [0, 1, 3])
 def test_wrong_number_of_pictures_names_both_numbers(tiny_model, pack, samples, pictures):
     model = tiny_model()
