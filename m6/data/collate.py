@@ -141,6 +141,8 @@ class Collator:
                     position_ids[row, first:last] = counter[: last - first]
                 sample_ids[row, begin:end] = number
                 labels[row, labelled] = input_ids[row, labelled]
+                if example.read_ids is not None:
+                    input_ids[row, target + 1 : end - 1] = example.read_ids
                 loss_weights[row, labelled] = 1 if example.weights is None else example.weights
                 objective_ids[row, labelled] = example.objective_id
                 begin = end

@@ -78,6 +78,14 @@ class TextToImageSettings(TaskSettings):
         description="share of samples without their text, from which classifier-free guidance (arXiv 2207.12598) "
         "learns what any picture looks like",
     )
+    code_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="the largest share of a picture's codes that <mask> hides from the model while it learns to write "
+        "them, each sample with a share of its own (word dropout, arXiv 1511.06349); so it learns to look at the text "
+        "and the rows above, and not at the codes just before alone",
+    )
 
 
 class ObjectivesSettings(_Settings):
@@ -128,11 +136,14 @@ class Sample:
 class Example:
     """One training sequence ``[<image> x P]? + source_ids + <bos> + target_ids + <eos>``.
 
-    ``weights`` are the loss weights of the target ids and of ``<eos>`` (so one more than target_ids); None: all 1.
+    Attributes:
+        read_ids: what the model reads in the target ids' places where that differs from what it has to write.
+        weights: loss weights of the target ids and of ``<eos>`` (so one more than target_ids); None: all 1.
     """
 
     source_ids: list[int]
     target_ids: list[int]
+    read_ids: list[int] | None = None
     image: bytes | None = None
     weights: list[float] | None = None
     objective_id: int = 0
@@ -158,6 +169,20 @@ def _answer(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]
     return answer
 
 
+def _in_sight(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> None:
+    return None
+
+
+def _codes_hidden(
+    ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: TextToImageSettings
+) -> list[int] | None:
+    if settings.code_dropout == 0:
+        return None
+    hidden = rng.random(len(ids)) < rng.uniform(0, settings.code_dropout)
+    hidden[[0, -1]] = False  # <boi> and <eoi>
+    return np.where(hidden, tokenizer.mask_token_id, ids).tolist()
+
+
 @dataclass(frozen=True)
 class _Objective:
     kind: str
@@ -166,6 +191,8 @@ class _Objective:
     """(text ids, random numbers, tokenizer, settings) -> source ids"""
     make_target: Callable[[Sample, list[int], M6Tokenizer], list[int]] = _text
     """(row, its text ids, tokenizer) -> target ids"""
+    hide_target: Callable[[list[int], np.random.Generator, M6Tokenizer, Any], list[int] | None] = _in_sight
+    """(target ids, random numbers, tokenizer, settings) -> what is read in their places, if that is something else"""
     has_pixels: bool = False
     """Whether the patches of the picture come first."""
     num_texts: int = 1
@@ -247,7 +274,7 @@ _REGISTRY: dict[str, _Objective] = {
     "language_modelling": _Objective("text", _nothing),
     "image_captioning": _Objective("image_text", _nothing, has_pixels=True),
     "image_text_denoising": _Objective("image_text", _masked, has_pixels=True, num_texts=2),
-    "text_to_image": _Objective("image_text", _unless_dropped, _codes),
+    "text_to_image": _Objective("image_text", _unless_dropped, _codes, _codes_hidden),
     "text_classification": _Objective("labelled_text", _whole, _answer),
     "image_text_matching": _Objective("image_text", _whole, _answer, has_pixels=True, is_paired=True),
 }
@@ -320,9 +347,12 @@ def make_example(
     ids = _text_ids(sample, tokenizer, max_tokens)
     if kind.has_pixels and sample.image is None:
         raise BadRow("no image")
+    own = settings.of(objective)
+    target = kind.make_target(sample, ids, tokenizer)
     return Example(
-        source_ids=kind.make_source(ids, rng, tokenizer, settings.of(objective)),
-        target_ids=kind.make_target(sample, ids, tokenizer),
+        source_ids=kind.make_source(ids, rng, tokenizer, own),
+        target_ids=target,
+        read_ids=kind.hide_target(target, rng, tokenizer, own),
         image=sample.image if kind.has_pixels else None,
         objective_id=OBJECTIVES.index(objective),
     )

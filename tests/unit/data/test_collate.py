@@ -48,11 +48,11 @@ def test_a_row_by_hand(tokenizer):
     pad, bos, eos, image = (getattr(tokenizer, f"{n}_token_id") for n in ("pad", "bos", "eos", "image"))
     examples = [
         Example(source_ids=[11, 12], target_ids=[13], image=b"", objective_id=3),
-        Example(source_ids=[], target_ids=[21, 22], objective_id=1, weights=[0.5, 2.0, 0.0]),
+        Example(source_ids=[], target_ids=[21, 22], read_ids=[21, 25], objective_id=1, weights=[0.5, 2.0, 0.0]),
     ]
     batch = collator(tokenizer)(examples, [picture(255), None], ["s:1: why"])
     blank = -100
-    assert batch.input_ids.tolist() == [[image, image, 11, 12, bos, 13, eos, bos, 21, 22, eos, pad, pad, pad, pad, pad]]
+    assert batch.input_ids.tolist() == [[image, image, 11, 12, bos, 13, eos, bos, 21, 25, eos, pad, pad, pad, pad, pad]]
     assert batch.token_type_ids.tolist() == [[0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 0, 0, 0, 0]]
     assert batch.sample_ids.tolist() == [[1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0, 0, 0]]

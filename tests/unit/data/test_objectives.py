@@ -187,6 +187,25 @@ def test_text_to_image(tokenizer):
         make("text_to_image", Sample(id="a", text="红", codes=[16]), tokenizer)
 
 
+def test_codes_are_hidden_where_they_are_read(tokenizer):
+    sample = Sample(id="a", text="红色圆形", codes=[3, 0, 15, 7] * 64)
+    ids = [tokenizer.boi_token_id, *map(tokenizer.image_code_to_id, sample.codes), tokenizer.eoi_token_id]
+    shares = []
+    for seed in range(200):
+        example = make("text_to_image", sample, tokenizer, seed, text_to_image={"code_dropout": 0.8})
+        assert example.target_ids == ids
+        hidden = [read == tokenizer.mask_token_id for read in example.read_ids]
+        assert all(hide or read == id for hide, read, id in zip(hidden, example.read_ids, ids, strict=True))
+        assert not hidden[0]
+        assert not hidden[-1]
+        shares.append(sum(hidden) / 256)
+    # Shares are even from 0 to 0.8: the standard error of their mean is 0.016.
+    assert sum(shares) / 200 == pytest.approx(0.4, abs=0.06)
+    assert min(shares) < 0.1
+    assert 0.7 < max(shares) < 0.9
+    assert make("text_to_image", sample, tokenizer).read_ids is None
+
+
 @pytest.mark.parametrize(
     ("objective", "sample", "reason"),
     [
