@@ -41,7 +41,7 @@ build() {
 draw() { # draw FOLDER: pictures of every caption, those that training showed and the held-out combinations
     [ ! -d "$1" ] || return 0
     python "$here/captions.py" "$data" >"$out/captions.txt"
-    m6 generate --checkpoint "$out/finetuned" --captions "$out/captions.txt" --num 4 --guidance 2 \
+    m6 generate --checkpoint "$out/finetuned" --captions "$out/captions.txt" --num 4 --candidates 16 --guidance 2 \
         --batch-size 32 --out-dir "$1"
 }
 
