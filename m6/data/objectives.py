@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from m6.data.corruption import hide, mask_spans, shuffle_sentences
 from m6.errors import UserError, nearest
 from m6.tokenizers.text import M6Tokenizer
 
@@ -178,9 +179,8 @@ def _codes_hidden(
 ) -> list[int] | None:
     if settings.code_dropout == 0:
         return None
-    hidden = rng.random(len(ids)) < rng.uniform(0, settings.code_dropout)
-    hidden[[0, -1]] = False  # <boi> and <eoi>
-    return np.where(hidden, tokenizer.mask_token_id, ids).tolist()
+    boi, *codes, eoi = ids
+    return [boi, *hide(codes, rng, share=rng.uniform(0, settings.code_dropout), mask_id=tokenizer.mask_token_id), eoi]
 
 
 @dataclass(frozen=True)
@@ -207,34 +207,6 @@ class _Objective:
     @property
     def has_answer(self) -> bool:
         return self.make_target is _answer
-
-
-def mask_spans(
-    ids: list[int], rng: np.random.Generator, *, mask_ratio: float, mean_span_length: float, mask_id: int
-) -> list[int]:
-    """Replaces random spans by one ``mask_id`` each.
-
-    Exactly ``round(mask_ratio * len(ids))`` ids disappear, but at least one; no two masks are neighbours.
-    """
-    budget = max(1, round(mask_ratio * len(ids)))
-    num_kept = len(ids) - budget
-    ends = np.minimum(np.cumsum(1 + rng.poisson(mean_span_length - 1, size=budget)), budget)
-    # The spans that fill the budget; were there more than places between kept ids, the last takes what is left.
-    num_spans = min(int(np.searchsorted(ends, budget)) + 1, num_kept + 1)
-    lengths = np.diff(ends[:num_spans], prepend=0)
-    lengths[-1] += budget - lengths.sum()
-    places = np.sort(rng.choice(num_kept + 1, size=num_spans, replace=False))
-    masked, position = [], 0
-    for gap, length in zip(np.diff(places, prepend=0).tolist(), lengths.tolist(), strict=True):
-        masked += [*ids[position : position + gap], mask_id]
-        position += gap + length
-    return masked + ids[position:]
-
-
-def shuffle_sentences(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer) -> list[int]:
-    """Puts the sentences in random order."""
-    sentences = tokenizer.split_sentence_ids(ids)
-    return [token for index in rng.permutation(len(sentences)).tolist() for token in sentences[index]]
 
 
 def _nothing(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
