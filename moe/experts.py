@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moe.activations import ACTIVATIONS
 from moe.config import MoEConfig
-from moe.kernels.experts_op import ExpertsFunction, Pairs
+from moe.kernels.experts_op import Pairs, apply_experts
 from moe.precision import autocast_dtype
 
 
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         dropout = 0.0 if mask is None else self.config.expert_dropout
         inputs = (rows, *weights, None if pairs is None else pairs.gates)
         keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
-        return ExpertsFunction.apply(
+        return apply_experts(
             rows,
             *(pairs or (None,) * 4),
             counts,

@@ -42,8 +42,7 @@ def sum_by_token(rows: Tensor, pairs: Pairs, weigh: bool) -> Tensor:
     return total.to(rows.dtype)
 
 
-@torch.library.custom_op("moe::experts", mutates_args=())
-def experts_op(
+def compute_experts(
     tokens: Tensor,
     source: Tensor | None,
     gates: Tensor | None,
@@ -91,6 +90,9 @@ def experts_op(
         if pairs is None:
             return y, h, a, y.new_empty(0)
         return sum_by_token(y, pairs, weigh=True), h, a, y if keep and not recompute else y.new_empty(0)
+
+
+experts_op = torch.library.custom_op("moe::experts", compute_experts, mutates_args=())
 
 
 @torch.library.custom_op("moe::experts_backward", mutates_args=())
@@ -171,12 +173,24 @@ def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return tuple(grad.new_empty(0) if each is None else torch.empty_like(each) for each in (tokens, gates, *weights))
 
 
+def apply_experts(*inputs: Any) -> Tensor:
+    """Takes the arguments of ``compute_experts`` and returns its first result, differentiable where one may need that.
+
+    Where none may, and no compiler has to see an operator, the function is called as it is: for the few rows of a
+    decoding step the operator's dispatch takes as long as the products.
+    """
+    tokens, keep = inputs[0], inputs[-1]
+    if keep or torch.compiler.is_compiling() or type(tokens) is not Tensor or tokens.is_meta:
+        return ExpertsFunction.apply(*inputs)
+    return compute_experts(*inputs)[0]
+
+
 class ExpertsFunction(torch.autograd.Function):
     """The operators as one differentiable function, with less overhead than what ``register_autograd`` makes."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Takes the arguments of ``experts_op`` and returns its first result."""
+        """Takes the arguments of ``compute_experts`` and returns its first result."""
         *tensors, dropout, activation, recompute, keep = inputs
         output, *kept = experts_op(*inputs)
         if keep:

@@ -119,6 +119,32 @@ def test_dropout_of_hidden_units(activation: str, recompute: bool) -> None:
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
 
 
+class Seen(TorchDispatchMode):
+    """The names of the operators that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_without_gradients_it_is_a_plain_function_of_equal_results(activation: str) -> None:
+    layer, x = make_layer(activation=activation).eval(), torch.randn(9, 16)
+    with Seen() as seen:
+        expected = layer(x).hidden_states
+    assert "moe.experts.default" in seen.names
+    with Seen() as seen, torch.no_grad():
+        output = layer(x).hidden_states
+    assert "moe.experts.default" not in seen.names
+    assert torch.equal(output, expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        assert layer(mode.from_tensor(x)).hidden_states.shape == x.shape
+
+
 def test_dropout_and_jitter_act_in_training_alone() -> None:
     layer = make_layer(expert_dropout=0.5, router_jitter=0.1)
     x = torch.randn(50, 16)
