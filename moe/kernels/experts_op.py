@@ -10,7 +10,7 @@ d gate_r = <g_r w_out, a_r> + <g_r, b_out> replaces <g_r, y_r> (g is the gradien
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from moe.activations import ACTIVATIONS
 from moe.kernels.products import choose_products
@@ -92,10 +92,10 @@ def compute_experts(
         return sum_by_token(y, pairs, weigh=True), h, a, y if keep and not recompute else y.new_empty(0)
 
 
-experts_op = torch.library.custom_op("moe::experts", compute_experts, mutates_args=())
+experts_op = library.custom_op("moe::experts", compute_experts, mutates_args=())
 
 
-@torch.library.custom_op("moe::experts_backward", mutates_args=())
+@library.custom_op("moe::experts_backward", mutates_args=())
 def experts_backward_op(
     grad: Tensor,
     h: Tensor,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -183,8 +184,8 @@ def test_operators_follow_pytorchs_rules(changes: dict) -> None:
         for rows, own in ((x, pairs), (x[routing.tokens], (None,) * 4)):
             arguments = (rows, *own, routing.counts, *weights, *settings)
             output, *kept = experts_op(*arguments, True)
-            torch.library.opcheck(experts_op, (*arguments, True))
-            torch.library.opcheck(experts_backward_op, (torch.randn_like(output), *kept, *arguments))
+            library.opcheck(experts_op, (*arguments, True))
+            library.opcheck(experts_backward_op, (torch.randn_like(output), *kept, *arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
