@@ -1,4 +1,4 @@
-"""Three products over rows that are sorted by expert, computed by one grouped call or expert by expert."""
+"""Three products over rows that are sorted by expert: by a kernel of our own, one grouped call, or expert by expert."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -6,6 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from moe.kernels.compiled import CompiledProducts, load_library
+
+# Below, the kernel's forward product loses to the grouped call: it brings each weight into another order first.
+MIN_COMPILED_ROWS_PER_EXPERT = 4
 
 
 class Products(Protocol):
@@ -25,12 +30,16 @@ class Products(Protocol):
 
 
 def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
-    """The fastest valid implementation.
+    """The fastest valid implementation, as measured (scripts/benchmarks/results/moe_layer_speed.md).
 
     ``torch.nn.functional.grouped_mm`` has no float64, no empty input, and wants every row of its operands to start at
     a multiple of 16 bytes. On CPUs without 16-bit arithmetic it multiplies 16-bit numbers many times slower than
     the loop does by way of float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
     """
+    if rows.device.type == "cpu" and rows.dtype == torch.float32:
+        library = load_library() if len(rows) >= MIN_COMPILED_ROWS_PER_EXPERT * len(counts) else None
+        if library is not None:
+            return CompiledProducts(counts, library)
     aligned = all(size * rows.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
     known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if aligned and known and len(rows) > 0 and not _is_emulated(rows):

@@ -9,10 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe import MoEConfig, MoELayer
 from moe.kernels import products
 from moe.kernels.experts_op import ExpertsFunction, experts_backward_op, experts_op
-from moe.kernels.products import GroupedProducts, LoopProducts, choose_products
 from moe.routing import Router, route
-
-COUNTS = torch.tensor([0, 5, 1, 0, 7, 0])
 
 
 def make_layer(dtype=torch.float32, sizes=(16, 32), **changes) -> MoELayer:
@@ -31,47 +28,6 @@ def run(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]:
     output = layer(x)
     loss = (output.hidden_states.float() * torch.linspace(-1, 1, x.shape[-1])).sum() + output.aux_loss
     return [output.hidden_states.detach(), *torch.autograd.grad(loss, [x, *layer.parameters()])]
-
-
-@pytest.mark.parametrize("name", ["forward", "input_grad", "weight_grad", "bias_grad"])
-def test_one_call_and_the_loop_compute_the_same_products(name: str) -> None:
-    """1e-5: sums of up to 16 products near 1 in float32."""
-    torch.manual_seed(0)
-    rows, weight = torch.randn(13, 8, dtype=torch.float64), torch.randn(6, 16, 8, dtype=torch.float64)
-    wide = torch.randn(13, 16, dtype=torch.float64)
-    arguments = {
-        "forward": (rows, weight),
-        "input_grad": (wide, weight),
-        "weight_grad": (wide, rows),
-        "bias_grad": (wide,),
-    }[name]
-    exact = getattr(LoopProducts(COUNTS, torch.float64), name)(*arguments)
-    pieces = [argument.split(COUNTS.tolist()) if len(argument) == 13 else argument for argument in arguments]
-    obvious = {
-        "forward": lambda: torch.cat([r @ w.T for r, w in zip(*pieces, strict=True)]),
-        "input_grad": lambda: torch.cat([r @ w for r, w in zip(*pieces, strict=True)]),
-        "weight_grad": lambda: torch.stack([left.T @ right for left, right in zip(*pieces, strict=True)]),
-        "bias_grad": lambda: torch.stack([own.sum(0) for own in pieces[0]]),
-    }[name]()
-    torch.testing.assert_close(exact, obvious, rtol=1e-12, atol=1e-12)
-    single = [argument.float() for argument in arguments]
-    for ways in (GroupedProducts(COUNTS), LoopProducts(COUNTS, torch.float32)):
-        torch.testing.assert_close(getattr(ways, name)(*single).double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("emulated", [False, True])
-def test_the_way_is_chosen_by_type_and_alignment(monkeypatch: pytest.MonkeyPatch, emulated: bool) -> None:
-    monkeypatch.setattr(products, "_is_emulated", lambda rows: emulated and rows.dtype == torch.bfloat16)
-    for dtype, size, grouped in [
-        (torch.float32, 8, True),
-        (torch.float32, 6, False),  # 24 bytes are no multiple of 16
-        (torch.float64, 8, False),
-        (torch.bfloat16, 8, not emulated),
-    ]:
-        way = choose_products(torch.zeros(13, size, dtype=dtype), COUNTS, torch.zeros(6, 16, size, dtype=dtype))
-        assert isinstance(way, GroupedProducts) == grouped, (dtype, size)
-        if isinstance(way, LoopProducts):
-            assert way.compute_dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,229 @@
+// The experts' matrix products on CPUs, float32: blocks that fit the caches, as in Goto and van de Geijn,
+// "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 34(3), 2008). Called by compiled.py.
+//
+// Every element is summed over k in one order, whatever the number of rows, or of threads: an expert's result for a
+// row does not depend on the rows beside it.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int WIDTH = 16;  // of AVX-512's registers
+constexpr int TILE_ROWS = 14, TILE_COLUMNS = 2 * WIDTH;  // 28 sums and two vectors of b: 30 of 32 registers
+constexpr int64_t DEPTH = 384;             // of the sums between two visits of c
+constexpr int64_t PANEL_FLOATS = 1 << 17;  // of b: half of a level 2 cache
+constexpr int64_t STRIPE = 8 * TILE_ROWS;  // rows of a that are packed together
+constexpr int64_t TASK_ROWS = 512, TASK_COLUMNS = 512;
+constexpr int64_t ROWS_AHEAD = 8, FLOATS_AHEAD = 32;  // of b, on the way to the cache
+
+typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
+typedef int32_t Lanes __attribute__((vector_size(WIDTH * sizeof(int32_t))));
+
+// at(i, j) = data[i * row + j * column]
+struct Matrix {
+    const float* data;
+    int64_t row, column;
+    Matrix from(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
+};
+
+// c (+)= a b for ROWS rows; a is packed as [depth][TILE_ROWS], b has rows of TILE_COLUMNS.
+template <int ROWS>
+void tile(int64_t depth, const float* a, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    Vector sums[ROWS][2] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+        __builtin_prefetch(c + i * c_row, 1);
+        __builtin_prefetch(c + i * c_row + WIDTH, 1);
+    }
+    for (int64_t k = 0; k < depth; k++, a += TILE_ROWS, b += b_row) {
+        __builtin_prefetch(b + ROWS_AHEAD * b_row);
+        __builtin_prefetch(b + ROWS_AHEAD * b_row + WIDTH);
+        const Vector left = *(const Vector*)b, right = *(const Vector*)(b + WIDTH);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; i++) {
+            sums[i][0] += a[i] * left;
+            sums[i][1] += a[i] * right;
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+        Vector* out = (Vector*)(c + i * c_row);
+        out[0] = add ? out[0] + sums[i][0] : sums[i][0];
+        out[1] = add ? out[1] + sums[i][1] : sums[i][1];
+    }
+}
+
+using Tile = decltype(&tile<1>);
+constexpr Tile TILES[] = {nullptr, tile<1>, tile<2>,  tile<3>,  tile<4>,  tile<5>,  tile<6>, tile<7>,
+                          tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>};
+
+// One step of a transposition in registers: exchanges blocks of S columns with the rows S further down.
+template <int S>
+inline void exchange(Vector (&rows)[WIDTH]) {
+    Lanes upper, lower;
+    for (int i = 0; i < WIDTH; i++) {
+        upper[i] = i & S ? WIDTH + i - S : i;
+        lower[i] = i & S ? WIDTH + i : i + S;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i++) {
+        if (i & S) continue;
+        const Vector first = rows[i], second = rows[i + S];
+        rows[i] = __builtin_shuffle(first, second, upper);
+        rows[i + S] = __builtin_shuffle(first, second, lower);
+    }
+}
+
+// out[k][i] = from[i][k] for k < WIDTH and i < kept, of which count have values and the others become zero.
+inline void transpose(const float* from, int64_t stride, int64_t count, float* out, int64_t out_row, int64_t kept) {
+    Vector rows[WIDTH];
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i++) __builtin_prefetch(from + i * stride + FLOATS_AHEAD);
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i++) rows[i] = i < count ? *(const Vector*)(from + i * stride) : Vector{};
+    exchange<8>(rows);
+    exchange<4>(rows);
+    exchange<2>(rows);
+    exchange<1>(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i++) std::memcpy(out + i * out_row, &rows[i], kept * sizeof(float));
+}
+
+// Packs `count` rows of `from` as the columns of out, [depth][PANEL], the rest of them zero.
+template <int PANEL>
+void pack_rows(const Matrix& from, int64_t count, int64_t depth, float* out) {
+    const int64_t whole = from.column == 1 ? depth / WIDTH * WIDTH : 0;
+    for (int64_t k = 0; k < whole; k += WIDTH) {
+        for (int64_t i = 0; i < PANEL; i += WIDTH) {
+            const int64_t left = std::min<int64_t>(WIDTH, count - i), kept = std::min<int64_t>(WIDTH, PANEL - i);
+            const float* block = from.from(i, k).data;
+            float* to = out + k * PANEL + i;
+            if (kept == WIDTH) transpose(block, from.row, left, to, PANEL, WIDTH);  // of a size known in advance
+            else transpose(block, from.row, left, to, PANEL, kept);
+        }
+    }
+    for (int64_t k = whole; k < depth; k++)
+        for (int64_t i = 0; i < PANEL; i++) out[k * PANEL + i] = i < count ? *from.from(i, k).data : 0;
+}
+
+int64_t parts(int64_t total, int64_t most) { return (total + most - 1) / most; }
+
+// c[rows, columns] = a[rows, depth] b[depth, columns]; c has rows of c_row.
+void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row) {
+    static thread_local std::vector<float> b_memory, a_memory;
+    const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal, whole vectors
+    for (int64_t k = 0; k < depth; k += chunk) {
+        const int64_t deep = std::min(chunk, depth - k);
+        const int64_t most = PANEL_FLOATS / deep / TILE_COLUMNS * TILE_COLUMNS;
+        for (int64_t j = 0; j < columns; j += most) {
+            const int64_t wide = std::min(most, columns - j);
+            b_memory.resize(std::max<size_t>(b_memory.size(), deep * parts(wide, TILE_COLUMNS) * TILE_COLUMNS));
+            // Rows of b that are contiguous are read where they are.
+            const int64_t in_place = b.column == 1 ? wide / TILE_COLUMNS * TILE_COLUMNS : 0;
+            for (int64_t n = in_place; n < wide; n += TILE_COLUMNS) {
+                const Matrix panel = b.from(k, j + n);
+                pack_rows<TILE_COLUMNS>({panel.data, b.column, b.row}, std::min<int64_t>(TILE_COLUMNS, wide - n), deep,
+                                        b_memory.data() + n * deep);
+            }
+            for (int64_t i = 0; i < rows; i += STRIPE) {
+                const int64_t high = std::min(STRIPE, rows - i), tiles = parts(high, TILE_ROWS);
+                a_memory.resize(std::max<size_t>(a_memory.size(), tiles * TILE_ROWS * deep));
+                auto first = [&](int64_t t) { return high * t / tiles; };
+                if (a.row == 1) {
+                    for (int64_t q = 0; q < deep; q++)
+                        for (int64_t t = 0; t < tiles; t++)
+                            std::copy_n(a.from(i + first(t), k + q).data, first(t + 1) - first(t),
+                                        a_memory.data() + (t * deep + q) * TILE_ROWS);
+                } else {
+                    for (int64_t t = 0; t < tiles; t++)
+                        pack_rows<TILE_ROWS>(a.from(i + first(t), k), first(t + 1) - first(t), deep,
+                                             a_memory.data() + t * deep * TILE_ROWS);
+                }
+                for (int64_t t = 0; t < tiles; t++) {
+                    const int64_t count = first(t + 1) - first(t);
+                    const float* own = a_memory.data() + t * deep * TILE_ROWS;
+                    for (int64_t n = 0; n < wide; n += TILE_COLUMNS) {
+                        float* out = c + (i + first(t)) * c_row + j + n;
+                        const float* panel = n < in_place ? b.from(k, j + n).data : b_memory.data() + n * deep;
+                        const int64_t panel_row = n < in_place ? b.row : TILE_COLUMNS;
+                        if (wide - n >= TILE_COLUMNS) {
+                            TILES[count](deep, own, panel, panel_row, out, c_row, k > 0);
+                            continue;
+                        }
+                        float edge[TILE_ROWS * TILE_COLUMNS];
+                        TILES[count](deep, own, panel, panel_row, edge, TILE_COLUMNS, false);
+                        for (int64_t r = 0; r < count; r++)
+                            for (int64_t q = 0; q < wide - n; q++) {
+                                float& to = out[r * c_row + q];
+                                to = k > 0 ? to + edge[r * TILE_COLUMNS + q] : edge[r * TILE_COLUMNS + q];
+                            }
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct Task {
+    int64_t rows, columns, depth;
+    Matrix a, b;
+    float* c;
+    int64_t c_row;
+};
+
+// Cuts one product into tasks, which threads take in any order.
+void cut(const Task& whole, std::vector<Task>& tasks) {
+    for (int64_t i = 0; i < whole.rows; i += TASK_ROWS)
+        for (int64_t j = 0; j < whole.columns; j += TASK_COLUMNS)
+            tasks.push_back({std::min(TASK_ROWS, whole.rows - i), std::min(TASK_COLUMNS, whole.columns - j),
+                             whole.depth, whole.a.from(i, 0), whole.b.from(0, j), whole.c + i * whole.c_row + j,
+                             whole.c_row});
+}
+
+void compute(const std::vector<Task>& tasks, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (size_t i = 0; i < tasks.size(); i++) {
+        const Task& task = tasks[i];
+        product(task.rows, task.columns, task.depth, task.a, task.b, task.c, task.c_row);
+    }
+}
+
+}  // namespace
+
+// out[ends[e - 1] : ends[e]] = rows[same] matrix_e; matrix_e [depth, columns] has the given strides, all else is
+// contiguous.
+extern "C" void multiply_rows(const float* rows, const float* matrices, float* out, const int64_t* ends,
+                              int64_t experts, int64_t depth, int64_t columns, int64_t row, int64_t column,
+                              int threads) {
+    std::vector<Task> tasks;
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t begin = e ? ends[e - 1] : 0;
+        if (ends[e] == begin) continue;
+        cut({ends[e] - begin, columns, depth, {rows + begin * depth, depth, 1},
+             {matrices + e * depth * columns, row, column}, out + begin * columns, columns},
+            tasks);
+    }
+    compute(tasks, threads);
+}
+
+// out_e = left[ends[e - 1] : ends[e]]^T right[same], zero without rows; [rows, height], [rows, columns] and
+// [experts, height, columns], contiguous.
+extern "C" void sum_outer_products(const float* left, const float* right, float* out, const int64_t* ends,
+                                   int64_t experts, int64_t height, int64_t columns, int threads) {
+    std::vector<Task> tasks;
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t begin = e ? ends[e - 1] : 0;
+        float* own = out + e * height * columns;
+        if (ends[e] == begin) {
+            std::fill_n(own, height * columns, 0.0f);
+            continue;
+        }
+        cut({height, columns, ends[e] - begin, {left + begin * height, 1, height},
+             {right + begin * columns, columns, 1}, own, columns},
+            tasks);
+    }
+    compute(tasks, threads);
+}
