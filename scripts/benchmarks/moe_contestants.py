@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe import MoEConfig, MoELayer
+from moe.kernels import experts_op
+from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose_products
 from moe.routing import Router, route
+from scripts.benchmarks.moe_grid import Cell
 
 CAPACITY_FACTOR = 1.25
+MOST_BYTES_BATCHED = 2 << 30
 Run = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A size: T tokens of width d, hidden width 4 d, E experts in Z prototypes, top_k of each."""
+# Ways to compute the products other than the chosen one, by the name of the contestant.
+FORCED: dict[str, Callable[..., Products]] = {
+    "ours, grouped_mm": lambda rows, counts, *weights: GroupedProducts(counts),
+    "ours, loop": lambda rows, counts, *weights: LoopProducts(
+        counts, torch.float32 if rows.dtype == torch.bfloat16 and not multiplies_bfloat16() else rows.dtype
+    ),
+}
 
-    num_tokens: int
-    hidden_size: int
-    num_experts: int
-    num_prototypes: int = 1
-    top_k: int = 1
 
-    @property
-    def ffn_size(self) -> int:
-        return 4 * self.hidden_size
-
-    @property
-    def choices(self) -> int:
-        return self.num_prototypes * self.top_k
-
-    @property
-    def rows_per_expert(self) -> float:
-        return self.num_tokens * self.choices / self.num_experts
-
-    @property
-    def routing(self) -> str:
-        return f"{self.num_prototypes} top-1" if self.num_prototypes > 1 else f"top-{self.top_k}"
-
-    def __str__(self) -> str:
-        return f"T {self.num_tokens}, d {self.hidden_size}, E {self.num_experts}, {self.routing}"
+def multiplies_bfloat16() -> bool:
+    """Whether this processor, as oneDNN is told to see it, multiplies bfloat16 itself."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def ours(cell: Cell, **changes: object) -> tuple[nn.Module, Run]:
@@ -61,6 +49,13 @@ def ours(cell: Cell, **changes: object) -> tuple[nn.Module, Run]:
         return output.hidden_states + 0 * output.aux_loss  # its gradient, too, is computed
 
     return layer, run
+
+
+def k_times_top_1(cell: Cell) -> tuple[nn.Module, Run]:
+    """Our layer without prototypes, Z times with E / Z experts, as M6-T's k top-1 is written down."""
+    part = Cell(cell.num_tokens, cell.hidden_size, cell.num_experts // cell.num_prototypes)
+    layers, runs = zip(*(ours(part) for _ in range(cell.num_prototypes)), strict=True)
+    return nn.ModuleList(layers), lambda x: sum(run(x) for run in runs)  # type: ignore[return-value]
 
 
 class Dense(nn.Module):
@@ -240,3 +235,23 @@ class Step:
             kept = self.run(self.x)
         del kept
         return sum(sizes.values())
+
+
+class ForcedStep(Step):
+    """A step of our layer with one of ``FORCED``, on the weights and the input of another step."""
+
+    def __init__(self, step: Step, products: Callable[..., Products]) -> None:
+        self.module, self.run, self.x, self.grad = step.module, step.run, step.x, step.grad
+        self.products = products
+
+    def __call__(self) -> None:
+        with mock.patch.object(experts_op, "choose_products", self.products):
+            super().__call__()
+
+
+def chosen_products(cell: Cell, layer: MoELayer) -> str:
+    """The name of those that our layer takes for rows in its weights' type."""
+    weights = [layer.experts.w_in, layer.experts.w_out]
+    rows = weights[0].new_empty(cell.num_tokens * cell.choices, cell.hidden_size)
+    counts = torch.full((cell.num_experts,), len(rows) // cell.num_experts)
+    return type(choose_products(rows, counts, *weights)).__name__.removesuffix("Products").lower()

@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self, name: str, title: str) -> None:
         self._name, self._title = name, title
         script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-        self.circumstances = {
+        self.circumstances: dict[str, Any] = {
             "command": shlex.join(["python", str(script), *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "hardware": hardware(torch.device("cpu")),
@@ -51,15 +51,20 @@ class Recorder:
             f"{facts['load_average_before']}",
             f"- versions: {versions}",
             "",
-            f"| {' | '.join(header)} |",
-            f"|{' --- |' * len(header)}",
-            *(f"| {' | '.join(row)} |" for row in rows),
+            table(header, rows),
             "",
             notes,
         ]
         write_json(RESULTS / f"{self._name}.json", {**facts, **numbers})
         write_text(RESULTS / f"{self._name}.md", "\n".join(lines) + "\n")
         print("\n".join(lines))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    return "\n".join(
+        [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
