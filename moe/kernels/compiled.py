@@ -1,4 +1,4 @@
-"""The experts' products by a C++ kernel of our own, for float32 on processors with AVX-512.
+"""The experts' products by a C++ kernel of our own, for float32 on processors with AVX-512; compiled at first use.
 
 About a tenth faster than ``grouped_mm``, which calls a BLAS expert by expert
 (scripts/benchmarks/results/moe_layer_speed.md).
@@ -6,16 +6,21 @@ About a tenth faster than ``grouped_mm``, which calls a BLAS expert by expert
 
 import ctypes
 import functools
+import hashlib
+import os
 import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import host_kernels
-
 SOURCE = Path(__file__).with_name("expert_products.cpp")
-FLAGS = ("-march=x86-64-v4", "-fopenmp")  # PyTorch's own threads: both load the same OpenMP library
+# OpenMP: the threads are PyTorch's own, since both load the same library of that name.
+FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared")
 
 
 class CompiledProducts:
@@ -63,14 +68,42 @@ def _pointers(*tensors: Tensor) -> list[int]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """None on processors without AVX-512, where it was not measured, and, with a warning, without a compiler."""
+    """None on processors without AVX-512, where it was not measured, and, with a warning, where it cannot be built."""
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
-    library = host_kernels.load_kernel(SOURCE, FLAGS, "experts on this processor are computed about a tenth slower")
-    if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.multiply_rows.argtypes = [pointer] * 4 + [number] * 5 + [ctypes.c_int]
-        library.multiply_rows.restype = None
-        library.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
-        library.sum_outer_products.restype = None
+    try:
+        library = ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            f"experts on this processor take a tenth longer, since their kernel could not be built: {reason.strip()}",
+            stacklevel=2,
+        )
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.multiply_rows.argtypes = [pointer] * 4 + [number] * 5 + [ctypes.c_int]
+    library.multiply_rows.restype = None
+    library.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
+    library.sum_outer_products.restype = None
+    return library
+
+
+def _build() -> Path:
+    """Renamed when it is whole: ranks may build side by side, and none waits for a lock that a killed one left."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        raise FileNotFoundError("there is no g++, and CXX names no other compiler")
+    command = [compiler, *FLAGS, str(SOURCE), "-o"]
+    identity = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
+    library = folder / f"{SOURCE.stem}_{identity}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+            made = Path(file.name)
+        try:
+            subprocess.run([*command, str(made)], capture_output=True, text=True, check=True)
+            made.replace(library)
+        finally:
+            made.unlink(missing_ok=True)
     return library

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe import MoEConfig, MoELayer
-from moe.kernels import products
+from moe.kernels import compiled, products
 from moe.kernels.compiled import CompiledProducts, load_library
 from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose_products
 from moe.reference import reference_moe
@@ -181,6 +183,28 @@ print(len({name for name in maps if "omp" in name.rsplit("/", 1)[-1] and ".so" i
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=os.environ)
     assert ended.stdout.strip() == "1", ended.stdout + ended.stderr
+
+
+@compiled_here
+def test_the_kernel_is_built_once_and_what_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build = load_library.__wrapped__  # without the memory of this process
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.warns(UserWarning, match=r"take a tenth longer, .*/nowhere/c\+\+"):
+        assert build() is None
+    monkeypatch.delenv("CXX")
+    with monkeypatch.context() as context:
+        context.setattr(compiled, "FLAGS", ("-no-such-flag",))
+        with pytest.warns(UserWarning, match=r"(?s)take a tenth longer, .*-no-such-flag"):
+            assert build() is None
+    assert list(tmp_path.rglob("*.so")) == []
+    with ThreadPoolExecutor() as pool:  # side by side, as ranks do
+        assert None not in list(pool.map(lambda _: build(), range(3)))
+    (library,) = tmp_path.rglob("*.so")
+    before = library.stat().st_mtime_ns
+    assert build() is not None
+    assert library.stat().st_mtime_ns == before
+    assert list(tmp_path.rglob("*.so")) == [library]
 
 
 def test_the_way_is_chosen_by_type_alignment_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
