@@ -26,7 +26,7 @@ FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared"
 class CompiledProducts:
     """The products of ``moe.kernels.products.Products`` for float32 on this CPU; waits for nothing.
 
-    Every element is summed in one order whatever the number of rows, so a row's result does not depend on the others.
+    Of experts with more than 32 rows, and of those with fewer, a row's result does not depend on the other rows.
     """
 
     def __init__(self, counts: Tensor, library: ctypes.CDLL) -> None:

@@ -9,9 +9,6 @@ from torch.nn.functional import grouped_mm
 
 from moe.kernels.compiled import CompiledProducts, load_library
 
-# Below, the kernel's forward product loses to the grouped call: it brings each weight into another order first.
-MIN_COMPILED_ROWS_PER_EXPERT = 4
-
 
 class Products(Protocol):
     """E experts with ``counts[e]`` rows each; a row of expert e meets the matrix of expert e alone."""
@@ -37,7 +34,7 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     the loop does by way of float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
     """
     if rows.device.type == "cpu" and rows.dtype == torch.float32:
-        library = load_library() if len(rows) >= MIN_COMPILED_ROWS_PER_EXPERT * len(counts) else None
+        library = load_library()
         if library is not None:
             return CompiledProducts(counts, library)
     aligned = all(size * rows.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
