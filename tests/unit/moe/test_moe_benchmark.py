@@ -1,8 +1,11 @@
 """The benchmark of expert layers: its sizes, the contestants that are our own layer, and what it says of targets."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from moe import MoELayer
 from moe.kernels import experts_op
 from moe.kernels.products import GroupedProducts, LoopProducts
 from scripts.benchmarks.moe_contestants import FORCED, ForcedStep, Step, chosen_products, k_times_top_1, ours
@@ -39,13 +42,13 @@ def test_round_seconds_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("ours, grouped_mm", GroupedProducts), ("ours, loop", LoopProducts)])
-def test_forced_products_are_used_in_both_passes(name, expected, monkeypatch) -> None:
-    used = []
+def test_forced_products_are_used_in_both_passes(name: str, expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[type, str]] = []
     for kind in (GroupedProducts, LoopProducts):
         for product in ("forward", "weight_grad"):
             plain = getattr(kind, product)
 
-            def spy(self, *args, product=product, plain=plain):
+            def spy(self: Any, *args: Any, product: str = product, plain: Any = plain) -> Any:
                 used.append((type(self), product))
                 return plain(self, *args)
 
@@ -53,8 +56,8 @@ def test_forced_products_are_used_in_both_passes(name, expected, monkeypatch) ->
     chosen = experts_op.choose_products
     step = Step(*ours(TINY), TINY.num_tokens, TINY.hidden_size, torch.float32)
     step()
-    weight = step.module.experts.w_in
-    free = weight.grad.clone()
+    weight = step.module.get_parameter("experts.w_in")
+    free = weight.grad
     step.free_gradients()
     used.clear()
 
@@ -67,6 +70,7 @@ def test_forced_products_are_used_in_both_passes(name, expected, monkeypatch) ->
 
 def test_chosen_products_is_what_the_layer_takes() -> None:
     layer, _ = ours(TINY)
+    assert isinstance(layer, MoELayer)
     assert chosen_products(TINY, layer.double()) == "loop"  # the only ones with float64
 
 
@@ -76,7 +80,7 @@ def test_k_times_top_1_does_what_prototypes_do() -> None:
     layer, run_prototypes = ours(TINY)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parts = [part.get_parameter(name) for part in layers]
+            parts = [part.get_parameter(name).detach() for part in layers.children()]
             parameter.copy_(torch.cat(parts, dim=0))
     x = torch.randn(TINY.num_tokens, TINY.hidden_size)
     torch.testing.assert_close(run(x), run_prototypes(x))
@@ -101,11 +105,8 @@ def test_the_notes_tell_who_is_faster() -> None:
 
     notes = speed_notes(results, 15, 2, "float32")
 
-    reached = {
-        line.split(" | ")[0].strip("| "): line.split(" | ")[1].strip("| ")
-        for line in notes.splitlines()
-        if " | " in line
-    }
+    rows = [line.strip("| ").split(" | ") for line in notes.splitlines() if line.startswith("|")]
+    reached = {target: own for target, own, *_ in rows}
     assert notes.startswith("2 of 15 sizes")
     assert reached["at least 0.95 of dense from 256 rows per expert"] == "0.500 (0.500 to 0.500), least 0.500"
     assert reached["at least 1.35 x the better DeepSpeed mode in the median"].endswith("least 1.000")
