@@ -112,14 +112,19 @@ def contestants(cell: Cell, dtype: torch.dtype, names: Collection[str] | None = 
 
 
 def measure(steps: Steps, rounds: int) -> dict[str, list[float]]:
-    """Seconds of this process's CPU time, in interleaved rounds after one that does not count."""
+    """Seconds, in interleaved rounds after one that does not count.
+
+    On one thread they are this process's CPU time; threads that wait for each other spend it too, so of several
+    threads the wall's clock counts.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            begin = time.process_time()
+            begin = clock()
             step()
             if turn:
-                times[name].append(time.process_time() - begin)
+                times[name].append(clock() - begin)
             if isinstance(step, Step):
                 step.free_gradients()
     return times
@@ -130,11 +135,17 @@ def choice(cell: Cell, steps: Steps) -> str:
 
 
 @app.command()
-def speed(grid: Grid = Grid.AXES, rounds: Rounds = 5, dtype: str = "float32", name: str = "moe_layer_speed") -> None:
+def speed(
+    grid: Grid = Grid.AXES,
+    rounds: Rounds = 5,
+    dtype: str = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="several need as many free cores")] = 1,
+    name: str = "moe_layer_speed",
+) -> None:
     """Our layer against the floor, a dense network, DeepSpeed and transformers."""
-    recorder = Recorder(name, f"The expert layer, forward and backward, {dtype}")
     start()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
+    recorder = Recorder(name, f"The expert layer, forward and backward, {dtype}")
     results: list[Result] = []
     cells = GRIDS[grid.value]
     for cell in cells:
@@ -149,7 +160,7 @@ def speed(grid: Grid = Grid.AXES, rounds: Rounds = 5, dtype: str = "float32", na
         numbers = {
             str(r.cell): {"cpu_s": r.times, "saved_bytes": r.saved_bytes, "products": r.products} for r in results
         }
-        notes = speed_notes(results, len(cells), rounds, dtype)
+        notes = speed_notes(results, len(cells), rounds, dtype, threads)
         recorder.write(HEADER, [peers_row(result) for result in results], notes, {"cells": numbers})
 
 

@@ -147,12 +147,13 @@ def targets(results: Sequence[Result]) -> str:
     )
 
 
-def speed_notes(results: Sequence[Result], num_cells: int, rounds: int, dtype: str) -> str:
+def speed_notes(results: Sequence[Result], num_cells: int, rounds: int, dtype: str, threads: int) -> str:
     """What the names mean, our layer against itself, and the targets."""
+    clock = "one thread, in its CPU time, so that other programs count less" if threads == 1 else f"{threads} threads"
     return f"""\
 {len(results)} of {num_cells} sizes. Speed of the first over speed of the second: above 1, the first is faster. {dtype},
-hidden width 4 d; medians with the 10th and 90th percentile over {rounds} interleaved rounds of one process on one
-thread, in its CPU time, so that other programs count less; glibc keeps freed memory for all contestants alike.
+hidden width 4 d; medians with the 10th and 90th percentile over {rounds} interleaved rounds of one process on
+{clock}; glibc keeps freed memory for all contestants alike.
 Dense: a network with the same arithmetic on T K rows, without routing. Floor: the matrix products alone as `torch.mm`
 computes them, with equal loads, in memory that is there, and the router's; products that are faster than PyTorch's
 may be above it. DeepSpeed: native MoE, the faster of dropping at capacity {CAPACITY_FACTOR} and of not dropping, one

@@ -103,7 +103,7 @@ def test_the_notes_tell_who_is_faster() -> None:
         result(prototypes, ours_grouped_mm=0.8, mixtral_grouped_mm=0.5),
     ]
 
-    notes = speed_notes(results, 15, 2, "float32")
+    notes = speed_notes(results, 15, 2, "float32", 1)
 
     rows = [line.strip("| ").split(" | ") for line in notes.splitlines() if line.startswith("|")]
     reached = {target: own for target, own, *_ in rows}
@@ -119,7 +119,7 @@ def test_the_notes_tell_who_is_faster() -> None:
 
 
 def test_the_notes_of_one_size_do_not_need_the_others() -> None:
-    notes = speed_notes([result(Cell(2048, 256, 64))], 15, 1, "float32")
+    notes = speed_notes([result(Cell(2048, 256, 64))], 15, 1, "float32", 2)
     assert "| k top-1 not slower than k x top-1 | not measured |" in notes
     assert "| never slower than a peer | never |" in notes
     assert "Faster than our layer in bfloat16:\nnone." in bfloat16_notes([result(Cell(512, 256, 8))], 3, 1)
