@@ -114,41 +114,39 @@ int64_t parts(int64_t total, int64_t most) { return (total + most - 1) / most; }
 
 // c[rows, columns] = a[rows, depth] b[depth, columns]; c has rows of c_row.
 void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row) {
-    static thread_local std::vector<float> b_memory, a_memory;
+    alignas(64) static thread_local float b_memory[PANEL_FLOATS], a_memory[STRIPE * DEPTH];
     const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal, whole vectors
     for (int64_t k = 0; k < depth; k += chunk) {
         const int64_t deep = std::min(chunk, depth - k);
         const int64_t most = PANEL_FLOATS / deep / TILE_COLUMNS * TILE_COLUMNS;
         for (int64_t j = 0; j < columns; j += most) {
             const int64_t wide = std::min(most, columns - j);
-            b_memory.resize(std::max<size_t>(b_memory.size(), deep * parts(wide, TILE_COLUMNS) * TILE_COLUMNS));
             // Rows of b that are contiguous are read where they are.
             const int64_t in_place = b.column == 1 ? wide / TILE_COLUMNS * TILE_COLUMNS : 0;
             for (int64_t n = in_place; n < wide; n += TILE_COLUMNS) {
                 const Matrix panel = b.from(k, j + n);
                 pack_rows<TILE_COLUMNS>({panel.data, b.column, b.row}, std::min<int64_t>(TILE_COLUMNS, wide - n), deep,
-                                        b_memory.data() + n * deep);
+                                        b_memory + n * deep);
             }
             for (int64_t i = 0; i < rows; i += STRIPE) {
                 const int64_t high = std::min(STRIPE, rows - i), tiles = parts(high, TILE_ROWS);
-                a_memory.resize(std::max<size_t>(a_memory.size(), tiles * TILE_ROWS * deep));
                 auto first = [&](int64_t t) { return high * t / tiles; };
                 if (a.row == 1) {
                     for (int64_t q = 0; q < deep; q++)
                         for (int64_t t = 0; t < tiles; t++)
                             std::copy_n(a.from(i + first(t), k + q).data, first(t + 1) - first(t),
-                                        a_memory.data() + (t * deep + q) * TILE_ROWS);
+                                        a_memory + (t * deep + q) * TILE_ROWS);
                 } else {
                     for (int64_t t = 0; t < tiles; t++)
                         pack_rows<TILE_ROWS>(a.from(i + first(t), k), first(t + 1) - first(t), deep,
-                                             a_memory.data() + t * deep * TILE_ROWS);
+                                             a_memory + t * deep * TILE_ROWS);
                 }
                 for (int64_t t = 0; t < tiles; t++) {
                     const int64_t count = first(t + 1) - first(t);
-                    const float* own = a_memory.data() + t * deep * TILE_ROWS;
+                    const float* own = a_memory + t * deep * TILE_ROWS;
                     for (int64_t n = 0; n < wide; n += TILE_COLUMNS) {
                         float* out = c + (i + first(t)) * c_row + j + n;
-                        const float* panel = n < in_place ? b.from(k, j + n).data : b_memory.data() + n * deep;
+                        const float* panel = n < in_place ? b.from(k, j + n).data : b_memory + n * deep;
                         const int64_t panel_row = n < in_place ? b.row : TILE_COLUMNS;
                         if (wide - n >= TILE_COLUMNS) {
                             TILES[count](deep, own, panel, panel_row, out, c_row, k > 0);
