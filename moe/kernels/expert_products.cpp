@@ -112,57 +112,69 @@ void pack_rows(const Matrix& from, int64_t count, int64_t depth, float* out) {
 
 int64_t parts(int64_t total, int64_t most) { return (total + most - 1) / most; }
 
-// c[rows, columns] = a[rows, depth] b[depth, columns]; c has rows of c_row.
-void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row) {
+// Up to STRIPE rows of a as tiles of nearly equal height, each packed as [depth][TILE_ROWS].
+struct Stripe {
+    int64_t rows, depth, tiles;
+    float* packed;
+
+    Stripe(const Matrix& a, int64_t high, int64_t deep, float* memory)
+        : rows(high), depth(deep), tiles(parts(high, TILE_ROWS)), packed(memory) {
+        if (a.row == 1) {  // along the rows, where memory is contiguous
+            for (int64_t k = 0; k < depth; k++)
+                for (int64_t t = 0; t < tiles; t++)
+                    std::copy_n(a.from(first(t), k).data, height(t), tile_at(t) + k * TILE_ROWS);
+        } else {
+            for (int64_t t = 0; t < tiles; t++) pack_rows<TILE_ROWS>(a.from(first(t), 0), height(t), depth, tile_at(t));
+        }
+    }
+    int64_t first(int64_t t) const { return rows * t / tiles; }
+    int64_t height(int64_t t) const { return first(t + 1) - first(t); }
+    float* tile_at(int64_t t) const { return packed + t * depth * TILE_ROWS; }
+};
+
+// A tile at the right edge, of fewer than TILE_COLUMNS columns; b is packed.
+void narrow_tile(int64_t rows, int64_t columns, int64_t depth, const float* a, const float* b, float* c, int64_t c_row,
+                 bool add) {
+    float whole[TILE_ROWS * TILE_COLUMNS];
+    TILES[rows](depth, a, b, TILE_COLUMNS, whole, TILE_COLUMNS, false);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) {
+            float& to = c[i * c_row + j];
+            to = add ? to + whole[i * TILE_COLUMNS + j] : whole[i * TILE_COLUMNS + j];
+        }
+}
+
+// c (+)= a b for a depth and columns of which b fits PANEL_FLOATS.
+void block(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row,
+           bool add) {
     alignas(64) static thread_local float b_memory[PANEL_FLOATS], a_memory[STRIPE * DEPTH];
-    const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal, whole vectors
-    for (int64_t k = 0; k < depth; k += chunk) {
-        const int64_t deep = std::min(chunk, depth - k);
-        const int64_t most = PANEL_FLOATS / deep / TILE_COLUMNS * TILE_COLUMNS;
-        for (int64_t j = 0; j < columns; j += most) {
-            const int64_t wide = std::min(most, columns - j);
-            // Rows of b that are contiguous are read where they are.
-            const int64_t in_place = b.column == 1 ? wide / TILE_COLUMNS * TILE_COLUMNS : 0;
-            for (int64_t n = in_place; n < wide; n += TILE_COLUMNS) {
-                const Matrix panel = b.from(k, j + n);
-                pack_rows<TILE_COLUMNS>({panel.data, b.column, b.row}, std::min<int64_t>(TILE_COLUMNS, wide - n), deep,
-                                        b_memory + n * deep);
-            }
-            for (int64_t i = 0; i < rows; i += STRIPE) {
-                const int64_t high = std::min(STRIPE, rows - i), tiles = parts(high, TILE_ROWS);
-                auto first = [&](int64_t t) { return high * t / tiles; };
-                if (a.row == 1) {
-                    for (int64_t q = 0; q < deep; q++)
-                        for (int64_t t = 0; t < tiles; t++)
-                            std::copy_n(a.from(i + first(t), k + q).data, first(t + 1) - first(t),
-                                        a_memory + (t * deep + q) * TILE_ROWS);
-                } else {
-                    for (int64_t t = 0; t < tiles; t++)
-                        pack_rows<TILE_ROWS>(a.from(i + first(t), k), first(t + 1) - first(t), deep,
-                                             a_memory + t * deep * TILE_ROWS);
-                }
-                for (int64_t t = 0; t < tiles; t++) {
-                    const int64_t count = first(t + 1) - first(t);
-                    const float* own = a_memory + t * deep * TILE_ROWS;
-                    for (int64_t n = 0; n < wide; n += TILE_COLUMNS) {
-                        float* out = c + (i + first(t)) * c_row + j + n;
-                        const float* panel = n < in_place ? b.from(k, j + n).data : b_memory + n * deep;
-                        const int64_t panel_row = n < in_place ? b.row : TILE_COLUMNS;
-                        if (wide - n >= TILE_COLUMNS) {
-                            TILES[count](deep, own, panel, panel_row, out, c_row, k > 0);
-                            continue;
-                        }
-                        float edge[TILE_ROWS * TILE_COLUMNS];
-                        TILES[count](deep, own, panel, panel_row, edge, TILE_COLUMNS, false);
-                        for (int64_t r = 0; r < count; r++)
-                            for (int64_t q = 0; q < wide - n; q++) {
-                                float& to = out[r * c_row + q];
-                                to = k > 0 ? to + edge[r * TILE_COLUMNS + q] : edge[r * TILE_COLUMNS + q];
-                            }
-                    }
-                }
+    // Rows of b that are contiguous are read where they are.
+    const int64_t in_place = b.column == 1 ? columns / TILE_COLUMNS * TILE_COLUMNS : 0;
+    for (int64_t j = in_place; j < columns; j += TILE_COLUMNS)
+        pack_rows<TILE_COLUMNS>({b.from(0, j).data, b.column, b.row}, std::min<int64_t>(TILE_COLUMNS, columns - j),
+                                depth, b_memory + j * depth);
+    for (int64_t i = 0; i < rows; i += STRIPE) {
+        const Stripe stripe(a.from(i, 0), std::min(STRIPE, rows - i), depth, a_memory);
+        for (int64_t t = 0; t < stripe.tiles; t++) {
+            float* out = c + (i + stripe.first(t)) * c_row;
+            for (int64_t j = 0; j < columns; j += TILE_COLUMNS) {
+                const Tile own = TILES[stripe.height(t)];
+                const float *left = stripe.tile_at(t), *packed = b_memory + j * depth;
+                if (j < in_place) own(depth, left, b.from(0, j).data, b.row, out + j, c_row, add);
+                else if (columns - j >= TILE_COLUMNS) own(depth, left, packed, TILE_COLUMNS, out + j, c_row, add);
+                else narrow_tile(stripe.height(t), columns - j, depth, left, packed, out + j, c_row, add);
             }
         }
+    }
+}
+
+// c[rows, columns] = a[rows, depth] b[depth, columns]; c has rows of c_row.
+void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row) {
+    const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal, whole vectors
+    for (int64_t k = 0; k < depth; k += chunk) {
+        const int64_t deep = std::min(chunk, depth - k), wide = PANEL_FLOATS / deep / TILE_COLUMNS * TILE_COLUMNS;
+        for (int64_t j = 0; j < columns; j += wide)
+            block(rows, std::min(wide, columns - j), deep, a.from(0, k), b.from(k, j), c + j, c_row, k > 0);
     }
 }
 
