@@ -5,6 +5,8 @@ compute the same outputs where no token is dropped; which tokens a full expert d
 library's own.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +34,14 @@ def from_hugging_face(block: nn.Module, **settings: Any) -> MoELayer:
             capacity; Switch's own is a number of tokens per sequence.
 
     Raises:
-        ValueError: the block is none of these, or has a part that the layer does not.
+        ValueError: the block is none of these, has a part that the layer does not, or computes other outputs.
     """
+    layer = _layer_of_parts(block, **settings)
+    _check_outputs(block, layer)
+    return layer
+
+
+def _layer_of_parts(block: nn.Module, **settings: Any) -> MoELayer:
     router, experts = _parts(block)
     if hasattr(experts, "gate_up_proj"):
         if _function_name(experts.act_fn) != "silu":
@@ -54,6 +62,13 @@ def to_hugging_face(layer: MoELayer, block: nn.Module) -> None:
     Raises:
         ValueError: the layer computes what the block cannot, or their sizes differ.
     """
+    filled = copy.deepcopy(block)
+    _fill_parts(filled, layer)
+    _check_outputs(filled, layer)
+    block.load_state_dict(filled.state_dict())
+
+
+def _fill_parts(block: nn.Module, layer: MoELayer) -> None:
     router, experts = _parts(block)
     if hasattr(experts, "gate_up_proj"):
         config = _config(
@@ -199,7 +214,41 @@ def _parts(block: nn.Module) -> tuple[Any, Any]:
     biased = [name for name, parameter in block.named_parameters() if name.endswith("bias")]
     if biased:
         raise ValueError(f"{type(block).__name__} has the bias {biased[0]}, for which the layer has no place")
+    buffers = [name for name, _ in block.named_buffers()]
+    if buffers:
+        raise ValueError(f"{type(block).__name__} has the buffer {buffers[0]}, for which the layer has no place")
     return router, experts
+
+
+def _check_outputs(block: nn.Module, layer: MoELayer) -> None:
+    """Compares what a block of Hugging Face's and the layer compute: parts of one name differ from router to router.
+
+    Copies in float32 meet 32 random tokens, without dropout and noise; each is a sequence, from which nothing is
+    dropped. 1e-3 of the largest output leaves room for TF32, and is far below what another gating changes. Nothing is
+    compared on the meta device.
+
+    Raises:
+        ValueError: the outputs differ.
+    """
+    weight = layer.router.weight.detach()
+    if weight.is_meta:
+        return
+    tokens = torch.randn(32, 1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
+    tokens *= 2 / (tokens @ weight.float().T).std().clamp(min=1e-6)  # small logits would hide a router's formula
+    dropless = copy.deepcopy(layer).float().eval()
+    dropless.config = dataclasses.replace(layer.config, routing="token_choice", eval_capacity_factor=None)
+    with torch.no_grad():
+        own = dropless(tokens).hidden_states
+        del dropless
+        found = copy.deepcopy(block).float().eval()(tokens.clone().to(next(block.parameters()).device))
+    found = (found[0] if isinstance(found, tuple) else found).to(own.device)
+    largest, difference = found.abs().max().item(), (found - own).abs().max().item()
+    if not difference <= 1e-3 * largest:
+        raise ValueError(
+            f"{type(block).__name__} computes other outputs than the layer with its weights, by {difference:.2g} where "
+            f"the largest is {largest:.2g}; expected softmax gates, without further factors, and experts as in "
+            "SwitchTransformersSparseMLP, MixtralSparseMoeBlock or Qwen3MoeSparseMoeBlock"
+        )
 
 
 def _deepspeed_parts(block: nn.Module) -> tuple[Any, list[nn.Module]]:

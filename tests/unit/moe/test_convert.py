@@ -91,13 +91,19 @@ def test_hugging_face_both_ways(name: str) -> None:
         assert torch.equal(value, layer.state_dict()[key])
 
 
-def test_data_type_and_gradients_are_kept() -> None:
-    block = mixtral().bfloat16()
+@pytest.mark.parametrize("make", [mixtral, switch])
+def test_data_type_and_gradients_are_kept(make) -> None:
+    block = make().bfloat16().train()
+    before = copy.deepcopy(block)
     layer = from_hugging_face(block)
+    assert all(module.training for module in block.modules())
+    for parameter, was in zip(block.parameters(), before.parameters(), strict=True):
+        assert parameter.dtype == was.dtype
+        assert torch.equal(parameter, was)
     assert layer.experts.w_in.dtype == torch.bfloat16
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in layer.parameters())
     layer(inputs().bfloat16()).hidden_states.sum().backward()
-    assert block.gate.weight.grad is None
+    assert all(parameter.grad is None for parameter in block.parameters())
 
 
 def deepspeed_block(k: int, bias: bool, activation: nn.Module, **changes: object) -> nn.Module:
@@ -150,6 +156,32 @@ def qwen2_block() -> nn.Module:
     return Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(hidden_size=HIDDEN, **sizes))
 
 
+def minimax_m2() -> nn.Module:
+    from transformers import MiniMaxM2Config
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMoeBlock
+
+    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+    return fill(MiniMaxM2SparseMoeBlock(MiniMaxM2Config(hidden_size=HIDDEN, **sizes)))
+
+
+def lfm2() -> nn.Module:
+    """Sigmoid gates without any buffer."""
+    from transformers import Lfm2MoeConfig
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
+
+    sizes = {"moe_intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    return fill(Lfm2MoeSparseMoeBlock(Lfm2MoeConfig(hidden_size=HIDDEN, use_expert_bias=False, **sizes)))
+
+
+def jamba() -> nn.Module:
+    """Softmax gates that are not normalised, which no attribute tells."""
+    from transformers import JambaConfig
+    from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
+
+    sizes = {"intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    return fill(JambaSparseMoeBlock(JambaConfig(hidden_size=HIDDEN, **sizes)))
+
+
 def odd_activation() -> nn.Module:
     block = mixtral()
     block.experts.act_fn = nn.GELU()
@@ -162,6 +194,9 @@ def odd_activation() -> nn.Module:
         (from_hugging_face, qwen2_block, "Qwen2MoeSparseMoeBlock has a shared_expert"),
         (from_hugging_face, lambda: switch(router_bias=True), "has the bias router.classifier.bias"),
         (from_hugging_face, lambda: switch(dense_act_fn="tanh"), "activation .*[Tt]anh.* is none of gelu, relu, silu"),
+        (from_hugging_face, minimax_m2, "MiniMaxM2SparseMoeBlock has the buffer e_score_correction_bias"),
+        (from_hugging_face, lfm2, "Lfm2MoeSparseMoeBlock computes other outputs .*; expected softmax gates"),
+        (from_hugging_face, jamba, "JambaSparseMoeBlock computes other outputs"),
         (from_hugging_face, odd_activation, "activation is GELU.*; expected silu"),
         (from_hugging_face, lambda: nn.Linear(2, 2), "Linear is no block that can be converted"),
         (from_deepspeed, lambda: nn.Linear(2, 2), "Linear is no deepspeed.moe.layer.MoE"),
@@ -196,6 +231,20 @@ def test_layers_without_counterpart_change_nothing(layer: MoELayer, message: str
     with pytest.raises(ValueError, match=message):
         to_hugging_face(layer, block)
     assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())
+
+
+def test_a_block_of_another_gating_is_not_filled() -> None:
+    block = jamba()
+    before = copy.deepcopy(block.state_dict())
+    with pytest.raises(ValueError, match="JambaSparseMoeBlock computes other outputs"):
+        to_hugging_face(layer_of(), block)
+    assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())
+
+
+def test_what_the_comparison_leaves_out() -> None:
+    layer = from_hugging_face(mixtral(), capacity_factor=0.1, eval_capacity_factor=0.1, min_capacity=0)
+    assert layer.config.eval_capacity_factor == 0.1
+    assert from_hugging_face(mixtral().to("meta")).router.weight.is_meta  # where nothing can be compared
 
 
 def test_a_share_of_the_experts_is_not_converted() -> None:
