@@ -146,7 +146,7 @@ class MoEConfig:
         choices = self.experts_per_token if self.capacity_rule == "k" else 1
         slots = factor * choices * num_tokens / self.num_experts
         capacity = max(self.min_capacity, math.ceil(round(slots, 6)))  # 1.1 * 100 / 10 is 11.000000000000002
-        if num_tokens > 0 and capacity == 0:
+        if self.min_capacity == 0 and num_tokens > 0 and capacity == 0:  # a compiler cannot ask how many tokens
             raise ValueError(
                 f"{'' if training else 'eval_'}capacity_factor {factor} leaves no place for any of {num_tokens} tokens "
                 f"in {self.num_experts} experts, and min_capacity is 0"

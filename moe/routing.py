@@ -231,7 +231,9 @@ def choose_tokens(scores: Tensor, config: MoEConfig, training: bool) -> tuple[Ro
         scores: [T, Z, M].
     """
     num_tokens = len(scores)
-    capacity = min(config.capacity(num_tokens, training) or 0, num_tokens)
+    capacity = config.capacity(num_tokens, training)
+    assert capacity is not None  # MoEConfig has seen to it
+    capacity = min(capacity, num_tokens)
     gates, tokens = scores.flatten(1).t().topk(capacity, dim=-1)
     counts = torch.full((config.num_experts,), capacity, device=scores.device)
     return Routing(tokens.reshape(-1), gates.reshape(-1), counts), counts
