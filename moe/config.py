@@ -1,10 +1,12 @@
 """The settings of a mixture-of-experts layer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
 from moe.payload import Payload
+
+_KINDS = {int: (int, "an integer"), float: ((int, float), "a number"), bool: (bool, "true or false")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +43,15 @@ class MoEConfig:
         z_loss_weight: weight of the loss that keeps the router's logits small.
         balance_bias_rate: step of the biases that balance the load without a loss (arXiv 2408.15664); 0: none.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
-        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" takes the
-            prototypes' exchange where no way moves fewer bytes.
+        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" takes
+            what moves fewer rows.
         payload: the form in which tokens travel: as they are, "bfloat16", or "float8" to the experts and "bfloat16"
             back.
         ranks_per_node: neighbouring ranks with fast links among them, for an exchange between nodes first and inside of
             them next; null makes no difference between ranks.
 
     Raises:
-        ValueError: when numbers do not fit each other.
+        ValueError: for a value of another type or range, and when values do not fit each other.
     """
 
     num_experts: int
@@ -78,8 +80,23 @@ class MoEConfig:
     ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_ranges()
         self._check_against_each_other()
+
+    def _check_types(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value, options = getattr(self, name), get_args(hint) or (hint,)
+            if isinstance(options[0], str):  # a Literal
+                fits, expected = value in options, " or ".join(f'"{option}"' for option in options)
+            else:
+                kind, *none = options
+                accepted, expected = _KINDS[kind]
+                fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)  # True is an int, too
+                if none:
+                    fits, expected = fits or value is None, f"{expected}, or none"
+            if not fits:
+                raise ValueError(f"{name} is {value!r}; expected {expected}")
 
     def _check_ranges(self) -> None:
         for name in ("num_experts", "num_prototypes", "top_k"):
@@ -97,11 +114,6 @@ class MoEConfig:
         for name in ("router_jitter", "expert_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1)")
-        for name, kind in get_type_hints(type(self)).items():
-            allowed = [value for value in get_args(kind) if isinstance(value, str)]
-            if allowed and getattr(self, name) not in allowed:
-                expected = " or ".join(f'"{value}"' for value in allowed)
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
     def _check_against_each_other(self) -> None:
         if self.num_experts % self.num_prototypes:
@@ -115,11 +127,16 @@ class MoEConfig:
             for name in ("capacity_factor", "eval_capacity_factor"):
                 if getattr(self, name) is None:
                     raise ValueError(f'{name} is none, but with routing "expert_choice" experts take what it gives')
-            if self.balance_bias_rate:
-                raise ValueError(
-                    f"balance_bias_rate is {self.balance_bias_rate}, but with routing "
-                    '"expert_choice" all loads are equal already'
-                )
+            ignored = ["normalize_gates", "drop_order", "balance_scope", "balance_bias_rate"]
+            if self.capacity_rule == "1":  # the other counts it in the capacity
+                ignored.append("top_k")
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if field.name in ignored and value != field.default:
+                    raise ValueError(
+                        f'{field.name} is {value!r}, but with routing "expert_choice" it plays no part; '
+                        f"expected {field.default!r}"
+                    )
         if self.exchange == "prototype" and self.num_prototypes == 1:
             raise ValueError('exchange is "prototype", but num_prototypes is 1; expected "auto" or "all_to_all"')
 
