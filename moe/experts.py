@@ -76,8 +76,8 @@ class Experts(nn.Module):
         if dtype is not None:
             rows = rows.to(dtype)
             weights = [weight if weight is None else weight.to(dtype) for weight in weights]
-        elif rows.dtype != self.w_in.dtype:
-            raise ValueError(f"the experts' weights are {self.w_in.dtype}, but the tokens are {rows.dtype}")
+        else:
+            check_dtype(rows, self.w_in)
 
         mask = row_values
         if mask is None:
@@ -116,6 +116,15 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             for name, value in self.parameter_attributes.items():
                 setattr(parameter, name, value)
+
+
+def check_dtype(rows: Tensor, weight: Tensor) -> None:
+    """
+    Raises:
+        ValueError: the types differ.
+    """
+    if rows.dtype != weight.dtype:
+        raise ValueError(f"the experts' weights are {weight.dtype}, but the tokens are {rows.dtype}")
 
 
 class SharedExperts(nn.Module):
