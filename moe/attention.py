@@ -48,8 +48,8 @@ class MoELinear(MoELayer):
     Args:
         input_size: D.
         output_size: D_out.
-        config: see ``MoEConfig``; ``activation``, ``bias``, ``expert_dropout``, ``num_shared_experts`` and
-            ``recompute_activation`` play no part.
+        config: see ``MoEConfig``; ``activation``, ``bias``, ``expert_dropout``, ``num_shared_experts``,
+            ``shared_expert_gate`` and ``recompute_activation`` play no part.
     """
 
     def __init__(self, input_size: int, output_size: int, config: MoEConfig) -> None:

@@ -37,6 +37,7 @@ class MoEConfig:
         bias: experts add vectors after their matrices.
         expert_dropout: in training, the rate at which hidden units of experts are zeroed.
         num_shared_experts: experts that compute every token, beside the routed ones (arXiv 2401.06066).
+        shared_expert_gate: multiply the shared experts' output by the sigmoid of a linear map of the token (Qwen2-MoE).
         aux_loss_weight: weight of the load-balancing loss.
         balance_scope: the loads in that loss are those of this rank's micro-batch, or of the micro-batch on all ranks
             ("global_batch", arXiv 2501.11873).
@@ -70,6 +71,7 @@ class MoEConfig:
     bias: bool = False
     expert_dropout: float = 0.0
     num_shared_experts: int = 0
+    shared_expert_gate: bool = False
     aux_loss_weight: float = 0.01
     balance_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
     z_loss_weight: float = 0.0
@@ -137,6 +139,8 @@ class MoEConfig:
                         f'{field.name} is {value!r}, but with routing "expert_choice" it plays no part; '
                         f"expected {field.default!r}"
                     )
+        if self.shared_expert_gate and not self.num_shared_experts:
+            raise ValueError("shared_expert_gate is true, but num_shared_experts is 0; expected at least 1")
         if self.exchange == "prototype" and self.num_prototypes == 1:
             raise ValueError('exchange is "prototype", but num_prototypes is 1; expected "auto" or "all_to_all"')
 

@@ -191,9 +191,10 @@ class Activations:
         copied_tokens = real * width * precision.compute if precision.compute != precision.residual else 0
         networks += copied_tokens + precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
         if moe.num_shared_experts:
-            shared = moe.num_shared_experts
-            networks += copied_tokens + real * shared * 2 * inner_inputs * precision.compute
-            networks += precision.weight_copies(shared * width * (inner_inputs + inner))
+            shared, gate = moe.num_shared_experts, int(moe.shared_expert_gate)
+            elements = shared * 2 * inner_inputs + gate * (width + 1)  # with the gate, what it multiplies and itself
+            networks += copied_tokens + real * elements * precision.compute
+            networks += precision.weight_copies(width * (shared * (inner_inputs + inner) + gate))
         return self.router() + dispatch + networks + self.combined(width)
 
     def projections(self, output_size: int) -> int:

@@ -22,6 +22,7 @@ from moe import MoEConfig
         (dict(num_experts=4, expert_dropout=1.0), r"expert_dropout is 1\.0; expected a number in \[0, 1\)"),
         (dict(num_experts=4, router_jitter=-0.1), r"router_jitter is -0\.1"),
         (dict(num_experts=4, balance_bias_rate=-1.0), r"balance_bias_rate is -1\.0"),
+        (dict(num_experts=4, shared_expert_gate=True), "shared_expert_gate is true, but num_shared_experts is 0"),
         (dict(num_experts=4, routing="expert_choice"), "capacity_factor is none, but with routing"),
         (dict(num_experts=4.0), r"num_experts is 4\.0; expected an integer"),
         (dict(num_experts=4, top_k=1.5), r"top_k is 1\.5; expected an integer"),

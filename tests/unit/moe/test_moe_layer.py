@@ -29,6 +29,7 @@ def cases(draw):
     size = draw(st.integers(1 if tokens_choose else 2, 4))
     factors = [0.3, 1.0, 1.1, 1.25] + ([None, None] if tokens_choose else [])
     capacity_rule = draw(st.sampled_from(["k", "1"]))
+    num_shared_experts = draw(st.integers(0, 2))
     config = MoEConfig(
         num_experts=prototypes * size,
         num_prototypes=prototypes,
@@ -43,7 +44,8 @@ def cases(draw):
         drop_order=draw(st.sampled_from(["position", "probability"])) if tokens_choose else "position",
         activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
         bias=draw(st.booleans()),
-        num_shared_experts=draw(st.integers(0, 2)),
+        num_shared_experts=num_shared_experts,
+        shared_expert_gate=num_shared_experts > 0 and draw(st.booleans()),
         aux_loss_weight=draw(st.sampled_from([0.0, 0.1])),
         z_loss_weight=draw(st.sampled_from([0.0, 0.1])),
         balance_bias_rate=draw(st.sampled_from([0.0, 0.1])) if tokens_choose else 0.0,
@@ -305,7 +307,8 @@ def test_inputs_that_do_not_fit_are_named(inputs, mask, message) -> None:
 
 def test_depth_scaled_initialisation() -> None:
     torch.manual_seed(0)
-    layer = MoELayer(64, 128, MoEConfig(num_experts=4, bias=True, num_shared_experts=2))
+    config = MoEConfig(num_experts=4, bias=True, num_shared_experts=2, shared_expert_gate=True)
+    layer = MoELayer(512, 64, config)
     layer.reset_parameters(deviation=0.1, num_layers=8)
     for name, parameter in layer.named_parameters():
         expected = 0.0 if name.endswith(("b_in", "b_out")) else 0.1 / 4 if name.endswith("w_out") else 0.1
