@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher, combine
-from moe.experts import Experts
+from moe.experts import Experts, check_dtype
 from moe.kernels.experts_op import Pairs
 from moe.layer import MoELayer
+from moe.precision import autocast_dtype
 from moe.routing import Router, Routing
 
 
@@ -24,6 +25,8 @@ class LinearExperts(Experts):
         self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None, row_values: Tensor | None = None
     ) -> Tensor:
         """Applies expert e to its rows; as in ``Experts``, with D_out instead of D and without dropout."""
+        if autocast_dtype(rows) is None:
+            check_dtype(rows, self.weight)
         tokens = rows
         if pairs is not None:
             rows = tokens.index_select(0, pairs.source)
@@ -45,8 +48,8 @@ class MoELinear(MoELayer):
     Args:
         input_size: D.
         output_size: D_out.
-        config: see ``MoEConfig``; ``activation``, ``bias``, ``expert_dropout``, ``num_shared_experts`` and
-            ``recompute_activation`` play no part.
+        config: see ``MoEConfig``; ``activation``, ``bias``, ``expert_dropout``, ``num_shared_experts``,
+            ``shared_expert_gate`` and ``recompute_activation`` play no part.
     """
 
     def __init__(self, input_size: int, output_size: int, config: MoEConfig) -> None:

@@ -1,10 +1,12 @@
 """The settings of a mixture-of-experts layer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
 from moe.payload import Payload
+
+_KINDS = {int: (int, "an integer"), float: ((int, float), "a number"), bool: (bool, "true or false")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +37,22 @@ class MoEConfig:
         bias: experts add vectors after their matrices.
         expert_dropout: in training, the rate at which hidden units of experts are zeroed.
         num_shared_experts: experts that compute every token, beside the routed ones (arXiv 2401.06066).
+        shared_expert_gate: multiply the shared experts' output by the sigmoid of a linear map of the token (Qwen2-MoE).
         aux_loss_weight: weight of the load-balancing loss.
         balance_scope: the loads in that loss are those of this rank's micro-batch, or of the micro-batch on all ranks
             ("global_batch", arXiv 2501.11873).
         z_loss_weight: weight of the loss that keeps the router's logits small.
         balance_bias_rate: step of the biases that balance the load without a loss (arXiv 2408.15664); 0: none.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
-        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" takes the
-            prototypes' exchange where no way moves fewer bytes.
+        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" takes
+            what moves fewer rows.
         payload: the form in which tokens travel: as they are, "bfloat16", or "float8" to the experts and "bfloat16"
             back.
         ranks_per_node: neighbouring ranks with fast links among them, for an exchange between nodes first and inside of
             them next; null makes no difference between ranks.
 
     Raises:
-        ValueError: when numbers do not fit each other.
+        ValueError: for a value of another type or range, and when values do not fit each other.
     """
 
     num_experts: int
@@ -68,6 +71,7 @@ class MoEConfig:
     bias: bool = False
     expert_dropout: float = 0.0
     num_shared_experts: int = 0
+    shared_expert_gate: bool = False
     aux_loss_weight: float = 0.01
     balance_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
     z_loss_weight: float = 0.0
@@ -78,8 +82,23 @@ class MoEConfig:
     ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_ranges()
         self._check_against_each_other()
+
+    def _check_types(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value, options = getattr(self, name), get_args(hint) or (hint,)
+            if isinstance(options[0], str):  # a Literal
+                fits, expected = value in options, " or ".join(f'"{option}"' for option in options)
+            else:
+                kind, *none = options
+                accepted, expected = _KINDS[kind]
+                fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)  # True is an int, too
+                if none:
+                    fits, expected = fits or value is None, f"{expected}, or none"
+            if not fits:
+                raise ValueError(f"{name} is {value!r}; expected {expected}")
 
     def _check_ranges(self) -> None:
         for name in ("num_experts", "num_prototypes", "top_k"):
@@ -97,11 +116,6 @@ class MoEConfig:
         for name in ("router_jitter", "expert_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1)")
-        for name, kind in get_type_hints(type(self)).items():
-            allowed = [value for value in get_args(kind) if isinstance(value, str)]
-            if allowed and getattr(self, name) not in allowed:
-                expected = " or ".join(f'"{value}"' for value in allowed)
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
     def _check_against_each_other(self) -> None:
         if self.num_experts % self.num_prototypes:
@@ -115,11 +129,18 @@ class MoEConfig:
             for name in ("capacity_factor", "eval_capacity_factor"):
                 if getattr(self, name) is None:
                     raise ValueError(f'{name} is none, but with routing "expert_choice" experts take what it gives')
-            if self.balance_bias_rate:
-                raise ValueError(
-                    f"balance_bias_rate is {self.balance_bias_rate}, but with routing "
-                    '"expert_choice" all loads are equal already'
-                )
+            ignored = ["normalize_gates", "drop_order", "balance_scope", "balance_bias_rate"]
+            if self.capacity_rule == "1":  # the other counts it in the capacity
+                ignored.append("top_k")
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if field.name in ignored and value != field.default:
+                    raise ValueError(
+                        f'{field.name} is {value!r}, but with routing "expert_choice" it plays no part; '
+                        f"expected {field.default!r}"
+                    )
+        if self.shared_expert_gate and not self.num_shared_experts:
+            raise ValueError("shared_expert_gate is true, but num_shared_experts is 0; expected at least 1")
         if self.exchange == "prototype" and self.num_prototypes == 1:
             raise ValueError('exchange is "prototype", but num_prototypes is 1; expected "auto" or "all_to_all"')
 
@@ -146,7 +167,7 @@ class MoEConfig:
         choices = self.experts_per_token if self.capacity_rule == "k" else 1
         slots = factor * choices * num_tokens / self.num_experts
         capacity = max(self.min_capacity, math.ceil(round(slots, 6)))  # 1.1 * 100 / 10 is 11.000000000000002
-        if num_tokens > 0 and capacity == 0:
+        if self.min_capacity == 0 and num_tokens > 0 and capacity == 0:  # a compiler cannot ask how many tokens
             raise ValueError(
                 f"{'' if training else 'eval_'}capacity_factor {factor} leaves no place for any of {num_tokens} tokens "
                 f"in {self.num_experts} experts, and min_capacity is 0"

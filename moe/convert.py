@@ -5,6 +5,8 @@ compute the same outputs where no token is dropped; which tokens a full expert d
 library's own.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,24 +26,30 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def from_hugging_face(block: nn.Module, **settings: Any) -> MoELayer:
     """A layer with the weights of a block, on its device and in its type.
 
-    The block is a ``SwitchTransformersSparseMLP``, ``MixtralSparseMoeBlock`` or ``Qwen3MoeSparseMoeBlock``, or has the
-    same parts, as of transformers 5.23.
+    The block is a ``SwitchTransformersSparseMLP``, ``MixtralSparseMoeBlock``, ``Qwen2MoeSparseMoeBlock`` or
+    ``Qwen3MoeSparseMoeBlock``, or has the same parts, as of transformers 5.23.
 
     Args:
         settings: further fields of ``MoEConfig``, such as ``aux_loss_weight``. The layer is dropless unless they set a
             capacity; Switch's own is a number of tokens per sequence.
 
     Raises:
-        ValueError: the block is none of these, or has a part that the layer does not.
+        ValueError: the block is none of these, has a part that the layer does not, such as a shared expert whose width
+            is no multiple of the others', or computes other outputs.
     """
+    layer = _layer_of_parts(block, **settings)
+    _check_outputs(block, layer)
+    return layer
+
+
+def _layer_of_parts(block: nn.Module, **settings: Any) -> MoELayer:
     router, experts = _parts(block)
     if hasattr(experts, "gate_up_proj"):
-        if _function_name(experts.act_fn) != "silu":
-            raise ValueError(f"the experts' activation is {experts.act_fn}; expected silu, for swiglu")
-        num_experts, _, ffn_size = experts.down_proj.shape
-        normalize = getattr(router, "norm_topk_prob", True)  # Mixtral always normalises
-        config = _config(num_experts, router.top_k, "swiglu", normalize_gates=bool(normalize), **settings)
-        return _filled(config, ffn_size, router.weight, experts.gate_up_proj, experts.down_proj)
+        config = _glu_config(block, **settings)
+        ffn_size = experts.down_proj.shape[2]
+        layer = _filled(config, ffn_size, router.weight, experts.gate_up_proj, experts.down_proj)
+        _copy([(own, other) for other, own in _shared_pairs(block, layer)])
+        return layer
     networks = list(experts.children())
     w_in, w_out = (torch.stack([getattr(each, name).weight for each in networks]) for name in ("wi", "wo"))
     config = _config(len(networks), 1, _function_name(networks[0].act), **settings)
@@ -54,19 +62,21 @@ def to_hugging_face(layer: MoELayer, block: nn.Module) -> None:
     Raises:
         ValueError: the layer computes what the block cannot, or their sizes differ.
     """
+    filled = copy.deepcopy(block)
+    _fill_parts(filled, layer)
+    _check_outputs(filled, layer)
+    block.load_state_dict(filled.state_dict())
+
+
+def _fill_parts(block: nn.Module, layer: MoELayer) -> None:
     router, experts = _parts(block)
     if hasattr(experts, "gate_up_proj"):
-        config = _config(
-            len(experts.down_proj),
-            router.top_k,
-            "swiglu",
-            normalize_gates=bool(getattr(router, "norm_topk_prob", True)),
-        )
-        _check_same(layer, config, type(block).__name__)
+        _check_same(layer, _glu_config(block), type(block).__name__)
         pairs: list[tuple[Any, Any]] = [
             (router.weight, layer.router.weight),
             (experts.gate_up_proj, layer.experts.w_in),
             (experts.down_proj, layer.experts.w_out),
+            *_shared_pairs(block, layer),
         ]
     else:
         networks = list(experts.children())
@@ -132,6 +142,37 @@ def _config(num_experts: int, top_k: int, activation: str, **settings: Any) -> M
     return MoEConfig(**own | settings)
 
 
+def _glu_config(block: Any, **settings: Any) -> MoEConfig:
+    """What a block of gated experts computes as."""
+    router, experts = _parts(block)
+    if _function_name(experts.act_fn) != "silu":
+        raise ValueError(f"the experts' activation is {experts.act_fn}; expected silu, for swiglu")
+    num_experts, _, ffn_size = experts.down_proj.shape
+    own: dict[str, Any] = {"normalize_gates": bool(getattr(router, "norm_topk_prob", True))}  # Mixtral always does
+    shared: Any = getattr(block, "shared_expert", None)
+    if shared is not None:
+        if _function_name(shared.act_fn) != "silu":
+            raise ValueError(f"the shared expert's activation is {shared.act_fn}; expected silu, for swiglu")
+        width = shared.down_proj.in_features
+        if width == 0 or width % ffn_size:
+            raise ValueError(f"the shared expert's width {width} is no multiple of the other experts' {ffn_size}")
+        own |= {"num_shared_experts": width // ffn_size, "shared_expert_gate": True}
+    return _config(num_experts, router.top_k, "swiglu", **own | settings)
+
+
+def _shared_pairs(block: Any, layer: MoELayer) -> list[tuple[Any, Any]]:
+    """The weights of a block's shared expert, each with the layer's."""
+    if layer.shared is None or not hasattr(block, "shared_expert"):
+        return []
+    gate_rows, value_rows = layer.shared.w_in.detach().chunk(2)
+    return [
+        (block.shared_expert.gate_proj.weight, gate_rows),
+        (block.shared_expert.up_proj.weight, value_rows),
+        (block.shared_expert.down_proj.weight, layer.shared.w_out),
+        (block.shared_expert_gate.weight, layer.shared.w_gate),
+    ]
+
+
 def _deepspeed_config(gate: Any, num_experts: int, activation: str, first: nn.Linear, **settings: Any) -> MoEConfig:
     own = {"normalize_gates": gate.k > 1, "bias": first.bias is not None}
     return _config(num_experts, gate.k, activation, **own | settings)
@@ -172,6 +213,7 @@ def _check_same(layer: MoELayer, expected: MoEConfig, block: str) -> None:
         "activation",
         "bias",
         "num_shared_experts",
+        "shared_expert_gate",
     ):
         own, other = getattr(layer.config, name), getattr(expected, name)
         if own != other:
@@ -191,15 +233,53 @@ def _parts(block: nn.Module) -> tuple[Any, Any]:
     if not glu and not switch:
         raise ValueError(
             f"{type(block).__name__} is no block that can be converted; expected the parts of "
-            "SwitchTransformersSparseMLP, MixtralSparseMoeBlock or Qwen3MoeSparseMoeBlock"
+            "SwitchTransformersSparseMLP, MixtralSparseMoeBlock, Qwen2MoeSparseMoeBlock or Qwen3MoeSparseMoeBlock"
         )
-    for name in ("shared_expert", "shared_experts"):
+    gated = glu and hasattr(block, "shared_expert_gate")
+    for name in ("shared_experts",) if gated else ("shared_expert", "shared_experts"):
         if hasattr(block, name):
-            raise ValueError(f"{type(block).__name__} has a {name}; convert a block without, and add its output")
+            raise ValueError(
+                f"{type(block).__name__} has a {name} without the gate of Qwen2-MoE's; "
+                "convert a block without it, and add its output"
+            )
     biased = [name for name, parameter in block.named_parameters() if name.endswith("bias")]
     if biased:
         raise ValueError(f"{type(block).__name__} has the bias {biased[0]}, for which the layer has no place")
+    buffers = [name for name, _ in block.named_buffers()]
+    if buffers:
+        raise ValueError(f"{type(block).__name__} has the buffer {buffers[0]}, for which the layer has no place")
     return router, experts
+
+
+def _check_outputs(block: nn.Module, layer: MoELayer) -> None:
+    """Compares what a block of Hugging Face's and the layer compute: parts of one name differ from router to router.
+
+    Copies in float32 meet 32 random tokens, without dropout and noise; each is a sequence, from which nothing is
+    dropped. 1e-3 of the largest output leaves room for TF32, and is far below what another gating changes. Nothing is
+    compared on the meta device.
+
+    Raises:
+        ValueError: the outputs differ.
+    """
+    weight = layer.router.weight.detach()
+    if weight.is_meta:
+        return
+    tokens = torch.randn(32, 1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
+    tokens *= 2 / (tokens @ weight.float().T).std().clamp(min=1e-6)  # small logits would hide a router's formula
+    dropless = copy.deepcopy(layer).float().eval()
+    dropless.config = dataclasses.replace(layer.config, routing="token_choice", eval_capacity_factor=None)
+    with torch.no_grad():
+        own = dropless(tokens).hidden_states
+        del dropless
+        found = copy.deepcopy(block).float().eval()(tokens.clone().to(next(block.parameters()).device))
+    found = (found[0] if isinstance(found, tuple) else found).to(own.device)
+    largest, difference = found.abs().max().item(), (found - own).abs().max().item()
+    if not difference <= 1e-3 * largest:
+        raise ValueError(
+            f"{type(block).__name__} computes other outputs than the layer with its weights, by {difference:.2g} where "
+            f"the largest is {largest:.2g}; expected softmax gates, without further factors, and experts as in "
+            "SwitchTransformersSparseMLP, MixtralSparseMoeBlock or Qwen3MoeSparseMoeBlock"
+        )
 
 
 def _deepspeed_parts(block: nn.Module) -> tuple[Any, list[nn.Module]]:

@@ -26,8 +26,10 @@ def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
 
     Between nodes first and then inside of them if ``ranks_per_node`` divides the group. Of each of these levels,
     ``exchange`` "prototype" divides what it can by prototypes and the rest, the ranks that share a prototype, by an
-    all-to-all. "auto" divides by prototypes the levels that they fill, since a token then has an expert in every part;
-    where several ranks share a prototype, an all-to-all over all of them moves fewer bytes.
+    all-to-all. "auto" takes what moves fewer rows: by g parts of a level's n ranks a token of K pairs is g - 1 rows
+    and K (1 - g / n) inside of the parts; in an all-to-all it is K (1 - 1 / n), more by (g - 1) (K / n - 1). So levels
+    that prototypes fill are divided by them, where K >= n, and others where K > n. Between nodes a token crosses once
+    for all its pairs, so that prototypes which do not fill this level save nothing there.
 
     Raises:
         ValueError: when the numbers do not fit each other.
@@ -43,7 +45,8 @@ def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
     prototypes = config.num_prototypes
     for kind, size in (("node", ep_size // ranks_per_node), ("all_to_all", ranks_per_node)):
         parts = math.gcd(size, prototypes)
-        if config.exchange == "all_to_all" or (config.exchange == "auto" and parts < size):
+        fewer_rows = parts == size or (kind == "all_to_all" and prototypes * config.top_k > size)
+        if config.exchange == "all_to_all" or (config.exchange == "auto" and not fewer_rows):
             parts = 1
         steps += [ExchangeStep("prototype", parts), ExchangeStep(kind, size // parts)]  # type: ignore[arg-type]
         prototypes = prototypes // parts if parts == size else 1

@@ -76,8 +76,8 @@ class Experts(nn.Module):
         if dtype is not None:
             rows = rows.to(dtype)
             weights = [weight if weight is None else weight.to(dtype) for weight in weights]
-        elif rows.dtype != self.w_in.dtype:
-            raise ValueError(f"the experts' weights are {self.w_in.dtype}, but the tokens are {rows.dtype}")
+        else:
+            check_dtype(rows, self.w_in)
 
         mask = row_values
         if mask is None:
@@ -118,10 +118,22 @@ class Experts(nn.Module):
                 setattr(parameter, name, value)
 
 
+def check_dtype(rows: Tensor, weight: Tensor) -> None:
+    """
+    Raises:
+        ValueError: the types differ.
+    """
+    if rows.dtype != weight.dtype:
+        raise ValueError(f"the experts' weights are {weight.dtype}, but the tokens are {rows.dtype}")
+
+
 class SharedExperts(nn.Module):
     """S experts that compute every token, as one network of width S * F: DeepSeekMoE (arXiv 2401.06066), equation 9.
 
-    Parameters as in ``Experts``, without the first dimension.
+    With ``config.shared_expert_gate`` the output is multiplied by sigmoid(w_gate x), one number for each token, as in
+    transformers' Qwen2-MoE. Initial weights near 0 make it start near 1/2.
+
+    Parameters as in ``Experts``, without the first dimension; ``w_gate`` [1, D] with the gate.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
@@ -133,9 +145,11 @@ class SharedExperts(nn.Module):
         self.w_out = nn.Parameter(torch.empty(hidden_size, width))
         self.b_in = nn.Parameter(torch.empty(inner_size)) if config.bias else None
         self.b_out = nn.Parameter(torch.empty(hidden_size)) if config.bias else None
+        self.w_gate = nn.Parameter(torch.empty(1, hidden_size)) if config.shared_expert_gate else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
+        tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one copy for both maps
         hidden = nn.functional.linear(tokens, self.w_in, self.b_in)
         if self.config.activation == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)
@@ -143,4 +157,5 @@ class SharedExperts(nn.Module):
         else:
             hidden = nn.functional.gelu(hidden) if self.config.activation == "gelu" else hidden.relu()
         hidden = nn.functional.dropout(hidden, self.config.expert_dropout, self.training)
-        return nn.functional.linear(hidden, self.w_out, self.b_out)
+        output = nn.functional.linear(hidden, self.w_out, self.b_out)
+        return output if self.w_gate is None else output * nn.functional.linear(tokens, self.w_gate).sigmoid()

@@ -106,7 +106,10 @@ def reference_moe(
     if config.num_shared_experts:
         own = {name.removeprefix("shared."): value for name, value in parameters.items() if name.startswith("shared.")}
         for t in real:
-            outputs[t] = outputs[t] + _expert(hidden_states[t], own, config.activation)
+            output = _expert(hidden_states[t], own, config.activation)
+            if config.shared_expert_gate:
+                output = output / (1 + torch.exp(-(own["w_gate"][0] @ hidden_states[t])))
+            outputs[t] = outputs[t] + output
 
     # Balancing losses: M * sum_i f_i P_i and the squared log-partition, over real tokens.
     balance = z_loss = hidden_states.new_zeros(())

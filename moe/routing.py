@@ -1,7 +1,7 @@
 """Which experts compute which tokens, and what the choice costs."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,11 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, D] -> logits [T, Z, M]."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)
+        noise, jitter = None, self.config.router_jitter if self.training else 0.0
+        if jitter:
+            noise = torch.empty_like(tokens, dtype=dtype).uniform_(1 - jitter, 1 + jitter)
         with without_autocast(tokens):
-            inputs = tokens.to(dtype)
-            if self.training and self.config.router_jitter:
-                inputs = inputs * torch.empty_like(inputs).uniform_(
-                    1 - self.config.router_jitter, 1 + self.config.router_jitter
-                )
-            logits = nn.functional.linear(inputs, self.weight.to(dtype))
+            logits = WideLinear.apply(tokens, self.weight, noise, dtype)
         return logits.unflatten(-1, (self.config.num_prototypes, self.config.experts_per_prototype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
@@ -83,6 +81,32 @@ class Router(nn.Module):
         if bias is not None and self.balance_bias is not None and self.balance_bias.dtype != bias.dtype:
             self.balance_bias = bias.to(self.balance_bias.device)
         return self
+
+
+class WideLinear(torch.autograd.Function):
+    """(noise * x) W^T in a type as wide as those of x and W or wider. For the backward pass they are kept as they are,
+    where autograd by itself keeps the wide copies; the numbers are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, noise: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """tokens [T, D], weight [E, D], noise [T, D] of type ``dtype`` -> [T, E] of that type."""
+        ctx.save_for_backward(tokens, weight, noise)
+        return nn.functional.linear(_noisy(tokens.to(dtype), noise), weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weight, noise = ctx.saved_tensors
+        grad, d_tokens, d_weight = grads[0], None, None
+        with without_autocast(grad):
+            if ctx.needs_input_grad[0]:
+                d_tokens = _noisy(grad @ weight.to(grad.dtype), noise).to(tokens.dtype)
+            if ctx.needs_input_grad[1]:
+                d_weight = (grad.t() @ _noisy(tokens.to(grad.dtype), noise)).to(weight.dtype)
+        return d_tokens, d_weight, None, None
+
+
+def _noisy(rows: Tensor, noise: Tensor | None) -> Tensor:
+    return rows if noise is None else rows * noise
 
 
 def route(
@@ -231,7 +255,9 @@ def choose_tokens(scores: Tensor, config: MoEConfig, training: bool) -> tuple[Ro
         scores: [T, Z, M].
     """
     num_tokens = len(scores)
-    capacity = min(config.capacity(num_tokens, training) or 0, num_tokens)
+    capacity = config.capacity(num_tokens, training)
+    assert capacity is not None  # MoEConfig has seen to it
+    capacity = min(capacity, num_tokens)
     gates, tokens = scores.flatten(1).t().topk(capacity, dim=-1)
     counts = torch.full((config.num_experts,), capacity, device=scores.device)
     return Routing(tokens.reshape(-1), gates.reshape(-1), counts), counts

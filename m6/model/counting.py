@@ -44,6 +44,8 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
         shared = moe.num_shared_experts * (rows_in + inner) * width
         if moe.bias and shared:
             shared += moe.num_shared_experts * rows_in + width
+        if moe.shared_expert_gate:
+            shared += width
     with torch.device("meta"):  # two of the three patch encoders are other people's networks: built, not derived
         patch_encoder = build_patch_encoder(config)
     positions = config.max_position_embeddings + config.num_patches + 2 * config.code_grid_size

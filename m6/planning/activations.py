@@ -188,15 +188,13 @@ class Activations:
         inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
         kept = inner_inputs if moe.recompute_activation else inner_inputs + inner + width
         networks = rows * kept * precision.compute + (rows * inner if moe.expert_dropout else 0)
-        if precision.compute != FP32:
-            networks += real * width * precision.compute
-        networks += precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
+        copied_tokens = real * width * precision.compute if precision.compute != precision.residual else 0
+        networks += copied_tokens + precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
         if moe.num_shared_experts:
-            shared = moe.num_shared_experts
-            networks += (
-                real * shared * (2 * inner_inputs if moe.activation == "swiglu" else 2 * inner) * precision.compute
-            )
-            networks += precision.weight_copies(shared * width * (inner_inputs + inner))
+            shared, gate = moe.num_shared_experts, int(moe.shared_expert_gate)
+            elements = shared * 2 * inner_inputs + gate * (width + 1)  # with the gate, what it multiplies and itself
+            networks += copied_tokens + real * elements * precision.compute
+            networks += precision.weight_copies(width * (shared * (inner_inputs + inner) + gate))
         return self.router() + dispatch + networks + self.combined(width)
 
     def projections(self, output_size: int) -> int:
@@ -215,8 +213,8 @@ class Activations:
 
     def router(self) -> int:
         moe, real, width = self.moe, self.batch.real, self.model.hidden_size
-        # The router works in fp32: the tokens, and beside 16-bit weights their copy.
-        router = real * width * FP32 + (0 if self.precision.weights == FP32 else moe.num_experts * width * FP32)
+        # The tokens in the type in which they come, and the noise on them.
+        router = real * width * (self.precision.residual + (FP32 if moe.router_jitter else 0))
         # Scores, which experts were chosen, and for the z loss logits and their logsumexp.
         router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
         if moe.z_loss_weight:

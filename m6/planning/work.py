@@ -92,11 +92,19 @@ def work_of(
             rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
             local = moe.num_experts // ep_size
             each = max(1, round(rows / local))
-            experts = (
+            inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
+            experts: tuple[Matmul, ...] = (
                 Matmul(batch.real, moe.num_experts, width, "fp32"),
-                Matmul(each, inner, width, dtype, local, grouped=True),
+                Matmul(each, inner_inputs, width, dtype, local, grouped=True),
                 Matmul(each, width, inner, dtype, local, grouped=True),
             )
+            if moe.num_shared_experts:
+                shared = moe.num_shared_experts
+                rows_in = shared * inner_inputs + int(moe.shared_expert_gate)
+                experts += (
+                    Matmul(batch.real, rows_in, width, dtype),
+                    Matmul(batch.real, width, shared * inner, dtype),
+                )
             exchange = (rows * width * precision.residual, rows * width * precision.compute) if ep_size > 1 else ()
             saved = activations.block(sparse=True)
             work = BlockWork(attention + experts, saved, exchange, _SPARSE_OPERATORS, True)

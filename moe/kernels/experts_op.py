@@ -157,10 +157,11 @@ def experts_backward_op(
 @experts_op.register_fake
 def _(tokens: Tensor, source: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, w_in, w_out, _b_in, _b_out, _mask, _dropout, _activation, recompute, keep = others
-    num_rows = len(tokens) if source is None else len(source)
+    num_tokens = tokens.shape[0]  # not len, which asks for a number where only a symbol is known
+    num_rows = num_tokens if source is None else source.shape[0]
     keep_all = keep and not recompute
     return (
-        tokens.new_empty(len(tokens), w_out.shape[1]),
+        tokens.new_empty(num_tokens, w_out.shape[1]),
         tokens.new_empty(num_rows, w_in.shape[1]) if keep else tokens.new_empty(0),
         tokens.new_empty(num_rows, w_out.shape[2]) if keep_all else tokens.new_empty(0),
         tokens.new_empty(num_rows, w_out.shape[1]) if keep_all and source is not None else tokens.new_empty(0),

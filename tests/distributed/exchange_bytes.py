@@ -53,7 +53,22 @@ def check_bytes_and_balance(world_size: int) -> None:
         assert others * tokens * row * 4 == remote_pairs * row * ep_size
 
     if world_size == 4:
+        check_bytes_of_shared_prototypes(tokens, row)
         check_bytes_between_nodes(tokens, row)
+
+
+def check_bytes_of_shared_prototypes(tokens: int, row: int) -> None:
+    """Two ranks share each of two prototypes; all 8 experts compute each token: 5 rows each way against 6."""
+    whole = make_layer(config(num_prototypes=2, top_k=4))
+    plain = make_layer(config(num_prototypes=2, top_k=4, exchange="all_to_all"))
+    x = torch.randn(tokens, HIDDEN)
+    output, auto, _ = forward(split(whole, 4), x)
+    assert_equal(output, whole(x).hidden_states)
+    # A gate and a position for each pair of the other prototype; the numbers of pairs and rows, and those inside.
+    assert auto == 2 * 5 * tokens * row + 4 * tokens * (4 + 4) + (4 + 1) * 8 + 2 * 8
+    _, all_to_all, _ = forward(split(plain, 4), x)
+    assert all_to_all == 2 * 6 * tokens * row + 3 * 2 * 8
+    assert auto < all_to_all
 
 
 def check_bytes_between_nodes(tokens: int, row: int) -> None:

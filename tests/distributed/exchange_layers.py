@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe import MoEConfig, MoELayer, apply_expert_parallelism
 
-HIDDEN = 16
+HIDDEN, FFN = 16, 32
 
 
 def config(**settings: object) -> MoEConfig:
@@ -16,7 +16,7 @@ def config(**settings: object) -> MoEConfig:
 
 def make_layer(config: MoEConfig) -> MoELayer:
     torch.manual_seed(0)
-    layer = MoELayer(HIDDEN, 32, config)
+    layer = MoELayer(HIDDEN, FFN, config)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.2)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_bytes import check_bytes_and_balance, check_payloads
-from exchange_layers import HIDDEN, assert_equal, config, make_layer, split
+from exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split
 from exchange_overlap import check_overlap
 from spawn import init_deepspeed, run_distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,6 +27,9 @@ class Case(NamedTuple):
     ep_size: int
     config: MoEConfig
 
+
+EXPERT_CHOICE = {"routing": "expert_choice", "capacity_factor": 1.0, "eval_capacity_factor": 1.0}
+EVERY_PART = {"bias": True, "activation": "swiglu", "num_shared_experts": 2}
 
 CASES = [
     Case("prototype 2", 2, config()),
@@ -44,6 +47,28 @@ CASES = [
     Case("node 2, all_to_all 2", 4, config(exchange="all_to_all", ranks_per_node=2)),
     Case("node 2, all_to_all 2", 4, config(num_prototypes=1, top_k=2, capacity_factor=0.7, ranks_per_node=2)),
 ]
+# What routers and experts are set to, whatever the numbers of tokens.
+SETTINGS = [
+    Case("prototype 2", 2, config(**EXPERT_CHOICE)),
+    Case("prototype 4", 4, config(**EXPERT_CHOICE, **EVERY_PART)),
+    Case("all_to_all 4", 4, config(**EXPERT_CHOICE, exchange="all_to_all")),
+    Case("node 2, all_to_all 2", 4, config(**EXPERT_CHOICE, exchange="all_to_all", ranks_per_node=2)),
+    Case("prototype 2", 2, config(**EVERY_PART, gating="sigmoid", normalize_gates=True)),
+    Case("all_to_all 2", 2, config(**EVERY_PART, num_prototypes=1, top_k=3, recompute_activation=True)),
+    Case("prototype 2, all_to_all 2", 4, config(**EVERY_PART, num_prototypes=2, top_k=4)),
+    Case("prototype 4", 4, config(gating="global_softmax", expert_dropout=0.3)),
+    Case("all_to_all 4", 4, config(exchange="all_to_all", expert_dropout=0.3)),
+]
+
+
+def draw_columns(num_rows: int, device: torch.device) -> Tensor:
+    """Dropout that is the same in every row, since rows reach the experts in another order than in the whole layer."""
+    return (torch.arange(FFN, device=device) % 3 > 0).expand(num_rows, -1)
+
+
+def everywhere(layer: MoELayer) -> dict[str, nn.Parameter]:
+    """The parameters that every rank has, whose gradients are those of its own tokens."""
+    return {name: each for name, each in layer.named_parameters() if not name.startswith("experts.")}
 
 
 def compare(case: Case, layer: MoELayer, whole: MoELayer, num_tokens: list[int], make: Callable[..., Tensor]) -> None:
@@ -56,14 +81,13 @@ def compare(case: Case, layer: MoELayer, whole: MoELayer, num_tokens: list[int],
         torch.manual_seed(other)
         x, weight = make(num_tokens[other], HIDDEN), torch.randn(num_tokens[other], HIDDEN)
         reference = x.clone().requires_grad_()
-        router_grad = torch.zeros_like(whole.router.weight) if whole.router.weight.grad is None else None
-        before = whole.router.weight.grad.clone() if router_grad is None else router_grad
+        before = [0 if each.grad is None else each.grad.clone() for each in everywhere(whole).values()]
         output = whole(reference)
         (output.hidden_states * weight).sum().backward()
         if other == rank:
             own = x.clone().requires_grad_()
             expected, expected_grad = output, reference.grad
-            expected_router_grad = whole.router.weight.grad - before
+            expected_grads = [each.grad - old for each, old in zip(everywhere(whole).values(), before, strict=True)]
             own_weight = weight
     output = layer(own)
     (output.hidden_states * own_weight).sum().backward()
@@ -71,7 +95,8 @@ def compare(case: Case, layer: MoELayer, whole: MoELayer, num_tokens: list[int],
     where = f"{case}, {num_tokens}"
     assert_equal(output.hidden_states, expected.hidden_states, where)
     assert_equal(own.grad, expected_grad, where)
-    assert_equal(layer.router.weight.grad, expected_router_grad, where)
+    for (name, parameter), grad in zip(everywhere(layer).items(), expected_grads, strict=True):
+        assert_equal(parameter.grad, grad, f"{where}, {name}")
     assert torch.equal(output.stats.expert_counts, expected.stats.expert_counts)
     for (name, parameter), complete in zip(layer.experts.named_parameters(), whole.experts.parameters(), strict=True):
         share = complete.grad[parameter.first_expert :][: len(parameter)]
@@ -81,22 +106,24 @@ def compare(case: Case, layer: MoELayer, whole: MoELayer, num_tokens: list[int],
 
 def check_cases(world_size: int) -> None:
     init_deepspeed()
-    for case in CASES:
+    unequal, none_somewhere, none, equal = [9, 0, 17, 6], [0, 5, 0, 0], [0, 0, 0, 0], [8, 8, 8, 8]
+    for case in CASES + SETTINGS:
         if case.ep_size > world_size:
             continue
         steps = exchange_steps(case.config, case.ep_size)
         assert ", ".join(f"{step.kind} {step.size}" for step in steps) == case.steps
         whole = make_layer(case.config)
+        if case.config.expert_dropout:
+            whole.experts.draw_dropout = draw_columns
         layer = split(whole, case.ep_size)
-        # Unequal numbers, one rank without any token, all without, equal ones.
-        for num_tokens in ([9, 0, 17, 6], [0, 5, 0, 0], [0, 0, 0, 0], [8, 8, 8, 8]):
+        for num_tokens in (unequal, equal) if case in SETTINGS else (unequal, none_somewhere, none, equal):
             compare(case, layer, whole, num_tokens, torch.randn)
         # All tokens choose the same experts; the others have none.
         with torch.no_grad():
             for each in (layer, whole):
                 each.router.weight.fill_(-1.0)
                 each.router.weight[1 :: case.config.experts_per_prototype] = 1.0
-        compare(case, layer, whole, [9, 0, 17, 6], torch.rand)
+        compare(case, layer, whole, unequal, torch.rand)
 
     check_bytes_and_balance(world_size)
     check_payloads(world_size)

@@ -103,6 +103,7 @@ ROUTING = {
     "activation": "swiglu",
     "bias": True,
     "num_shared_experts": 1,
+    "shared_expert_gate": True,
     "balance_bias_rate": 0.01,
     "z_loss_weight": 0.001,
     "recompute_activation": True,

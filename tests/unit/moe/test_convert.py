@@ -56,12 +56,31 @@ def qwen3(norm_topk_prob: bool) -> nn.Module:
     return fill(Qwen3MoeSparseMoeBlock(config))
 
 
+def qwen2(**changes: object) -> nn.Module:
+    from transformers import Qwen2MoeConfig
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    sizes = {"moe_intermediate_size": FFN, "shared_expert_intermediate_size": 2 * FFN, "num_experts": EXPERTS}
+    return fill(Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(hidden_size=HIDDEN, **sizes | changes)))
+
+
+def qwen3_next() -> nn.Module:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
+
+    sizes = {"moe_intermediate_size": FFN, "shared_expert_intermediate_size": FFN, "num_experts": EXPERTS}
+    return fill(Qwen3NextSparseMoeBlock(Qwen3NextConfig(hidden_size=HIDDEN, num_experts_per_tok=2, **sizes)))
+
+
 BLOCKS = {
     "switch relu": switch,
     "switch gelu": lambda: switch(dense_act_fn="gelu"),
     "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen2 normalised": lambda: qwen2(norm_topk_prob=True, shared_expert_intermediate_size=FFN),
     "qwen3": lambda: qwen3(False),
     "qwen3 normalised": lambda: qwen3(True),
+    "qwen3-next": qwen3_next,
 }
 
 
@@ -91,13 +110,19 @@ def test_hugging_face_both_ways(name: str) -> None:
         assert torch.equal(value, layer.state_dict()[key])
 
 
-def test_data_type_and_gradients_are_kept() -> None:
-    block = mixtral().bfloat16()
+@pytest.mark.parametrize("make", [mixtral, switch])
+def test_data_type_and_gradients_are_kept(make) -> None:
+    block = make().bfloat16().train()
+    before = copy.deepcopy(block)
     layer = from_hugging_face(block)
+    assert all(module.training for module in block.modules())
+    for parameter, was in zip(block.parameters(), before.parameters(), strict=True):
+        assert parameter.dtype == was.dtype
+        assert torch.equal(parameter, was)
     assert layer.experts.w_in.dtype == torch.bfloat16
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in layer.parameters())
     layer(inputs().bfloat16()).hidden_states.sum().backward()
-    assert block.gate.weight.grad is None
+    assert all(parameter.grad is None for parameter in block.parameters())
 
 
 def deepspeed_block(k: int, bias: bool, activation: nn.Module, **changes: object) -> nn.Module:
@@ -142,12 +167,42 @@ def test_deepspeed_capacities_are_taken_over() -> None:
     torch.testing.assert_close(layer(x).hidden_states, block(x)[0], **CLOSE)
 
 
-def qwen2_block() -> nn.Module:
-    from transformers import Qwen2MoeConfig
-    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+def without_gate() -> nn.Module:
+    block = qwen2()
+    del block.shared_expert_gate
+    return block
 
-    sizes = {"moe_intermediate_size": FFN, "shared_expert_intermediate_size": FFN, "num_experts": EXPERTS}
-    return Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(hidden_size=HIDDEN, **sizes))
+
+def odd_shared_activation() -> nn.Module:
+    block = qwen2()
+    block.shared_expert.act_fn = nn.GELU()
+    return block
+
+
+def minimax_m2() -> nn.Module:
+    from transformers import MiniMaxM2Config
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMoeBlock
+
+    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+    return fill(MiniMaxM2SparseMoeBlock(MiniMaxM2Config(hidden_size=HIDDEN, **sizes)))
+
+
+def lfm2() -> nn.Module:
+    """Sigmoid gates without any buffer."""
+    from transformers import Lfm2MoeConfig
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
+
+    sizes = {"moe_intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    return fill(Lfm2MoeSparseMoeBlock(Lfm2MoeConfig(hidden_size=HIDDEN, use_expert_bias=False, **sizes)))
+
+
+def jamba() -> nn.Module:
+    """Softmax gates that are not normalised, which no attribute tells."""
+    from transformers import JambaConfig
+    from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
+
+    sizes = {"intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    return fill(JambaSparseMoeBlock(JambaConfig(hidden_size=HIDDEN, **sizes)))
 
 
 def odd_activation() -> nn.Module:
@@ -159,9 +214,18 @@ def odd_activation() -> nn.Module:
 @pytest.mark.parametrize(
     ("convert", "make", "message"),
     [
-        (from_hugging_face, qwen2_block, "Qwen2MoeSparseMoeBlock has a shared_expert"),
+        (from_hugging_face, without_gate, "Qwen2MoeSparseMoeBlock has a shared_expert without the gate"),
+        (from_hugging_face, odd_shared_activation, "the shared expert's activation is GELU.*; expected silu"),
+        (
+            from_hugging_face,
+            lambda: qwen2(shared_expert_intermediate_size=40),
+            "the shared expert's width 40 is no multiple of the other experts' 24",
+        ),
         (from_hugging_face, lambda: switch(router_bias=True), "has the bias router.classifier.bias"),
         (from_hugging_face, lambda: switch(dense_act_fn="tanh"), "activation .*[Tt]anh.* is none of gelu, relu, silu"),
+        (from_hugging_face, minimax_m2, "MiniMaxM2SparseMoeBlock has the buffer e_score_correction_bias"),
+        (from_hugging_face, lfm2, "Lfm2MoeSparseMoeBlock computes other outputs .*; expected softmax gates"),
+        (from_hugging_face, jamba, "JambaSparseMoeBlock computes other outputs"),
         (from_hugging_face, odd_activation, "activation is GELU.*; expected silu"),
         (from_hugging_face, lambda: nn.Linear(2, 2), "Linear is no block that can be converted"),
         (from_deepspeed, lambda: nn.Linear(2, 2), "Linear is no deepspeed.moe.layer.MoE"),
@@ -196,6 +260,40 @@ def test_layers_without_counterpart_change_nothing(layer: MoELayer, message: str
     with pytest.raises(ValueError, match=message):
         to_hugging_face(layer, block)
     assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())
+
+
+def test_a_block_of_another_gating_is_not_filled() -> None:
+    block = jamba()
+    before = copy.deepcopy(block.state_dict())
+    with pytest.raises(ValueError, match="JambaSparseMoeBlock computes other outputs"):
+        to_hugging_face(layer_of(), block)
+    assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())
+
+
+def test_what_the_comparison_leaves_out() -> None:
+    layer = from_hugging_face(mixtral(), capacity_factor=0.1, eval_capacity_factor=0.1, min_capacity=0)
+    assert layer.config.eval_capacity_factor == 0.1
+    assert from_hugging_face(mixtral().to("meta")).router.weight.is_meta  # where nothing can be compared
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "num_shared_experts is 0; Qwen2MoeSparseMoeBlock computes as with 2"),
+        ({"num_shared_experts": 2}, "shared_expert_gate is False; Qwen2MoeSparseMoeBlock computes as with True"),
+    ],
+)
+def test_a_gated_shared_expert_needs_another(changes: dict[str, object], message: str) -> None:
+    block = qwen2(norm_topk_prob=True, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=message):
+        to_hugging_face(layer_of(**changes), block)
+    to_hugging_face(layer_of(num_shared_experts=2, shared_expert_gate=True), block)
+
+
+def test_deepspeed_has_no_gated_shared_expert() -> None:
+    gated = layer_of(activation="gelu", normalize_gates=True, num_shared_experts=1, shared_expert_gate=True)
+    with pytest.raises(ValueError, match="num_shared_experts is 1; MoE computes as with 0"):
+        to_deepspeed(gated, deepspeed_block(2, False, nn.GELU()))
 
 
 def test_a_share_of_the_experts_is_not_converted() -> None:

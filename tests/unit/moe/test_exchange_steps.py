@@ -1,5 +1,9 @@
 """Which exchange is chosen, and what numbers it refuses."""
 
+import dataclasses
+import itertools
+from fractions import Fraction
+
 import pytest
 
 from moe import MoEConfig
@@ -32,10 +36,43 @@ def steps(ep_size: int, **settings: object) -> str:
         ("node 4, all_to_all 2", 8, {"num_prototypes": 2, "ranks_per_node": 2}),
         ("node 4, all_to_all 8", 32, {"ranks_per_node": 8}),
         ("all_to_all 4", 4, {"ranks_per_node": 8}),
+        ("prototype 2, all_to_all 2", 4, {"num_prototypes": 2, "top_k": 4}),
+        ("all_to_all 4", 4, {"num_prototypes": 2, "top_k": 2}),
+        ("prototype 4", 4, {"num_prototypes": 4}),
+        ("prototype 2, prototype 2, all_to_all 2", 8, {"num_prototypes": 4, "top_k": 4, "ranks_per_node": 4}),
+        ("node 4, all_to_all 2", 8, {"num_prototypes": 2, "top_k": 16, "ranks_per_node": 2}),
     ],
 )
 def test_steps(expected: str, ep_size: int, settings: dict) -> None:
     assert steps(ep_size, **settings) == expected
+
+
+def rows_per_token(config: MoEConfig, ep_size: int) -> Fraction:
+    """Rows that a rank sends to others, each way and for each of its tokens; the pairs are spread evenly."""
+    tokens, pairs, rows = 1, config.experts_per_token, Fraction(0)
+    for step in exchange_steps(config, ep_size):
+        if step.kind == "prototype":  # every token to every part, which then has the tokens of all
+            rows += (step.size - 1) * tokens
+            tokens, pairs = tokens * step.size, pairs // step.size
+        else:
+            rows += tokens * pairs * Fraction(step.size - 1, step.size)
+    return rows
+
+
+def test_auto_never_moves_more_rows_than_another_way() -> None:
+    cases = itertools.product((2, 3, 4, 6, 8, 16), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4))
+    better = 0
+    for ep_size, prototypes, top_k in cases:
+        config = MoEConfig(num_experts=96, num_prototypes=prototypes, top_k=top_k)
+        rows = rows_per_token(config, ep_size)
+        for other in ("all_to_all", "prototype"):
+            try:
+                others = rows_per_token(dataclasses.replace(config, exchange=other), ep_size)
+            except ValueError:  # no prototypes to divide by
+                continue
+            assert rows <= others, (ep_size, config)
+            better += rows < others
+    assert better > 50
 
 
 @pytest.mark.parametrize(

@@ -23,27 +23,32 @@ def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 1
 @st.composite
 def cases(draw):
     prototypes = draw(st.sampled_from([1, 2, 3]))
-    size = draw(st.integers(1, 4))
     routing = draw(st.sampled_from(["token_choice", "token_choice", "token_choice", "expert_choice"]))
-    factors = [0.3, 1.0, 1.1, 1.25] + ([None, None] if routing == "token_choice" else [])
+    tokens_choose = routing == "token_choice"
+    # The softmax of one logit is 1 for all tokens, and which of equals an expert takes is open.
+    size = draw(st.integers(1 if tokens_choose else 2, 4))
+    factors = [0.3, 1.0, 1.1, 1.25] + ([None, None] if tokens_choose else [])
+    capacity_rule = draw(st.sampled_from(["k", "1"]))
+    num_shared_experts = draw(st.integers(0, 2))
     config = MoEConfig(
         num_experts=prototypes * size,
         num_prototypes=prototypes,
-        top_k=draw(st.integers(1, size)),
+        top_k=draw(st.integers(1, size if tokens_choose or capacity_rule == "k" else 1)),
         routing=routing,
         gating=draw(st.sampled_from(["softmax", "global_softmax", "sigmoid"])),
-        normalize_gates=draw(st.booleans()),
+        normalize_gates=tokens_choose and draw(st.booleans()),
         capacity_factor=draw(st.sampled_from(factors)),
         eval_capacity_factor=draw(st.sampled_from([factors[-1], 0.5])),
-        capacity_rule=draw(st.sampled_from(["k", "1"])),
+        capacity_rule=capacity_rule,
         min_capacity=draw(st.integers(0, 2)),
-        drop_order=draw(st.sampled_from(["position", "probability"])),
+        drop_order=draw(st.sampled_from(["position", "probability"])) if tokens_choose else "position",
         activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
         bias=draw(st.booleans()),
-        num_shared_experts=draw(st.integers(0, 2)),
+        num_shared_experts=num_shared_experts,
+        shared_expert_gate=num_shared_experts > 0 and draw(st.booleans()),
         aux_loss_weight=draw(st.sampled_from([0.0, 0.1])),
         z_loss_weight=draw(st.sampled_from([0.0, 0.1])),
-        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])) if routing == "token_choice" else 0.0,
+        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])) if tokens_choose else 0.0,
         recompute_activation=draw(st.booleans()),
     )
     num_tokens = draw(st.integers(1, 9))
@@ -227,6 +232,38 @@ def test_autocast_and_bfloat16_route_in_float32(hidden_size: int) -> None:
     assert torch.equal(output.stats.expert_counts, expected.stats.expert_counts)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden_size", "ffn_hidden_size"), [(16, 24), (6, 5)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation": "swiglu", "bias": True, "num_shared_experts": 1}, {"recompute_activation": True}],
+    ids=str,
+)
+def test_16_bit_forward_and_gradients(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int, changes) -> None:
+    """By whatever way this processor takes, aligned and not; against the same weights and tokens in float64.
+
+    The routers' float32 makes the same choices. Three of the type's roundings of the largest value, and as much again:
+    tokens, hidden units and outputs are rounded, and most sums average their errors out.
+    """
+    torch.manual_seed(0)
+    config = MoEConfig(**{"num_experts": 4, "num_prototypes": 2, "capacity_factor": 1.0} | changes)
+    layer = make_layer(config, hidden_size, ffn_hidden_size, dtype)
+    exact = copy.deepcopy(layer).double()
+    x, direction = torch.randn(2, 40, hidden_size).to(dtype)
+    results = []
+    for each in (layer, exact):
+        inputs = x.to(each.router.weight.dtype).requires_grad_()
+        output = each(inputs)
+        loss = (output.hidden_states * direction).sum() + output.aux_loss
+        grads = torch.autograd.grad(loss, [inputs, *each.parameters()])
+        results.append([output.hidden_states.detach(), *grads])
+        assert all(result.dtype == inputs.dtype for result in results[-1])
+    assert torch.equal(layer(x).stats.expert_counts, exact(x.double()).stats.expert_counts)
+    for own, expected in zip(*results, strict=True):
+        tolerance = 6 * torch.finfo(dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(own.double(), expected, rtol=0, atol=tolerance)
+
+
 def test_experts_start_independent() -> None:
     torch.manual_seed(0)
     layer = MoELayer(32, 64, MoEConfig(num_experts=8))
@@ -270,7 +307,8 @@ def test_inputs_that_do_not_fit_are_named(inputs, mask, message) -> None:
 
 def test_depth_scaled_initialisation() -> None:
     torch.manual_seed(0)
-    layer = MoELayer(64, 128, MoEConfig(num_experts=4, bias=True, num_shared_experts=2))
+    config = MoEConfig(num_experts=4, bias=True, num_shared_experts=2, shared_expert_gate=True)
+    layer = MoELayer(512, 64, config)
     layer.reset_parameters(deviation=0.1, num_layers=8)
     for name, parameter in layer.named_parameters():
         expected = 0.0 if name.endswith(("b_in", "b_out")) else 0.1 / 4 if name.endswith("w_out") else 0.1

@@ -88,7 +88,7 @@ def test_shape_of_batches_and_no_token_at_all() -> None:
     nothing.aux_loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision(dtype) -> None:
     """The same choices and, to the roundings of 6 products near 1, the same values."""
     torch.manual_seed(0)
@@ -108,3 +108,12 @@ def test_parameters_say_which_experts_they_are() -> None:
     weight = linear.experts.weight
     assert torch.equal(weight, whole[2:])
     assert (weight.first_expert, weight.num_global_experts, weight.allreduce) == (2, 4, False)
+
+
+def test_tokens_of_another_type_are_refused() -> None:
+    linear = MoELinear(6, 10, MoEConfig(num_experts=4))
+    x = torch.randn(20, 6).bfloat16()
+    with pytest.raises(ValueError, match=r"weights are torch\.float32, but the tokens are torch\.bfloat16"):
+        linear(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x).hidden_states.dtype == torch.bfloat16

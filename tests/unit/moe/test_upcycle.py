@@ -64,7 +64,7 @@ def test_equal_to_the_dense_network(gating, normalize, prototypes, top_k, activa
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_shared_experts_add_nothing_at_first(bias: bool) -> None:
-    config = MoEConfig(num_experts=16, num_prototypes=4, num_shared_experts=2, bias=bias)
+    config = MoEConfig(num_experts=16, num_prototypes=4, num_shared_experts=2, shared_expert_gate=bias, bias=bias)
     own = weights(config)
     layer = upcycle(own[0], own[1], config, own[2], own[3])
     x = torch.randn(64, HIDDEN)

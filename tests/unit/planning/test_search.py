@@ -239,7 +239,7 @@ def test_what_the_engine_does_not_do_is_priced():
     sizes, slowest, equal = cut(subject, found.layout)
     assert sum(sizes) == subject.config.model.num_layers + 2
     assert len(sizes) == found.layout.pp_size
-    assert slowest <= equal
+    assert slowest <= equal * (1 + 1e-9)  # the same sum, in another order
     assert sum(subject.time.layer_s(found.layout)) >= slowest >= max(subject.time.layer_s(found.layout))
     text = "\n".join(alternatives(subject, best))
     for part in ('refused by "pipeline"', "BaPipe", "PipeDream-2BW", "TeraPipe"):

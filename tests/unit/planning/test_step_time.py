@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,10 +83,16 @@ def test_measured_products_are_met_and_interpolated():
     assert profile.attained_flops(1e15, 64, 64, 64, "fp32") == 0.5e15  # nothing measured in this type
 
 
-@pytest.mark.parametrize("name", ["m6_base", "m6_100b", "m6_cpu"])
-def test_flops_are_those_of_the_parameters(name: str):
+SHARED = {"activation": "swiglu", "num_shared_experts": 2, "shared_expert_gate": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"), [("m6_base", {}), ("m6_100b", {}), ("m6_cpu", {}), ("m6_100b", SHARED)], ids=str
+)
+def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     """Six for each parameter that multiplies a token, and attention, whose kernel computes all pairs."""
     config = load_config(CONFIGS / f"{name}.json")
+    config.model.moe = config.model.moe and {**config.model.moe, **experts}
     batch = replace(scale_batch(full_row(config), 8), pictures=0)
     work = work_of(config, fold(config.model), batch, 1)
     flops = sum(3 * block.flops * count for block, count in work)

@@ -19,6 +19,7 @@ MODES: dict[str, dict[str, Any]] = {
         "normalize_gates": True,
         "activation": "swiglu",
         "num_shared_experts": 1,
+        "shared_expert_gate": True,
         "aux_loss_weight": 0.0,
         "balance_bias_rate": 0.001,
         "z_loss_weight": 0.001,
