@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_type_hints
 
 from moe.payload import Payload
 
-_KINDS = {int: (int, "an integer"), float: ((int, float), "a number"), bool: (bool, "true or false")}
+_KINDS = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
 
 
 @dataclass(frozen=True, kw_only=True)
