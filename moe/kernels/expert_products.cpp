@@ -16,7 +16,7 @@ constexpr int TILE_ROWS = 14, TILE_COLUMNS = 2 * WIDTH;  // 28 sums and two vect
 constexpr int64_t DEPTH = 384;             // of the sums between two visits of c
 constexpr int64_t PANEL_FLOATS = 1 << 17;  // of b: half of a level 2 cache
 constexpr int64_t STRIPE = 8 * TILE_ROWS;  // rows of a that are packed together
-constexpr int64_t TASK_ROWS = 512, TASK_COLUMNS = 512;
+constexpr int64_t LARGEST_PIECE = 512, SMALLEST_PIECE = 64;  // sides of what one thread computes
 constexpr int64_t FEW_ROWS = 32;  // up to here few_rows is the faster one, measured on Zen 4
 constexpr int64_t ROWS_AHEAD = 8, FLOATS_AHEAD = 32;  // of b, on the way to the cache
 
@@ -222,23 +222,31 @@ struct Task {
     Matrix a, b;
     float* c;
     int64_t c_row;
+    decltype(&product) compute;
 };
 
-// Cuts one product into tasks, which threads take in any order.
-void cut(const Task& whole, std::vector<Task>& tasks) {
-    for (int64_t i = 0; i < whole.rows; i += TASK_ROWS)
-        for (int64_t j = 0; j < whole.columns; j += TASK_COLUMNS)
-            tasks.push_back({std::min(TASK_ROWS, whole.rows - i), std::min(TASK_COLUMNS, whole.columns - j),
-                             whole.depth, whole.a.from(i, 0), whole.b.from(0, j), whole.c + i * whole.c_row + j,
-                             whole.c_row});
+// Cuts products into pieces of c.
+std::vector<Task> cut(const std::vector<Task>& products, int64_t side) {
+    std::vector<Task> pieces;
+    for (const Task& whole : products)
+        for (int64_t i = 0; i < whole.rows; i += side)
+            for (int64_t j = 0; j < whole.columns; j += side)
+                pieces.push_back({std::min(side, whole.rows - i), std::min(side, whole.columns - j), whole.depth,
+                                  whole.a.from(i, 0), whole.b.from(0, j), whole.c + i * whole.c_row + j, whole.c_row,
+                                  whole.compute});
+    return pieces;
 }
 
-void compute(const std::vector<Task>& tasks, int threads) {
+// Threads take the pieces in any order; smaller ones where there would be fewer than four for each thread.
+void compute(const std::vector<Task>& products, int threads) {
+    int64_t side = LARGEST_PIECE;
+    std::vector<Task> pieces = cut(products, side);
+    for (; threads > 1 && pieces.size() < 4 * size_t(threads) && side > SMALLEST_PIECE; pieces = cut(products, side))
+        side /= 2;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (size_t i = 0; i < tasks.size(); i++) {
-        const Task& task = tasks[i];
-        const bool few = task.rows <= FEW_ROWS && task.a.column == 1 && task.b.row == 1;
-        (few ? few_rows : product)(task.rows, task.columns, task.depth, task.a, task.b, task.c, task.c_row);
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const Task& own = pieces[i];
+        own.compute(own.rows, own.columns, own.depth, own.a, own.b, own.c, own.c_row);
     }
 }
 
@@ -249,22 +257,23 @@ void compute(const std::vector<Task>& tasks, int threads) {
 extern "C" void multiply_rows(const float* rows, const float* matrices, float* out, const int64_t* ends,
                               int64_t experts, int64_t depth, int64_t columns, int64_t row, int64_t column,
                               int threads) {
-    std::vector<Task> tasks;
+    std::vector<Task> products;
     for (int64_t e = 0; e < experts; e++) {
-        const int64_t begin = e ? ends[e - 1] : 0;
-        if (ends[e] == begin) continue;
-        cut({ends[e] - begin, columns, depth, {rows + begin * depth, depth, 1},
-             {matrices + e * depth * columns, row, column}, out + begin * columns, columns},
-            tasks);
+        const int64_t begin = e ? ends[e - 1] : 0, count = ends[e] - begin;
+        if (count == 0) continue;
+        const bool few = count <= FEW_ROWS && row == 1;
+        products.push_back({count, columns, depth, {rows + begin * depth, depth, 1},
+                            {matrices + e * depth * columns, row, column}, out + begin * columns, columns,
+                            few ? few_rows : product});
     }
-    compute(tasks, threads);
+    compute(products, threads);
 }
 
 // out_e = left[ends[e - 1] : ends[e]]^T right[same], zero without rows; [rows, height], [rows, columns] and
 // [experts, height, columns], contiguous.
 extern "C" void sum_outer_products(const float* left, const float* right, float* out, const int64_t* ends,
                                    int64_t experts, int64_t height, int64_t columns, int threads) {
-    std::vector<Task> tasks;
+    std::vector<Task> products;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t begin = e ? ends[e - 1] : 0;
         float* own = out + e * height * columns;
@@ -272,9 +281,8 @@ extern "C" void sum_outer_products(const float* left, const float* right, float*
             std::fill_n(own, height * columns, 0.0f);
             continue;
         }
-        cut({height, columns, ends[e] - begin, {left + begin * height, 1, height},
-             {right + begin * columns, columns, 1}, own, columns},
-            tasks);
+        products.push_back({height, columns, ends[e] - begin, {left + begin * height, 1, height},
+                            {right + begin * columns, columns, 1}, own, columns, product});
     }
-    compute(tasks, threads);
+    compute(products, threads);
 }
