@@ -3,10 +3,12 @@
 From the root of the repository, with the data of README.md:
 
     python -m scripts.experiments.prototyping.grid train --seeds 3
+    python -m scripts.experiments.prototyping.grid ngrams
     python -m scripts.experiments.prototyping.grid time
 
 ``train`` adds a row to results.csv per finished run and leaves out the runs that have one; all configurations of
-one seed come before the next seed. ``time`` measures all of them in one interleaved run and writes speed.csv.
+one seed come before the next seed. ``ngrams`` writes to ngrams.csv what n-gram models of the bytes reach on the same
+validation text. ``time`` measures all configurations in one interleaved run and writes speed.csv.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from m6.config import check_world_size, load_config
+from m6.evaluation.baselines import compute_baselines
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.training.engine import build_engine
@@ -37,9 +40,29 @@ FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER / "config.json"
 RESULTS = FOLDER / "results.csv"
 SPEED = FOLDER / "speed.csv"
-# name: prototypes, experts of a token in each
-ROUTINGS = {"top-1": (1, 1), "top-2": (1, 2), "top-4": (1, 4), "2 top-1": (2, 1), "4 top-1": (4, 1)}
+NGRAMS = FOLDER / "ngrams.csv"
 AUX_LOSS_WEIGHT = 0.01
+
+
+class Routing(NamedTuple):
+    """Which experts compute a token, and whether the gates of its choices are divided by their sum."""
+
+    num_prototypes: int
+    top_k: int
+    normalized: bool = False
+
+
+ROUTINGS = {
+    "top-1": Routing(1, 1),
+    "top-2": Routing(1, 2),
+    "top-4": Routing(1, 4),
+    "2 top-1": Routing(2, 1),
+    "4 top-1": Routing(4, 1),
+    "normalized top-2": Routing(1, 2, normalized=True),
+    "normalized top-4": Routing(1, 4, normalized=True),
+    "normalized 2 top-1": Routing(2, 1, normalized=True),
+    "normalized 4 top-1": Routing(4, 1, normalized=True),
+}
 
 
 @dataclass(frozen=True)
@@ -66,10 +89,11 @@ class Case:
         return [f'm6.moe.capacity_rule="{self.capacity}"']
 
     def overrides(self) -> list[str]:
-        prototypes, top_k = ROUTINGS[self.routing]
+        routing = ROUTINGS[self.routing]
         return [
-            f"m6.moe.num_prototypes={prototypes}",
-            f"m6.moe.top_k={top_k}",
+            f"m6.moe.num_prototypes={routing.num_prototypes}",
+            f"m6.moe.top_k={routing.top_k}",
+            f"m6.moe.normalize_gates={str(routing.normalized).lower()}",
             *self._capacity(),
             f"m6.moe.aux_loss_weight={AUX_LOSS_WEIGHT if self.balanced else 0.0}",
             f"m6.model.moe_attention={str(self.moe_attention).lower()}",
@@ -79,12 +103,18 @@ class Case:
 def cases() -> Iterator[Case]:
     """The grid; with one expert a token both capacities are the same.
 
-    Without a capacity imbalance drops nothing, which tells its own effect from that of dropping.
+    Without a capacity imbalance drops nothing, which tells its own effect from that of dropping. Normalized gates tell
+    which experts are chosen from how much they weigh: a prototype's softmax is over fewer experts, so its gates are
+    larger.
     """
-    for routing, capacity, balanced in product(ROUTINGS, ("k", "1"), (True, False)):
+    plain = [name for name, routing in ROUTINGS.items() if not routing.normalized]
+    for routing, capacity, balanced in product(plain, ("k", "1"), (True, False)):
         if (routing, capacity) != ("top-1", "1"):
             yield Case(routing, capacity, balanced)
-    for routing in ("top-1", "2 top-1"):
+    for routing in ROUTINGS:
+        if routing not in plain:
+            yield Case(routing, "k", balanced=True)
+    for routing in ("top-1", "2 top-1", "4 top-1"):
         yield Case(routing, "k", balanced=True, moe_attention=True)
     for routing, balanced in product(("top-1", "4 top-1"), (True, False)):
         yield Case(routing, "none", balanced)
@@ -132,12 +162,17 @@ def summary(model: M6Config, sequence_length: int, metrics: list[dict[str, Any]]
         "active_parameters": counts["active_per_token"],
         "validation_lm": round(validation["language_modelling"], 5),
         "validation_captions": round(validation["image_captioning"], 5),
-        "training_loss": round(float(np.mean([entry["loss"] for entry in training[-3:]])), 5),
+        "training_losses": " ".join(f"{loss:.4f}" for loss in tenths([entry["loss"] for entry in training])),
         "load_cv": round(float(np.mean([experts["load_cv"] for experts in late])), 4),
         "dropped": round(float(dropped.mean()), 4),
         "unused_experts": round(float(np.mean([experts["unused_experts"] for experts in late])), 3),
         "flops_per_token": round(flops_per_token(model, sequence_length, dropped)),
     }
+
+
+def tenths(losses: list[float]) -> list[float]:
+    """The means of ten equal parts of training; of each step where there are fewer."""
+    return [float(np.mean(part)) for part in np.array_split(losses, min(10, len(losses)))]
 
 
 def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) -> float:
@@ -156,6 +191,16 @@ def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) 
     counts = num_parameters(model)
     elsewhere = counts["patch_encoder"] + counts["norms"]
     return training_flops(model, 1, 0, sequence_length) - 6 * (elsewhere + choices * float(dropped @ per_choice))
+
+
+def measure_ngrams() -> None:
+    """Writes the mean loss in nats per byte of n-gram models of all training rows, on the batches of validation."""
+    config = load_config(CONFIG)
+    table = ResultTable(NGRAMS, ("objective", "model"))
+    NGRAMS.unlink(missing_ok=True)
+    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_batches).items():
+        for model, loss in losses.items():
+            table.append({"objective": objective, "model": model, "loss": round(loss, 5)})
 
 
 def measure_speed(rounds: int) -> None:
@@ -193,10 +238,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train").add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... below this")
+    commands.add_parser("ngrams")
     commands.add_parser("time").add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
     if arguments.command == "train":
         run_grid(arguments.seeds)
+    elif arguments.command == "ngrams":
+        measure_ngrams()
     else:
         measure_speed(arguments.rounds)
 

@@ -5,6 +5,7 @@ python -m scripts.experiments.prototyping.report
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 Values = dict[int, float]
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
-_COLOURS = dict(zip(ROUTINGS, ("#5a5a5a", "#56B4E9", "#0072B2", "#E69F00", "#D55E00"), strict=True))
+_COLOURS = {
+    "top-1": "#5a5a5a",
+    "top-2": "#56B4E9",
+    "top-4": "#0072B2",
+    "2 top-1": "#E69F00",
+    "4 top-1": "#D55E00",
+}
 _MARKERS = {"k": "o", "1": "s", "none": "^"}
 # title: (what is changed, what it is changed from)
 PAIRS: dict[str, list[tuple[Case, Case]]] = {
@@ -40,11 +47,23 @@ PAIRS: dict[str, list[tuple[Case, Case]]] = {
         for capacity in ("k", "1")
         for balanced in (True, False)
     ],
+    "normalized gates instead of the softmax's own": [
+        (Case(f"normalized {routing}", "k", True), Case(routing, "k", True))
+        for routing in ("top-2", "top-4", "2 top-1", "4 top-1")
+    ],
+    "k top-1 instead of top-k with normalized gates": [
+        (Case(f"{ours}{k} top-1", "k", True), Case(f"normalized top-{k}", "k", True))
+        for k in (2, 4)
+        for ours in ("", "normalized ")
+    ],
     "without the balancing loss instead of with it": [
-        (Case(case.routing, case.capacity, False), case) for case in cases() if case.balanced and not case.moe_attention
+        (changed, case)
+        for case in cases()
+        if case.balanced and (changed := dataclasses.replace(case, balanced=False)) in cases()
     ],
     "experts on the attention projections too": [
-        (Case(routing, "k", True, moe_attention=True), Case(routing, "k", True)) for routing in ("top-1", "2 top-1")
+        (Case(routing, "k", True, moe_attention=True), Case(routing, "k", True))
+        for routing in ("top-1", "2 top-1", "4 top-1")
     ],
 }
 
@@ -141,7 +160,7 @@ def draw(results: Results) -> None:
     right.set_xlabel("choices that found their expert full, %")
     left.set_ylabel("validation loss of language modelling, nats per byte")
     handles = [pyplot.Line2D([], [], color=colour, marker="o", ls="") for colour in _COLOURS.values()]
-    shapes = {"capacity k": "o", "capacity 1": "s", "no capacity": "^", "MoE attention": "*"}
+    shapes = {"capacity k": "o", "capacity 1": "s", "no capacity": "^", "normalized gates": "D", "MoE attention": "*"}
     handles += [pyplot.Line2D([], [], color="black", marker=marker, ls="") for marker in shapes.values()]
     handles.append(pyplot.Line2D([], [], color="black", marker="o", mfc="white", ls=""))
     labels = [*_COLOURS, *shapes, "no balancing loss"]
@@ -157,12 +176,12 @@ def _draw_against(axes: Axes, results: Results, column: str, scale: float = 1.0)
         losses = list(results.values(case, "validation_lm").values())
         if not losses:
             continue
-        mean, colour = float(np.mean(losses)), _COLOURS[case.routing]
+        mean, colour = float(np.mean(losses)), _COLOURS[case.routing.removeprefix("normalized ")]
         axes.errorbar(
             results.mean(case, column) * scale,
             mean,
             yerr=[[mean - min(losses)], [max(losses) - mean]],
-            marker="*" if case.moe_attention else _MARKERS[case.capacity],
+            marker=_marker(case),
             ms=11 if case.moe_attention else 7,
             color=colour,
             mfc=colour if case.balanced else "white",
@@ -170,6 +189,12 @@ def _draw_against(axes: Axes, results: Results, column: str, scale: float = 1.0)
         )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _marker(case: Case) -> str:
+    if case.moe_attention:
+        return "*"
+    return "D" if ROUTINGS[case.routing].normalized else _MARKERS[case.capacity]
 
 
 def main() -> None:

@@ -9,7 +9,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from m6.config import load_config
 from m6.model import M6ForConditionalGeneration
 from scripts.experiments.experiment import ResultTable
-from scripts.experiments.prototyping.grid import CONFIG, RESULTS, Case, cases, flops_per_token, summary
+from scripts.experiments.prototyping.grid import (
+    CONFIG,
+    RESULTS,
+    ROUTINGS,
+    Case,
+    cases,
+    flops_per_token,
+    summary,
+    tenths,
+)
 
 
 def test_table_grows_by_whole_rows_and_knows_finished_runs(tmp_path):
@@ -30,11 +39,12 @@ def test_table_grows_by_whole_rows_and_knows_finished_runs(tmp_path):
 
 def test_every_case_is_a_valid_run_of_its_own():
     names = [tuple(case.identity().values()) for case in cases()]
-    assert len(set(names)) == len(names) == 24
+    assert len(set(names)) == len(names) == 29
     for case in cases():
         config = load_config(CONFIG, tuple(case.overrides()))
         assert (config.model.moe_config().capacity_factor is None) == (case.capacity == "none")
         assert config.model.moe_attention == case.moe_attention
+        assert config.model.moe_config().normalize_gates == ROUTINGS[case.routing].normalized
 
 
 @pytest.mark.parametrize(
@@ -75,10 +85,16 @@ def test_summary_is_the_mean_of_the_second_half():
     validation = {"step": 4, "validation": {"language_modelling": 3.0, "image_captioning": 2.0}}
     row = summary(model, 128, [entry(1, 9.0), entry(2, 9.0), entry(3, 0.2), entry(4, 0.4), validation])
     assert (row["steps"], row["tokens"], row["validation_lm"], row["validation_captions"]) == (4, 400, 3.0, 2.0)
+    assert row["training_losses"] == "9.0000 9.0000 0.2000 0.4000"
     assert (row["load_cv"], row["dropped"], row["unused_experts"]) == (0.3, 0.15, 2.0)
     full = flops_per_token(model, 128, torch.zeros(3).numpy())
     # 2 experts of 2 x 64 x 128 parameters a token in each of 3 layers, 15 % of them dropped.
     assert full - row["flops_per_token"] == pytest.approx(6 * 0.15 * 2 * 3 * 2 * 64 * 128, abs=1)
+
+
+def test_tenths_are_equal_parts_of_training_in_order():
+    assert tenths([float(step) for step in range(20)]) == [0.5 + 2 * part for part in range(10)]
+    assert tenths([3.0, 1.0]) == [3.0, 1.0]
 
 
 def test_the_results_hold_every_finished_run_once():
