@@ -1,4 +1,4 @@
-"""Prints the tables of README.md from results.csv and speed.csv, and draws results.png:
+"""Prints the tables of README.md from results.csv, ngrams.csv and speed.csv, and draws results.png:
 
 python -m scripts.experiments.prototyping.report
 """
@@ -6,6 +6,9 @@ python -m scripts.experiments.prototyping.report
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ import numpy as np
 from m6 import markdown
 from m6.files import atomic_path
 from scripts.experiments.experiment import ResultTable
-from scripts.experiments.prototyping.grid import FOLDER, RESULTS, ROUTINGS, SPEED, Case, cases
+from scripts.experiments.prototyping.grid import FOLDER, NGRAMS, RESULTS, ROUTINGS, SPEED, Case, cases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +31,7 @@ _COLOURS = {
     "2 top-1": "#E69F00",
     "4 top-1": "#D55E00",
 }
+BASE = Case("top-1", "k", True)
 _MARKERS = {"k": "o", "1": "s", "none": "^"}
 # title: (what is changed, what it is changed from)
 PAIRS: dict[str, list[tuple[Case, Case]]] = {
@@ -88,10 +92,29 @@ class Results:
     def mean(self, case: Case, column: str) -> float:
         return float(np.mean(list(self.values(case, column).values())))
 
+    def steps_to_base(self, case: Case) -> list[float]:
+        """For every seed, the step at which training is at the loss with which ``BASE`` ends; inf where it never is."""
+        steps = self.values(case, "steps")
+        losses, base = self._training_losses(case), self._training_losses(BASE)
+        return [first_step(losses[seed], base[seed][-1], steps[seed]) for seed in sorted(steps.keys() & base.keys())]
+
+    def _training_losses(self, case: Case) -> dict[int, list[float]]:
+        rows = [row for row in self._rows if _is(row, case)]
+        return {int(row["seed"]): [float(loss) for loss in row["training_losses"].split()] for row in rows}
+
     def difference(self, changed: Case, base: Case) -> list[float]:
         """Of the validation loss of language modelling, for every seed that both have."""
         left, right = self.values(changed, "validation_lm"), self.values(base, "validation_lm")
         return [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
+
+
+def first_step(losses: Sequence[float], target: float, steps: float) -> float:
+    """Where a curve first comes down to ``target``: it is straight between the ends of its equal parts."""
+    per_part = steps / len(losses)
+    for part, (before, after) in enumerate(itertools.pairwise(losses), start=1):
+        if after <= target:
+            return per_part * (part + (before - target) / (before - after))
+    return math.inf
 
 
 def _is(row: dict[str, str], case: Case) -> bool:
@@ -113,6 +136,7 @@ def spread(values: Sequence[float], form: str) -> str:
 def main_table(results: Results) -> str:
     header = [
         "routing", "seeds", "language modelling", "captions", "MFLOP/token", "ms/step", "load c_v", "dropped",
+        "steps to top-1",
     ]  # fmt: skip
     lines = []
     for case in cases():
@@ -128,9 +152,24 @@ def main_table(results: Results) -> str:
                     results.speed(case),
                     f"{results.mean(case, 'load_cv'):.2f}",
                     f"{results.mean(case, 'dropped'):.1%}",
+                    _steps(results.steps_to_base(case)),
                 ]
             )
     return markdown.table(header, lines)
+
+
+def _steps(steps: Sequence[float]) -> str:
+    """The median, and in brackets the least and the most."""
+    if math.isinf(min(steps)):
+        return "never"
+    figures = (min(steps), statistics.median(steps), max(steps))
+    low, middle, high = ("never" if math.isinf(step) else f"{step:.0f}" for step in figures)
+    return f"{middle} ({low} to {high})"
+
+
+def ngram_table() -> str:
+    rows = [[row["objective"], row["model"], f"{float(row['loss']):.3f}"] for row in ResultTable(NGRAMS, ()).rows()]
+    return markdown.table(["objective", "model", "nats per byte"], rows)
 
 
 def pair_tables(results: Results) -> str:
@@ -163,15 +202,21 @@ def draw(results: Results) -> None:
     shapes = {"capacity k": "o", "capacity 1": "s", "no capacity": "^", "normalized gates": "D", "MoE attention": "*"}
     handles += [pyplot.Line2D([], [], color="black", marker=marker, ls="") for marker in shapes.values()]
     handles.append(pyplot.Line2D([], [], color="black", marker="o", mfc="white", ls=""))
-    labels = [*_COLOURS, *shapes, "no balancing loss"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    handles.append(pyplot.Line2D([], [], color="#5a5a5a", lw=1, ls="--"))
+    labels = [*_COLOURS, *shapes, "no balancing loss", "bigram model"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     with atomic_path(FOLDER / "results.png") as temporary:
         figure.savefig(temporary, format="png", dpi=110)
     pyplot.close(figure)
 
 
 def _draw_against(axes: Axes, results: Results, column: str, scale: float = 1.0) -> None:
-    """Every configuration at its mean, with the range over seeds."""
+    """Every configuration at its mean, with the range over seeds, and the bigram model's loss as a line."""
+    (bigram,) = (
+        float(row["loss"])
+        for row in ResultTable(NGRAMS, ()).rows()
+        if (row["objective"], row["model"]) == ("language_modelling", "bigram")
+    )
     for case in cases():
         losses = list(results.values(case, "validation_lm").values())
         if not losses:
@@ -187,6 +232,7 @@ def _draw_against(axes: Axes, results: Results, column: str, scale: float = 1.0)
             mfc=colour if case.balanced else "white",
             elinewidth=1,
         )
+    axes.axhline(bigram, color="#5a5a5a", lw=1, ls="--")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -199,7 +245,7 @@ def _marker(case: Case) -> str:
 
 def main() -> None:
     results = Results()
-    print(main_table(results), pair_tables(results), sep="\n\n")
+    print(main_table(results), ngram_table(), pair_tables(results), sep="\n\n")
     draw(results)
 
 

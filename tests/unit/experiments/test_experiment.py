@@ -19,6 +19,7 @@ from scripts.experiments.prototyping.grid import (
     summary,
     tenths,
 )
+from scripts.experiments.prototyping.report import first_step
 
 
 def test_table_grows_by_whole_rows_and_knows_finished_runs(tmp_path):
@@ -95,6 +96,13 @@ def test_summary_is_the_mean_of_the_second_half():
 def test_tenths_are_equal_parts_of_training_in_order():
     assert tenths([float(step) for step in range(20)]) == [0.5 + 2 * part for part in range(10)]
     assert tenths([3.0, 1.0]) == [3.0, 1.0]
+
+
+def test_first_step_is_where_the_curve_crosses():
+    losses = [4.0, 3.0, 2.0, 2.5, 1.0]  # at steps 20, 40, 60, 80 and 100
+    assert first_step(losses, 2.25, 100.0) == pytest.approx(55.0)
+    assert first_step(losses, 1.0, 100.0) == 100.0
+    assert first_step(losses, 0.5, 100.0) == math.inf
 
 
 def test_the_results_hold_every_finished_run_once():
