@@ -156,7 +156,11 @@ def _glu_config(block: Any, **settings: Any) -> MoEConfig:
         width = shared.down_proj.in_features
         if width == 0 or width % ffn_size:
             raise ValueError(f"the shared expert's width {width} is no multiple of the other experts' {ffn_size}")
-        own |= {"num_shared_experts": width // ffn_size, "shared_expert_gate": True}
+        shared_settings = {"num_shared_experts": width // ffn_size, "shared_expert_gate": True}
+        for name, value in shared_settings.items():
+            if settings.get(name, value) != value:
+                raise ValueError(f"{name} is {settings[name]}; expected {value}, as the block has it")
+        own |= shared_settings
     return _config(num_experts, router.top_k, "swiglu", **own | settings)
 
 

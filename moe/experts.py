@@ -149,7 +149,8 @@ class SharedExperts(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one copy for both maps
+        if tokens.dtype != torch.float64:  # which autocast leaves alone
+            tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one copy for both maps
         hidden = nn.functional.linear(tokens, self.w_in, self.b_in)
         if self.config.activation == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)

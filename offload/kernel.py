@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -24,13 +25,13 @@ _TENSORS: list[Any] = [_COUNT, _INT, _POINTER, _POINTER, _POINTER, _INT]
 def load_kernel() -> ctypes.CDLL | None:
     """The compiled kernel; None, with a warning, where there is no compiler: then PyTorch does the same arithmetic.
 
-    The library is built under a temporary name and renamed, into a folder named after the source, the compiler and
-    the processor. So processes that start together may all build it, none waits for a lock that a killed one left,
-    and a home directory that unlike machines share holds one library for each.
+    The library is built under a temporary name and linked under its own, in a folder named after the source, the
+    compiler and the processor. So processes that start together may all build it, none waits for a lock that a killed
+    one left, and a home directory that unlike machines share holds one library for each.
     """
     try:
         return _declare(ctypes.CDLL(str(_build())))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "stderr", None) or str(error)
         warnings.warn(
             f"the host optimizer runs several times slower, since its kernel could not be built: {reason.strip()}",
@@ -53,7 +54,8 @@ def _build() -> Path:
             built = Path(folder) / library.name
             command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
             subprocess.run(command, capture_output=True, text=True, check=True)
-            built.replace(library)
+            with contextlib.suppress(FileExistsError):
+                os.link(built, library)  # another process may have mapped the one that is there
     return library
 
 

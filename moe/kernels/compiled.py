@@ -4,11 +4,13 @@ About a tenth faster than ``grouped_mm``, which calls a BLAS expert by expert
 (scripts/benchmarks/results/moe_layer_speed.md).
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("expert_products.cpp")
-# OpenMP: the threads are PyTorch's own, since both load the same library of that name.
+# OpenMP: PyTorch's wheels for Linux bring GCC's library, so that the threads are the same.
 FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared")
 
 
 class CompiledProducts:
     """The products of ``moe.kernels.products.Products`` for float32 on this CPU; waits for nothing.
 
-    Of experts with more than 32 rows, and of those with fewer, a row's result does not depend on the other rows.
+    Of the other rows, a row's result depends on nothing but whether its expert has more than 32.
     """
 
     def __init__(self, counts: Tensor, library: ctypes.CDLL) -> None:
@@ -40,6 +42,7 @@ class CompiledProducts:
         return self._multiply_rows(rows, weight.contiguous())
 
     def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        self._check(left, right)
         left, right = left.contiguous(), right.contiguous()
         output = left.new_empty(len(self.ends), left.shape[1], right.shape[1])
         self.library.sum_outer_products(
@@ -51,6 +54,9 @@ class CompiledProducts:
         return self.weight_grad(rows.new_ones(len(rows), 1), rows).squeeze(1)
 
     def _multiply_rows(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        self._check(rows, matrices)
+        if matrices.shape[:2] != (len(self.ends), rows.shape[1]):
+            raise ValueError(f"rows {tuple(rows.shape)} do not fit matrices {tuple(matrices.shape)}")
         rows = rows.contiguous()
         output = rows.new_empty(len(rows), matrices.shape[2])
         self.library.multiply_rows(
@@ -60,6 +66,14 @@ class CompiledProducts:
             torch.get_num_threads(),
         )
         return output
+
+    def _check(self, rows: Tensor, other: Tensor) -> None:
+        """What PyTorch's own operators would check, since the kernel sees addresses alone."""
+        for tensor in (rows, other):
+            if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+                raise ValueError(f"expected float32 on a CPU, got {tensor.dtype} on {tensor.device}")
+        if len(rows) != int(self.ends[-1]) or (other.dim() == 2 and len(other) != len(rows)):
+            raise ValueError(f"{len(rows)} and {len(other)} rows, but the experts count {int(self.ends[-1])}")
 
 
 def _pointers(*tensors: Tensor) -> list[int]:
@@ -73,7 +87,7 @@ def load_library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(_build()))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "stderr", None) or str(error)
         warnings.warn(
             f"experts on this processor take a tenth longer, since their kernel could not be built: {reason.strip()}",
@@ -89,21 +103,23 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _build() -> Path:
-    """Renamed when it is whole: ranks may build side by side, and none waits for a lock that a killed one left."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
+    """Linked under its name when it is whole: ranks may build side by side, none waits for a lock that a killed one
+    left, and none loses the file that it has mapped already."""
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or "")
+    if not compiler:
         raise FileNotFoundError("there is no g++, and CXX names no other compiler")
-    command = [compiler, *FLAGS, str(SOURCE), "-o"]
-    identity = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    identity = "\n".join((SOURCE.read_text(encoding="utf-8"), *compiler, *FLAGS, version))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
-    library = folder / f"{SOURCE.stem}_{identity}.so"
+    library = folder / f"{SOURCE.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
-            made = Path(file.name)
-        try:
-            subprocess.run([*command, str(made)], capture_output=True, text=True, check=True)
-            made.replace(library)
-        finally:
-            made.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            made = Path(temporary) / library.name
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(made, library)
     return library

@@ -17,7 +17,7 @@ constexpr int64_t DEPTH = 384;             // of the sums between two visits of 
 constexpr int64_t PANEL_FLOATS = 1 << 17;  // of b: half of a level 2 cache
 constexpr int64_t STRIPE = 8 * TILE_ROWS;  // rows of a that are packed together
 constexpr int64_t LARGEST_PIECE = 512, SMALLEST_PIECE = 64;  // sides of what one thread computes
-constexpr int64_t FEW_ROWS = 32;  // up to here few_rows is the faster one, measured on Zen 4
+constexpr int64_t FEW_ROWS = 32;  // above, bringing b into order pays
 constexpr int64_t ROWS_AHEAD = 8, FLOATS_AHEAD = 32;  // of b, on the way to the cache
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
@@ -170,6 +170,10 @@ void block(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const 
 
 // c[rows, columns] = a[rows, depth] b[depth, columns]; c has rows of c_row.
 void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row) {
+    if (depth == 0) {
+        for (int64_t i = 0; i < rows; i++) std::fill_n(c + i * c_row, columns, 0.0f);
+        return;
+    }
     const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal, whole vectors
     for (int64_t k = 0; k < depth; k += chunk) {
         const int64_t deep = std::min(chunk, depth - k), wide = PANEL_FLOATS / deep / TILE_COLUMNS * TILE_COLUMNS;
@@ -256,7 +260,7 @@ void compute(const std::vector<Task>& products, int threads) {
 // contiguous.
 extern "C" void multiply_rows(const float* rows, const float* matrices, float* out, const int64_t* ends,
                               int64_t experts, int64_t depth, int64_t columns, int64_t row, int64_t column,
-                              int threads) {
+                              int threads) noexcept {
     std::vector<Task> products;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t begin = e ? ends[e - 1] : 0, count = ends[e] - begin;
@@ -272,7 +276,7 @@ extern "C" void multiply_rows(const float* rows, const float* matrices, float* o
 // out_e = left[ends[e - 1] : ends[e]]^T right[same], zero without rows; [rows, height], [rows, columns] and
 // [experts, height, columns], contiguous.
 extern "C" void sum_outer_products(const float* left, const float* right, float* out, const int64_t* ends,
-                                   int64_t experts, int64_t height, int64_t columns, int threads) {
+                                   int64_t experts, int64_t height, int64_t columns, int threads) noexcept {
     std::vector<Task> products;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t begin = e ? ends[e - 1] : 0;

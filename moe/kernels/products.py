@@ -33,7 +33,7 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     a multiple of 16 bytes. On CPUs without 16-bit arithmetic it multiplies 16-bit numbers many times slower than
     the loop does by way of float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
     """
-    if rows.device.type == "cpu" and rows.dtype == torch.float32:
+    if all(each.device.type == "cpu" and each.dtype == torch.float32 for each in (rows, *weights)):
         library = load_library()
         if library is not None:
             return CompiledProducts(counts, library)

@@ -157,8 +157,9 @@ def speed(
         del steps
         gc.collect()
         # After every size, so that a run that is cut short has what it measured.
+        seconds = "cpu_s" if threads == 1 else "wall_s"
         numbers = {
-            str(r.cell): {"cpu_s": r.times, "saved_bytes": r.saved_bytes, "products": r.products} for r in results
+            str(r.cell): {seconds: r.times, "saved_bytes": r.saved_bytes, "products": r.products} for r in results
         }
         notes = speed_notes(results, len(cells), rounds, dtype, threads)
         recorder.write(HEADER, [peers_row(result) for result in results], notes, {"cells": numbers})

@@ -149,7 +149,11 @@ def targets(results: Sequence[Result]) -> str:
 
 def speed_notes(results: Sequence[Result], num_cells: int, rounds: int, dtype: str, threads: int) -> str:
     """What the names mean, our layer against itself, and the targets."""
-    clock = "one thread, in its CPU time, so that other programs count less" if threads == 1 else f"{threads} threads"
+    clock = (
+        "one thread, in its CPU time, so that other programs count less"
+        if threads == 1
+        else f"{threads} threads, in wall time"
+    )
     return f"""\
 {len(results)} of {num_cells} sizes. Speed of the first over speed of the second: above 1, the first is faster. {dtype},
 hidden width 4 d; medians with the 10th and 90th percentile over {rounds} interleaved rounds of one process on

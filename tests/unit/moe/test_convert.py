@@ -221,6 +221,16 @@ def odd_activation() -> nn.Module:
             lambda: qwen2(shared_expert_intermediate_size=40),
             "the shared expert's width 40 is no multiple of the other experts' 24",
         ),
+        (
+            lambda block: from_hugging_face(block, shared_expert_gate=False),
+            qwen2,
+            "shared_expert_gate is False; expected True, as the block has it",
+        ),
+        (
+            lambda block: from_hugging_face(block, num_shared_experts=0),
+            lambda: qwen2().to("meta"),
+            "num_shared_experts is 0; expected 2, as the block has it",
+        ),
         (from_hugging_face, lambda: switch(router_bias=True), "has the bias router.classifier.bias"),
         (from_hugging_face, lambda: switch(dense_act_fn="tanh"), "activation .*[Tt]anh.* is none of gelu, relu, silu"),
         (from_hugging_face, minimax_m2, "MiniMaxM2SparseMoeBlock has the buffer e_score_correction_bias"),

@@ -21,7 +21,7 @@ from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose
 from moe.reference import reference_moe
 
 compiled_here = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the kernel needs a processor with AVX-512"
+    load_library() is None, reason="the kernel needs a processor with AVX-512 and a compiler"
 )
 WAYS: dict[str, Callable[[Tensor], Products]] = {
     "compiled": lambda counts: CompiledProducts(counts, load_library()),
@@ -150,7 +150,9 @@ def test_a_rows_result_depends_on_no_other_row_and_on_no_number_of_threads() -> 
     """To the bit: every element is summed over the same blocks in the same order."""
     torch.manual_seed(0)
     counts = torch.tensor([70, 0, 517, 5])  # 512 and 5: two pieces of one product
-    rows, weight = torch.randn(592, 450), torch.randn(4, 130, 450)
+    rows, weight = torch.randn(592, 463), torch.randn(4, 130, 463)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     output = WAYS["compiled"](counts).forward(rows, weight)
     for expert, begin, end in ((0, 0, 33), (0, 30, 70), (2, 401, 440), (2, 540, 587), (3, 588, 590), (3, 591, 592)):
         part = torch.zeros(4, dtype=torch.int64)
@@ -163,13 +165,32 @@ def test_a_rows_result_depends_on_no_other_row_and_on_no_number_of_threads() -> 
     assert broken[100].isnan().all()
     assert torch.equal(broken[torch.arange(592) != 100], output[torch.arange(592) != 100])
     grads = WAYS["compiled"](counts).weight_grad(output, rows)
-    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         assert torch.equal(WAYS["compiled"](counts).forward(rows, weight), output)
         assert torch.equal(WAYS["compiled"](counts).weight_grad(output, rows), grads)
     finally:
         torch.set_num_threads(threads)
+
+
+@compiled_here
+def test_operands_may_lie_anyhow_and_must_fit() -> None:
+    torch.manual_seed(0)
+    own = WAYS["compiled"](torch.tensor([3, 40, 0]))
+    rows, weight = torch.randn(20, 43).mT, torch.randn(3, 20, 50).mT
+    torch.testing.assert_close(own.forward(rows, weight), own.forward(rows.contiguous(), weight.contiguous()))
+    wide = torch.randn(43, 100)[:, ::2]
+    torch.testing.assert_close(own.input_grad(wide, weight), own.input_grad(wide.contiguous(), weight.contiguous()))
+    torch.testing.assert_close(own.weight_grad(wide, rows), own.weight_grad(wide.contiguous(), rows.contiguous()))
+    assert torch.equal(own.forward(torch.empty(43, 0), torch.empty(3, 50, 0)), torch.zeros(43, 50))
+    with pytest.raises(ValueError, match=r"rows \(43, 50\) do not fit matrices \(3, 20, 50\)"):
+        own.forward(wide, weight)
+    with pytest.raises(ValueError, match="42 and 3 rows, but the experts count 43"):
+        own.forward(rows[1:], weight)
+    with pytest.raises(ValueError, match="43 and 42 rows, but the experts count 43"):
+        own.weight_grad(wide, rows[1:])
+    with pytest.raises(ValueError, match=r"expected float32 on a CPU, got torch.float64"):
+        own.forward(rows, weight.double())
 
 
 @compiled_here
