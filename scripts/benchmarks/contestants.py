@@ -19,6 +19,7 @@ from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.objectives import OBJECTIVES
 from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS
 from m6.training.engine import build_engine
+from m6.training.metrics import Wishes
 from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import start
 from m6.training.train_step import TrainStep
@@ -124,7 +125,7 @@ def our_step(hidden: int, layers: int, batch: MicroBatch, moe: dict[str, Any] | 
     config = parse_config(document)
     train_step = TrainStep(build_engine(config, runtime), config, runtime, 1, Stage(config, None))
     steps = itertools.count()
-    return lambda: train_step(next(steps), [batch], stop=False).loss
+    return lambda: train_step(next(steps), [batch], Wishes).loss
 
 
 def gpt2_step(

@@ -25,6 +25,7 @@ from m6.training.checkpoint import Checkpointer
 from m6.training.engine import build_engine
 from m6.training.fragments import base_optimizer
 from m6.training.loop import open_data
+from m6.training.metrics import Wishes
 from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import start
 from m6.training.train_step import TrainStep
@@ -104,7 +105,7 @@ class Run:
         return list(itertools.islice(self._loader, self.accumulation))
 
     def train(self, micro_batches: list[MicroBatch]) -> None:
-        self.step(self.number, micro_batches, stop=False)
+        self.step(self.number, micro_batches, Wishes)
         self.number += 1
 
     def describe(self) -> str:

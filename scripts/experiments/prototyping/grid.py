@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from m6.config import check_world_size, load_config
+from m6.config import load_config
 from m6.evaluation.baselines import compute_baselines
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.training.engine import build_engine
 from m6.training.loop import open_data
+from m6.training.metrics import Wishes
+from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import start
 from m6.training.throughput import training_flops
 from m6.training.train_step import TrainStep
@@ -209,14 +211,13 @@ def measure_speed(rounds: int) -> None:
     for case in all_cases:
         config = load_config(CONFIG, tuple(case.overrides()))
         data = open_data(config)
-        step = TrainStep(build_engine(config, runtime), config, runtime, check_world_size(config, runtime.world_size))
-        steps.append(step)
+        steps.append(TrainStep(build_engine(config, runtime), config, runtime, 1, Stage(config, None)))
     batches = [[data.micro_batch(index)] for index in range(rounds + 1)]
     times: list[list[float]] = [[] for _ in steps]
     for number, batch in enumerate(batches):
         for step, measured in zip(steps, times, strict=True):
             begin = time.process_time()
-            step(number, batch, stop=False)
+            step(number, batch, Wishes)
             if number > 0:  # the first makes buffers
                 measured.append(1e3 * (time.process_time() - begin))
     table, code = ResultTable(SPEED, tuple(Case("top-1", "k", True).identity())), code_version()

@@ -26,6 +26,7 @@ from m6.config import parse_config
 from m6.training.engine import build_engine
 from m6.training.fragments import create_moments
 from m6.training.loop import open_data
+from m6.training.metrics import Wishes
 from m6.training.pseudo_to_real import Stage
 from m6.training.runtime import start
 from m6.training.train_step import TrainStep
@@ -71,7 +72,7 @@ def main() -> None:
             begin = time.perf_counter()
             if name == "Real, offloaded":
                 disk.load()
-            steps[name.split(",")[0]](number, [batch], stop=False)
+            steps[name.split(",")[0]](number, [batch], Wishes)
             if name == "Real, offloaded":
                 disk.store()
             times[name].append(time.perf_counter() - begin)
