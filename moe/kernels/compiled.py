@@ -26,14 +26,14 @@ FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared"
 
 
 class CompiledProducts:
-    """The products of ``moe.kernels.products.Products`` for float32 on this CPU; waits for nothing.
+    """The products of ``moe.kernels.products.Products`` for float32 on this CPU.
 
     Of the other rows, a row's result depends on nothing but whether its expert has more than 32.
     """
 
-    def __init__(self, counts: Tensor, library: ctypes.CDLL) -> None:
+    def __init__(self, counts: Tensor, kernel: ctypes.CDLL) -> None:
         self.ends = counts.cumsum(0)
-        self.library = library
+        self._kernel = kernel
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         return self._multiply_rows(rows, weight.contiguous().mT)
@@ -45,7 +45,7 @@ class CompiledProducts:
         self._check(left, right)
         left, right = left.contiguous(), right.contiguous()
         output = left.new_empty(len(self.ends), left.shape[1], right.shape[1])
-        self.library.sum_outer_products(
+        self._kernel.sum_outer_products(
             *_pointers(left, right, output, self.ends), *output.shape, torch.get_num_threads()
         )
         return output
@@ -59,7 +59,7 @@ class CompiledProducts:
             raise ValueError(f"rows {tuple(rows.shape)} do not fit matrices {tuple(matrices.shape)}")
         rows = rows.contiguous()
         output = rows.new_empty(len(rows), matrices.shape[2])
-        self.library.multiply_rows(
+        self._kernel.multiply_rows(
             *_pointers(rows, matrices, output, self.ends),
             *matrices.shape,
             *matrices.stride()[1:],
@@ -81,12 +81,12 @@ def _pointers(*tensors: Tensor) -> list[int]:
 
 
 @functools.cache
-def load_library() -> ctypes.CDLL | None:
+def load_kernel() -> ctypes.CDLL | None:
     """None on processors without AVX-512, where it was not measured, and, with a warning, where it cannot be built."""
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     try:
-        library = ctypes.CDLL(str(_build()))
+        kernel = ctypes.CDLL(str(_build()))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "stderr", None) or str(error)
         warnings.warn(
@@ -95,11 +95,11 @@ def load_library() -> ctypes.CDLL | None:
         )
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.multiply_rows.argtypes = [pointer] * 4 + [number] * 5 + [ctypes.c_int]
-    library.multiply_rows.restype = None
-    library.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
-    library.sum_outer_products.restype = None
-    return library
+    kernel.multiply_rows.argtypes = [pointer] * 4 + [number] * 5 + [ctypes.c_int]
+    kernel.multiply_rows.restype = None
+    kernel.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
+    kernel.sum_outer_products.restype = None
+    return kernel
 
 
 def _build() -> Path:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moe.kernels.compiled import CompiledProducts, load_library
+from moe.kernels.compiled import CompiledProducts, load_kernel
 
 
 class Products(Protocol):
@@ -34,9 +34,9 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     the loop does by way of float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
     """
     if all(each.device.type == "cpu" and each.dtype == torch.float32 for each in (rows, *weights)):
-        library = load_library()
-        if library is not None:
-            return CompiledProducts(counts, library)
+        kernel = load_kernel()
+        if kernel is not None:
+            return CompiledProducts(counts, kernel)
     aligned = all(size * rows.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
     known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if aligned and known and len(rows) > 0 and not _is_emulated(rows):

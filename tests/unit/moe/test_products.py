@@ -16,15 +16,15 @@ from torch import Tensor
 
 from moe import MoEConfig, MoELayer
 from moe.kernels import compiled, products
-from moe.kernels.compiled import CompiledProducts, load_library
+from moe.kernels.compiled import CompiledProducts, load_kernel
 from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose_products
 from moe.reference import reference_moe
 
 compiled_here = pytest.mark.skipif(
-    load_library() is None, reason="the kernel needs a processor with AVX-512 and a compiler"
+    load_kernel() is None, reason="the kernel needs a processor with AVX-512 and a compiler"
 )
 WAYS: dict[str, Callable[[Tensor], Products]] = {
-    "compiled": lambda counts: CompiledProducts(counts, load_library()),
+    "compiled": lambda counts: CompiledProducts(counts, load_kernel()),
     "grouped": GroupedProducts,
     "loop": lambda counts: LoopProducts(counts, torch.float32),
 }
@@ -198,9 +198,9 @@ def test_the_kernel_shares_pytorchs_threads() -> None:
     """Two OpenMP libraries in a process would each start as many threads as there are cores."""
     code = """
 import pathlib, torch
-from moe.kernels.compiled import CompiledProducts, load_library
+from moe.kernels.compiled import CompiledProducts, load_kernel
 torch.set_num_threads(2)
-CompiledProducts(torch.tensor([99]), load_library()).forward(torch.randn(99, 600), torch.randn(1, 1200, 600))
+CompiledProducts(torch.tensor([99]), load_kernel()).forward(torch.randn(99, 600), torch.randn(1, 1200, 600))
 maps = pathlib.Path("/proc/self/maps").read_text().split()
 print(len({name for name in maps if "omp" in name.rsplit("/", 1)[-1] and ".so" in name}))
 """
@@ -211,7 +211,7 @@ print(len({name for name in maps if "omp" in name.rsplit("/", 1)[-1] and ".so" i
 @compiled_here
 def test_the_kernel_is_built_once_and_what_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build = load_library.__wrapped__  # without the memory of this process
+    build = load_kernel.__wrapped__  # without the memory of this process
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.warns(UserWarning, match=r"take a tenth longer, .*/nowhere/c\+\+"):
         assert build() is None
@@ -235,12 +235,12 @@ def test_the_way_is_chosen_by_type_and_alignment(monkeypatch: pytest.MonkeyPatch
         rows, weight = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(6, 16, size, dtype=dtype)
         return choose_products(rows, torch.tensor([num_rows, 0, 0, 0, 0, 0]), weight)
 
-    library = mock.Mock()
+    kernel = mock.Mock()
     for emulated, there in [(False, True), (False, False), (True, True), (True, False)]:
         monkeypatch.setattr(
             products, "_is_emulated", lambda rows, emulated=emulated: emulated and rows.dtype == torch.bfloat16
         )
-        monkeypatch.setattr(products, "load_library", lambda there=there: library if there else None)
+        monkeypatch.setattr(products, "load_kernel", lambda there=there: kernel if there else None)
         for dtype, size, num_rows, expected in [
             (torch.float32, 8, 13, CompiledProducts if there else GroupedProducts),
             (torch.float32, 6, 13, CompiledProducts if there else LoopProducts),  # 24 bytes are no multiple of 16
