@@ -282,7 +282,7 @@ def _check_outputs(block: nn.Module, layer: MoELayer) -> None:
         raise ValueError(
             f"{type(block).__name__} computes other outputs than the layer with its weights, by {difference:.2g} where "
             f"the largest is {largest:.2g}; expected softmax gates, without further factors, and experts as in "
-            "SwitchTransformersSparseMLP, MixtralSparseMoeBlock or Qwen3MoeSparseMoeBlock"
+            "SwitchTransformersSparseMLP, MixtralSparseMoeBlock, Qwen2MoeSparseMoeBlock or Qwen3MoeSparseMoeBlock"
         )
 
 
