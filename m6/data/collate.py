@@ -12,10 +12,8 @@ from torch import Tensor
 
 from m6.data.objectives import Example
 from m6.tokenizers.processor import pixel_values
-from m6.tokenizers.special_tokens import SOURCE, TARGET
+from m6.tokenizers.special_tokens import IGNORED_LABEL, SOURCE, TARGET
 from m6.tokenizers.text import M6Tokenizer
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,10 +162,12 @@ class M6Config(PreTrainedConfig):
         for key in self.moe:
             if key not in valid:
                 raise UserError(f"moe.{key}: unknown key{nearest(key, valid)}")
+        if "num_experts" not in self.moe:
+            raise UserError("moe.num_experts: missing")
         try:
             config = MoEConfig(**self.moe)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"moe: {error}") from None
+        except ValueError as error:  # it begins with the name of the field
+            raise UserError(f"moe.{error}") from None
         if config.routing != "token_choice":
             raise UserError(
                 f'moe.routing is "{config.routing}", in which a token\'s experts depend on later tokens: targets would '

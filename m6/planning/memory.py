@@ -122,7 +122,7 @@ def _model_states(config: RunConfig, world_size: int, width: int, sharing: Shari
         model = M6ForConditionalGeneration(config.model)
     if sharing is not None:
         share_layers(model, sharing)
-    if config.offload is not None:
+    if config.expert_store is not None:
         for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
             del layer.experts
     stage, ep_size = config.deepspeed.zero_stage, config.m6.training.ep_size

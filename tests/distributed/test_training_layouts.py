@@ -42,9 +42,7 @@ def train(document: dict[str, Any], root: str, stop_at: int | None = None) -> No
         run.open(config, runtime.world_size)
     torch.distributed.barrier()
     trainer = Trainer(config, run, runtime)
-    if stop_at is not None:
-        trainer.run.stop_requested = lambda: trainer.step + 1 >= stop_at  # type: ignore[method-assign]
-    trainer.train()
+    trainer.train(stop_after=stop_at)
 
 
 def layout(folder: Path, ranks: int, stage: int, ep_size: int, **changes: Any) -> dict[str, Any]:

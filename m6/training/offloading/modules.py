@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m6.config.offload import Kind, Part
+from m6.config.offload import ModuleKind
+from m6.config.offload_rules import LayerModule
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
 from moe.dispatch import combine
 from moe.experts import Experts
@@ -65,7 +66,7 @@ def stream(use: ExpertUse, holder: Holder, stack: str, divisor: int = 1) -> None
 
 
 def take_activations(
-    model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[Part]
+    model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[LayerModule]
 ) -> None:
     """Takes what autograd saves in these parts to the host; to be called behind ``stream``.
 
@@ -85,8 +86,8 @@ def take_activations(
                 _take(module, activations)
 
 
-def _modules(block: M6Block) -> dict[Kind, list[nn.Module]]:
-    found: dict[Kind, list[nn.Module]] = {
+def _modules(block: M6Block) -> dict[ModuleKind, list[nn.Module]]:
+    found: dict[ModuleKind, list[nn.Module]] = {
         "attention": [block.attention],
         "norm": [block.attention_norm, block.ffn_norm],
     }

@@ -9,15 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from m6.config.offload import (
-    OffloadOptimizer,
-    OffloadSettings,
-    Part,
-    offloads_states,
-    resolve_activation_rules,
-    resolve_rules,
-)
-from m6.config.run import RunConfig, check_world_size
+from m6.config.offload import OffloadOptimizer, OffloadSettings
+from m6.config.offload_checks import offloads_states
+from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
@@ -76,7 +71,7 @@ class OffloadSetup:
     chunk_bytes: int
     host_budget_bytes: int | None
     wishes: Wishes
-    activations: frozenset[Part]
+    activations: frozenset[LayerModule]
     traffic: ActivationTraffic
     trace: Trace
     plan: Plan | None
@@ -91,7 +86,7 @@ def prepare(
     Raises:
         UserError: a budget is too small, or not known.
     """
-    settings = config.offload
+    settings = config.expert_store
     assert settings is not None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     stacks = [use.stack(name) for name, use in uses.items()]
@@ -100,7 +95,7 @@ def prepare(
     gradient_dtype: torch.dtype | None = torch.float32
     if settings.update == "backward":
         gradient_dtype = None
-    elif check_world_size(config, world_size) == 1 and not shared:
+    elif config.deepspeed.accumulation_steps(world_size) == 1 and not shared:
         gradient_dtype = dtype
     optimizer, scale = _optimizer(config, settings)
     device = _device(settings, torch_device, world_size)
@@ -108,7 +103,7 @@ def prepare(
     host_budget_bytes = _host_budget(settings, world_size)
     places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)
 
-    def plan_with(activations: frozenset[Part]) -> OffloadSetup:
+    def plan_with(activations: frozenset[LayerModule]) -> OffloadSetup:
         if not isinstance(settings.chunk_mib, str):
             chunk_bytes = int(settings.chunk_mib * MIB)
         else:
@@ -167,7 +162,11 @@ def prepare(
 
 
 def dry_trace(
-    config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, chunk_bytes: int, activations: Collection[Part]
+    config: RunConfig,
+    sharing: Sharing | None,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    activations: Collection[LayerModule],
 ) -> tuple[Trace, ActivationTraffic]:
     """One step of this rank by the model's own code over tensors without memory, on rows without padding.
 
@@ -177,7 +176,7 @@ def dry_trace(
     from m6.planning.fake_world import FakeWorld, fake_tensors
     from m6.planning.footprint import BUCKET_NUMEL, full_row, scale_batch
     from m6.planning.memory import predict_memory
-    from m6.training.dry_run import fake_batch
+    from m6.training.fake_batch import fake_batch
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     training, shape = config.m6.training, scale_batch(full_row(config), config.deepspeed.micro_batch_size)
@@ -220,7 +219,7 @@ def dry_trace(
         model.train()
         batch = fake_batch(config, shape, world)
         # The second micro-batch already has gradients to add to, and all later ones are as it.
-        accumulation = check_world_size(config, world_size)
+        accumulation = config.deepspeed.accumulation_steps(world_size)
         traced = min(2, accumulation)
         for _ in range(traced):
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
@@ -276,8 +275,8 @@ def _least(value: int, world_size: int) -> int:
 
 def _wishes(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> Wishes:
     """Numbers of the chunks of the layers that rules name; where layers share experts, a rule for one is for all."""
-    assert config.offload is not None
-    places = resolve_rules(config.offload.rules, config.model, offloads_states(config.deepspeed))
+    assert config.expert_store is not None
+    places = resolve_rules(config.expert_store.rules, config.model, offloads_states(config.deepspeed))
 
     def chunks(layers: frozenset[int]) -> frozenset[int]:
         stacks = {name for name, use in uses.items() if layers & set(use.layer_indices)}

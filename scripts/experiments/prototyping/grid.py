@@ -31,8 +31,8 @@ from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.runs.data import open_data
 from m6.runs.processes import start
+from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
-from m6.training.reporting.sums import Wishes
 from m6.training.reporting.throughput import training_flops
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
@@ -217,7 +217,7 @@ def measure_speed(rounds: int) -> None:
     for number, batch in enumerate(batches):
         for step, measured in zip(steps, times, strict=True):
             begin = time.process_time()
-            step(number, batch, Wishes)
+            step(number, batch, Requests)
             if number > 0:  # the first makes buffers
                 measured.append(1e3 * (time.process_time() - begin))
     table, code = ResultTable(SPEED, tuple(Case("top-1", "k", True).identity())), code_version()

@@ -104,11 +104,11 @@ def test_auto_is_the_host_where_no_plan_fits_otherwise(folder: Any):
 
     def setup_with(budget_mib: float, place: str = "auto") -> Any:
         section = {"chunk_mib": 0.04, "device_budget_mib": budget_mib, "rules": [{**rules[0], "place": place}]}
-        model: Any = build_model(
-            parse_config(tiny_document(folder, m6__offload=section, **changes)), torch.device("cpu")
-        )
-        setup = model.offloaded_experts._setup
-        model.offloaded_experts.close()
+        config = parse_config(tiny_document(folder, m6__offload=section, **changes))
+        _, offloaded = build_model(config, torch.device("cpu"))
+        assert offloaded is not None
+        setup = offloaded._setup
+        offloaded.close()
         return setup
 
     large = setup_with(1000.0)

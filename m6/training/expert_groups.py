@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
-Kind = Literal["expert_parallel", "expert_data_parallel"]
+GroupKind = Literal["expert_parallel", "expert_data_parallel"]
 
 
-def expert_group(kind: Kind, ep_size: int) -> dist.ProcessGroup | None:
+def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
     """Of this rank's: the ranks that together hold all experts (``expert_parallel``), or those that hold the same.
 
     Args:
@@ -21,7 +21,7 @@ def expert_group(kind: Kind, ep_size: int) -> dist.ProcessGroup | None:
     return None if ep_size == 1 else named_expert_group(kind, f"ep_size_{ep_size}")
 
 
-def named_expert_group(kind: Kind, name: str) -> dist.ProcessGroup:
+def named_expert_group(kind: GroupKind, name: str) -> dist.ProcessGroup:
     """The same by the ``group_name`` of a parameter of experts."""
     from deepspeed.utils import groups
 
