@@ -18,10 +18,8 @@ from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 from m6.model.outputs import M6ModelOutput, M6Output
-from m6.tokenizers.special_tokens import TARGET
+from m6.tokenizers.special_tokens import IGNORED_LABEL, TARGET
 from moe import MoELayer, RoutingStats
-
-IGNORED_LABEL = -100
 
 
 class DenseFFN(nn.Module):

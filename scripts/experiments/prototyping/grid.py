@@ -191,8 +191,9 @@ def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) 
     per_choice = np.array(experts * model.num_moe_layers)
     choices = model.moe_config().experts_per_token
     counts = num_parameters(model)
-    elsewhere = counts["patch_encoder"] + counts["norms"]
-    return training_flops(model, 1, 0, sequence_length) - 6 * (elsewhere + choices * float(dropped @ per_choice))
+    return training_flops(model, 1, 0, 0, sequence_length) - 6 * (
+        counts["norms"] + choices * float(dropped @ per_choice)
+    )
 
 
 def measure_ngrams() -> None:
