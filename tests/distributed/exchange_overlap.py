@@ -59,7 +59,7 @@ def check_overlap(world_size: int) -> None:
             x = torch.randn(8, HIDDEN, requires_grad=True)
             routing, _, _ = route_of(each, x)
             events.clear()
-            output = each.dispatcher(x, routing, each.experts, meanwhile=lambda x=x: dense(Watched.apply(x)))
+            output = each.dispatcher(x, routing, each.experts, overlap=lambda x=x: dense(Watched.apply(x)))
             assert in_order(events, f"start {there} of rows", "dense", f"end {there} of rows")
             events.clear()
             output.sum().backward()

@@ -28,7 +28,6 @@ class Case(NamedTuple):
     config: MoEConfig
 
 
-EXPERT_CHOICE = {"routing": "expert_choice", "capacity_factor": 1.0, "eval_capacity_factor": 1.0}
 EVERY_PART = {"bias": True, "activation": "swiglu", "num_shared_experts": 2}
 
 CASES = [
@@ -49,10 +48,6 @@ CASES = [
 ]
 # What routers and experts are set to, whatever the numbers of tokens.
 SETTINGS = [
-    Case("prototype 2", 2, config(**EXPERT_CHOICE)),
-    Case("prototype 4", 4, config(**EXPERT_CHOICE, **EVERY_PART)),
-    Case("all_to_all 4", 4, config(**EXPERT_CHOICE, exchange="all_to_all")),
-    Case("node 2, all_to_all 2", 4, config(**EXPERT_CHOICE, exchange="all_to_all", ranks_per_node=2)),
     Case("prototype 2", 2, config(**EVERY_PART, gating="sigmoid", normalize_gates=True)),
     Case("all_to_all 2", 2, config(**EVERY_PART, num_prototypes=1, top_k=3, recompute_activation=True)),
     Case("prototype 2, all_to_all 2", 4, config(**EVERY_PART, num_prototypes=2, top_k=4)),

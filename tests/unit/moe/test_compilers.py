@@ -1,4 +1,4 @@
-"""What compilers make of the layer where sizes depend on values: padding, capacities, loops over experts."""
+"""The layer under torch.compile and on tensors without values, where sizes depend on values."""
 
 import shutil
 
@@ -8,15 +8,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from moe import MoEConfig, MoELayer, MoELinear
+from moe import MoEConfig, MoELayer
 
 CAPACITY = {"capacity_factor": 0.7, "min_capacity": 1}
-EXPERT_CHOICE = {"routing": "expert_choice", "capacity_factor": 1.0, "eval_capacity_factor": 1.0}
 
 
-def make_layer(kind: type = MoELayer, **changes: object) -> MoELayer:
+def make_layer(**changes: object) -> MoELayer:
     torch.manual_seed(0)
-    layer = kind(16, 32, MoEConfig(**{"num_experts": 6, "num_prototypes": 2, **changes}))
+    layer = MoELayer(16, 32, MoEConfig(**{"num_experts": 6, "num_prototypes": 2, **changes}))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.3)
@@ -44,17 +43,15 @@ def check(layer: MoELayer, backend: str, masked: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "masked"),
+    ("changes", "masked"),
     [
-        (MoELayer, {}, True),
-        (MoELayer, CAPACITY, False),
-        (MoELayer, CAPACITY | {"recompute_activation": True, "drop_order": "probability"}, True),
-        (MoELayer, EXPERT_CHOICE, True),
-        (MoELinear, {}, True),
+        ({}, True),
+        (CAPACITY, False),
+        (CAPACITY | {"recompute_activation": True, "drop_order": "probability"}, True),
     ],
 )
-def test_compiles_into_one_graph(kind: type, changes: dict, masked: bool) -> None:
-    check(make_layer(kind, **changes), "aot_eager", masked)
+def test_compiles_into_one_graph(changes: dict, masked: bool) -> None:
+    check(make_layer(**changes), "aot_eager", masked)
 
 
 @pytest.mark.slow
@@ -63,22 +60,14 @@ def test_inductor() -> None:
     check(make_layer(**CAPACITY), "inductor", masked=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "masked"),
-    [(MoELayer, {}, True), (MoELayer, CAPACITY, False), (MoELayer, EXPERT_CHOICE, False), (MoELinear, {}, False)],
-)
-def test_tensors_without_values_need_sizes_that_are_known(kind: type, changes: dict, masked: bool) -> None:
-    """Expert choice alone has sizes that the number of tokens gives."""
-
+@pytest.mark.parametrize(("changes", "masked"), [({}, True), (CAPACITY, False)])
+def test_tensors_without_values_need_sizes_that_are_known(changes: dict, masked: bool) -> None:
     def call(device: str) -> Tensor:
         with torch.device(device):
-            layer = kind(16, 32, MoEConfig(num_experts=6, num_prototypes=2, **changes))
+            layer = MoELayer(16, 32, MoEConfig(num_experts=6, num_prototypes=2, **changes))
             mask = torch.empty(8, dtype=torch.bool) if masked else None
             return layer(torch.empty(8, 16), mask).hidden_states
 
-    if changes is EXPERT_CHOICE:
-        assert call("meta").shape == (8, 16)
-        return
     with pytest.raises(NotImplementedError, match=r"nonzero|meta tensor"):
         call("meta")
     with FakeTensorMode(), pytest.raises((DynamicOutputShapeException, DataDependentOutputException)):

@@ -23,32 +23,27 @@ def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 1
 @st.composite
 def cases(draw):
     prototypes = draw(st.sampled_from([1, 2, 3]))
-    routing = draw(st.sampled_from(["token_choice", "token_choice", "token_choice", "expert_choice"]))
-    tokens_choose = routing == "token_choice"
-    # The softmax of one logit is 1 for all tokens, and which of equals an expert takes is open.
-    size = draw(st.integers(1 if tokens_choose else 2, 4))
-    factors = [0.3, 1.0, 1.1, 1.25] + ([None, None] if tokens_choose else [])
-    capacity_rule = draw(st.sampled_from(["k", "1"]))
+    size = draw(st.integers(1, 4))
+    factors = [0.3, 1.0, 1.1, 1.25, None, None]
     num_shared_experts = draw(st.integers(0, 2))
     config = MoEConfig(
         num_experts=prototypes * size,
         num_prototypes=prototypes,
-        top_k=draw(st.integers(1, size if tokens_choose or capacity_rule == "k" else 1)),
-        routing=routing,
+        top_k=draw(st.integers(1, size)),
         gating=draw(st.sampled_from(["softmax", "global_softmax", "sigmoid"])),
-        normalize_gates=tokens_choose and draw(st.booleans()),
+        normalize_gates=draw(st.booleans()),
         capacity_factor=draw(st.sampled_from(factors)),
         eval_capacity_factor=draw(st.sampled_from([factors[-1], 0.5])),
-        capacity_rule=capacity_rule,
+        capacity_rule=draw(st.sampled_from(["k", "1"])),
         min_capacity=draw(st.integers(0, 2)),
-        drop_order=draw(st.sampled_from(["position", "probability"])) if tokens_choose else "position",
+        drop_order=draw(st.sampled_from(["position", "probability"])),
         activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
         bias=draw(st.booleans()),
         num_shared_experts=num_shared_experts,
         shared_expert_gate=num_shared_experts > 0 and draw(st.booleans()),
         aux_loss_weight=draw(st.sampled_from([0.0, 0.1])),
         z_loss_weight=draw(st.sampled_from([0.0, 0.1])),
-        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])) if tokens_choose else 0.0,
+        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])),
         recompute_activation=draw(st.booleans()),
     )
     num_tokens = draw(st.integers(1, 9))
@@ -86,9 +81,8 @@ def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
     assert output.stats.dropped.tolist() == expected.dropped
     assert output.stats.num_tokens.item() == mask.sum().item()
     assert output.stats.router_entropy.tolist() == pytest.approx(expected.router_entropy, abs=1e-6)  # float32
-    if config.routing == "token_choice":  # every choice is either computed or dropped
-        choices = mask.sum().item() * config.experts_per_token
-        assert output.stats.expert_counts.sum() + output.stats.dropped.sum() == choices
+    choices = mask.sum().item() * config.experts_per_token  # every choice is either computed or dropped
+    assert output.stats.expert_counts.sum() + output.stats.dropped.sum() == choices
 
 
 @pytest.mark.parametrize(("hidden_size", "ffn_hidden_size"), [(8, 12), (6, 12), (8, 5)])

@@ -131,3 +131,12 @@ def test_no_values_are_needed() -> None:
     for grad in (tokens.grad, router.weight.grad):
         assert grad is not None
         assert grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_logit_that_is_not_finite_shows_in_the_entropy(value: float) -> None:
+    layer = MoELayer(8, 16, MoEConfig(num_experts=4, num_prototypes=2))
+    tokens = torch.randn(5, 8)
+    assert layer(tokens).stats.router_entropy.isfinite().all()
+    tokens[3] = value
+    assert layer(tokens).stats.router_entropy.isnan().any()
