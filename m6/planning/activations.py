@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.measure import SavedTensors

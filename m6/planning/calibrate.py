@@ -161,7 +161,7 @@ def _kernel_s(device: torch.device) -> float:
 
 
 def _update_s(device: torch.device, name: str) -> float:
-    from m6.training.optimizer import Adafactor
+    from m6.training.engine.optimizer import Adafactor
 
     side = 1 << 11
     weight = torch.nn.Parameter(torch.randn(_UPDATED[device.type] // side, side, device=device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.model.sharing import Sharing
 from m6.planning.activations import FP32, Activations, BatchShape, Precision
 from m6.planning.folding import FoldedModel, Shape, fold

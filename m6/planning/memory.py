@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from m6.config import RunConfig, check_world_size
+from m6.config.run import RunConfig, check_world_size
 from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.parameter_groups import parameter_groups
 from m6.model.sharing import Sharing, share_layers
 from m6.planning.activations import FP32, Activations, BatchShape, Precision
-from m6.training.optimizer import parameter_groups
 from moe.layer import MoELayer
 
 _ADAMW_MOMENTS = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.planning.layout import Layout
 
 DEEPSPEED = "0.19.8"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import PARTS, Sharing
 from m6.planning.activations import BatchShape

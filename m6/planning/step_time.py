@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.planning.cluster import Cluster, Nodes
 from m6.planning.collectives import Group, collective_s, neighbours, send_s, strided
 from m6.planning.footprint import MemoryModel

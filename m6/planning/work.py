@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.planning.activations import FP32, Activations, BatchShape, Precision
 from m6.planning.folding import FoldedModel
 

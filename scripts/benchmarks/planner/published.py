@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from m6.config import RunConfig, load_config, parse_config
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.planning.activations import BatchShape
 from m6.planning.cluster import load_cluster
 from m6.planning.fit import fit_factors, kendall_tau, regret

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.planning.activations import BatchShape
 from m6.planning.cluster import load_cluster
 from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret

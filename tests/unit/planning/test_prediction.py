@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.errors import UserError
 from m6.planning.activations import BatchShape
 from m6.planning.detect import detect_cluster
