@@ -44,13 +44,14 @@ class ActivationOffload:
 
     Each call of such a part is a **unit**. Inside ``unit``, the download of a storage starts as soon as autograd saves
     a tensor of it. Its device memory is freed when the next unit begins, so that of the last unit is still there when
-    the backward pass begins. In the backward pass, the first tensor of a unit that is needed starts the uploads of the unit
-    before it. Device memory of activations is not in buffers, so traces count it as non-model memory, and plans
+    the backward pass begins. In the backward pass, the first tensor of a unit that is needed starts the uploads of the
+    unit before it. Device memory of activations is not in buffers, so traces count it as non-model memory, and plans
     take into account that there is less of it.
 
     Whole storages are moved. So a storage is moved once even if several operators save it or views of it, strides do
-    not change, and results are equal to the bit. Not moved are parameters, weights of chunks, small storages, and integers
-    and masks, which layers share. If a unit contains a checkpointed function, only the function's inputs are moved.
+    not change, and results are equal to the bit. Not moved are parameters, weights of chunks, small storages, and
+    integers and masks, which layers share. If a unit contains a checkpointed function, only the function's inputs are
+    moved.
 
     Args:
         device: the accelerator.

@@ -184,13 +184,13 @@ class OffloadedExperts:
             try:
                 plan = solve(
                     # Other batches may be fuller than the first; none is fuller than those of the dry trace.
-                    runtime.trace.with_tide_of(self._setup.trace),
+                    runtime.trace.with_nonmodel_bytes_of(self._setup.trace),
                     runtime.sizes,
                     runtime.device.budget_bytes,
                     self.settings.prefetch_depth,
                     runtime.device.rates,
                     None if host is None else host - staging_bytes(runtime.sizes),
-                    self._setup.wishes,
+                    self._setup.constraints,
                 )
             except ValueError as error:
                 raise UserError(f"m6.offload: {error}") from None
@@ -205,8 +205,11 @@ class OffloadedExperts:
                 # From here on it takes the tide for what it was, and refuses what is beyond the budget.
                 trace = runtime.plan.trace
                 runtime.device.meter, self._meter = None, None
-                runtime.device.tide = [*(moment.nonmodel_bytes for moment in trace.moments), trace.outside_bytes]
-                runtime.device.tide_bytes = trace.outside_bytes
+                runtime.device.nonmodel_trace = [
+                    *(moment.nonmodel_bytes for moment in trace.moments),
+                    trace.outside_bytes,
+                ]
+                runtime.device.assumed_nonmodel_bytes = trace.outside_bytes
         return None
 
     # State

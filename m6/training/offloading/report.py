@@ -7,13 +7,13 @@ from typing import Any
 
 from m6.files import write_json
 from m6.training.offloading.setup import ActivationTraffic
-from offload import OffloadRuntime, Plan, predict_times
+from offload import OffloadRuntime, PlacementPlan, predict_times
 
 MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
 """In the run's folder; each rank writes its own."""
 
 
-def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: ActivationTraffic) -> str:
+def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffic: ActivationTraffic) -> str:
     """Where the experts lie under ``plan``, and what a step moves.
 
     Args:
@@ -61,7 +61,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     return "\n".join(lines)
 
 
-def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Plan, step: int) -> None:
+def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: PlacementPlan, step: int) -> None:
     """Records the step that ended: what was planned for each use of a chunk, and what was there.
 
     Args:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.sizes import ChunkBytes
-from offload.trace import Moment, Trace
+from offload.plan.sizes import ChunkBytes
+from offload.plan.trace import Moment, Trace
 
 ADAM = 12  # bytes per parameter beside the gradient: split master 4, moments 8
 ADAFACTOR = 4  # split master; rows and columns of second moments are less than 1 % of it

@@ -35,7 +35,6 @@ MakeTrainer = Callable[..., Trainer]
             },
             r"cannot skip the steps by which fp16",
         ),
-        ({"m6__model__moe_attention": True}, r"experts on attention .* cannot be offloaded"),
         ({"m6__offload": {"policy": "deepspeed"}}, r'"policy": "deepspeed" needs zero_optimization.stage 1, 2 or 3'),
         (
             {"m6__offload": {"policy": "deepspeed", "num_threads": 2}, "zero_optimization": {"stage": 1}},
