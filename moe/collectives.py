@@ -126,6 +126,7 @@ class Collectives:
         encoded = codec.encode(rows)
         buffer = encoded.new_empty((len(rows) if received is None else sum(received), *encoded.shape[1:]))
         work = torch.distributed.all_to_all_single(buffer, encoded, received, sent, group=self.group, async_op=True)
+        # Counted here and not on arrival: each rank counts only what it sends.
         self._count([len(rows) // self.size] * self.size if sent is None else sent, encoded)
         return PendingCollective(work, buffer, lambda buffer: codec.decode(buffer, rows.dtype))
 

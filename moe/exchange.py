@@ -46,6 +46,7 @@ class AllToAllDispatcher:
         overlapped = overlap() if overlap else None
         rows = pending.wait()
 
+        # The experts need rows sorted by expert, and the exchange back needs them sorted by source.
         order = _order_by_expert(received_counts, sum(received))
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
@@ -105,6 +106,7 @@ class PrototypeDispatcher:
             longest = max(rows.received)
 
         padded = nn.functional.pad(tokens, (0, 0, 0, longest - num_tokens)) if longest > num_tokens else tokens
+        # Started before the pairs are exchanged, so that the two overlap.
         pending = self.ranks.all_gather(padded)
         first_rows = torch.arange(size, device=counts.device) * longest
         local = _send_pairs(self.ranks, routing, routing.tokens, pairs, first_rows)
@@ -210,6 +212,7 @@ def _send_pairs(ranks: Collectives, routing: Routing, positions: Tensor, pairs: 
     Returns:
         The pairs of this rank's experts, sorted by expert and then by the rank they came from.
     """
+    # Gates and their gradients are few numbers, and rounding them would change the outputs' weights.
     gates = ranks.exchange_exactly(routing.gates[:, None], pairs.sent, pairs.received).squeeze(1)
     rows = ranks.exchange(positions.int(), pairs.sent, pairs.received)
     rows = rows + first_rows[_sources(pairs.received_counts.sum(1), len(gates))]

@@ -45,6 +45,7 @@ class Experts(nn.Module):
             "group_name": group_name,
         }
         for name, parameter in list(self.named_parameters()):
+            # A clone, because a view would keep all experts in memory.
             local = parameter.detach().narrow(0, first_expert, num_local_experts).clone()
             setattr(self, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
@@ -83,6 +84,7 @@ class Experts(nn.Module):
         if mask is None:
             mask = self.draw_dropout(len(rows) if pairs is None else len(pairs.source), rows.device)
         dropout = 0.0 if mask is None else self.config.expert_dropout
+        # Without a backward pass the operator must not keep its inner values.
         inputs = (rows, *weights, None if pairs is None else pairs.gates)
         keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
         return apply_experts(

@@ -79,6 +79,7 @@ class MoELayer(nn.Module):
         if token_mask is None:
             output, aux_loss, stats = self._forward(tokens)
         else:
+            # Padding must not take part in the capacity or in the losses, so it is removed before routing.
             real = token_mask.reshape(-1).nonzero().squeeze(-1)
             output, aux_loss, stats = self._forward(tokens.index_select(0, real))
             output = output.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)

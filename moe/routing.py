@@ -76,6 +76,7 @@ class Router(nn.Module):
         return logits.unflatten(-1, (self.config.num_prototypes, self.config.experts_per_prototype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        # nn.Module converts buffers with the parameters. Keep the one from before, in float32, on the new device.
         bias = self.balance_bias
         super()._apply(fn, recurse)
         if bias is not None and self.balance_bias is not None and self.balance_bias.dtype != bias.dtype:
@@ -127,6 +128,7 @@ def route(
     """
     num_tokens, num_prototypes, _ = logits.shape
     scores = gating_scores(logits, config)
+    # The losses need probabilities that sum to 1 in each prototype, which only "softmax" scores do.
     distribution = scores
     if config.gating != "softmax":
         distribution = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
@@ -209,6 +211,8 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     choices = gates.shape[1:].numel()
     capacity = config.capacity(num_tokens, training)
     if capacity is None:
+        # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. That saves
+        # a second sort, and gives sums by token a fixed order.
         sorted_experts, order = experts.reshape(-1).sort(stable=True)
         ends = _ends(sorted_experts, config.num_experts)
         counts = ends.diff(prepend=ends.new_zeros(1))

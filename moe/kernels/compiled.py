@@ -95,6 +95,7 @@ def load_kernel() -> ctypes.CDLL | None:
         None on processors without AVX-512, where the kernel was not measured; None, after a warning, where it cannot be
         built.
     """
+    # The kernel itself needs AVX-512, so it must not be loaded elsewhere.
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     kernel = load_library(SOURCE, FLAGS, ("g++",), "experts on this processor take a tenth longer")

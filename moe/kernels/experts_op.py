@@ -42,6 +42,7 @@ def sum_by_token(rows: Tensor, pairs: Pairs, weigh: bool) -> Tensor:
     Args:
         weigh: whether to multiply each row by its gate.
     """
+    # embedding_bag sums each bag in order; the order of index_add is not fixed on a GPU.
     weights = pairs.gates.index_select(0, pairs.by_token) if weigh else None
     total = torch.nn.functional.embedding_bag(
         pairs.by_token, rows.to(pairs.gates.dtype), pairs.offsets, mode="sum", per_sample_weights=weights

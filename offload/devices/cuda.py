@@ -68,6 +68,7 @@ class CudaDevice(Device):
         buffer.present = False
 
     def _resize(self, buffer: Buffer, num_bytes: int) -> None:
+        # Peaks of the allocator include buffers, so they are read before each change of the buffers.
         self._note_peak()
         before = cuda.memory_allocated(self.torch_device)
         buffer.storage.resize_(num_bytes)

@@ -225,6 +225,7 @@ class SimulatedDevice(Device):
                 _deferred_copy(source, target, memory), [event.copy for event in after if event.copy is not None]
             )
             self._queues[queue].append(copy)
+            # A real copy may be done at any time: code must neither rely on it being late nor on it being early.
             while self._queues[queue] and self._random.random() < self._eagerness:
                 self._run(self._queues[queue][0])
             return SimulatedEvent(dict(self._clocks.clocks[queue]), self._clocks.times[queue], copy)

@@ -57,7 +57,7 @@ class ChunkLayout:
     ) -> None:
         self.planes: dict[str, Plane] = {}
         self.num_bytes = 0
-        self._add("weight", dtype, chunk.shapes)
+        self._add("weight", dtype, chunk.shapes)  # first, so that home and replica have it at the same offset
         remainder = remainder_dtype(dtype, settings.split_master)
         if remainder is not None:
             self._add("remainder", remainder, chunk.shapes)

@@ -51,7 +51,7 @@ def update(
         gradient: of the same shape, in fp32 or a 16-bit type.
         states: by name, with the shapes of ``OptimizerSettings.states``.
     """
-    if weight.dim() == 2 and settings.weight_decay:
+    if weight.dim() == 2 and settings.weight_decay:  # vectors
         settings = replace(settings, weight_decay=0.0)
     if settings.kind == "adafactor":
         remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
@@ -63,6 +63,7 @@ def update(
             own, grad, row, column = (_matrix(part) for part in (own, grad, row, column))
             _adafactor(settings, step, learning_rate, coefficient, own, flat, grad, row, column)
         return
+    # All scalars are computed in double precision here, so the kernel and PyTorch get the same fp32 numbers.
     keep = 1 - learning_rate * settings.weight_decay
     if settings.kind == "adamw":
         buffers = [states["exp_avg"], states["exp_avg_sq"]]

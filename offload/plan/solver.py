@@ -152,6 +152,7 @@ class _Problem:
             columns.append(column)
             values.append(value)
 
+        # One row for each moment: owned chunks, and intervals that span it, have to fit.
         for chunk, size in enumerate(self.sizes):
             for moment in range(num_moments):
                 add(moment, chunk, size.owned / unit)
@@ -161,10 +162,11 @@ class _Problem:
             if not interval.forced:
                 for moment in range(interval.begin + 1, interval.end):
                     add(moment, column, self.sizes[interval.chunk].weight / unit)
+            # y_c + x_i <= 1: a chunk that is owned needs no replica.
             add(len(limits), interval.chunk, 1.0)
             add(len(limits), column, 1.0)
             limits.append(1.0)
-        if least_owned:
+        if least_owned:  # the negative of: owned bytes >= least_owned
             for chunk, size in enumerate(self.sizes):
                 add(len(limits), chunk, -size.owned / unit)
             limits.append(-least_owned / unit)
@@ -207,6 +209,7 @@ class _Problem:
         Raises:
             ValueError: whole chunks of these sizes do not fit both budgets.
         """
+        # Shares are rounded, so that noise of the solver does not decide the order.
         order = sorted(
             (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6 and chunk not in self.constraints.owned),
             key=lambda chunk: (-round(shares[chunk], 6), -self.owned_seconds[chunk] / self.sizes[chunk].owned, chunk),

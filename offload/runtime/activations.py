@@ -108,6 +108,7 @@ class ActivationOffload:
         stays = storage._cdata in unit.excluded or storage._cdata in self.device.storages
         if stays or not tensor.is_floating_point() or storage.nbytes() < self.small_bytes:
             return tensor.detach()  # the tensor itself would keep its graph alive in a reference cycle
+        # Several operators may save views of one storage: it is moved once for each type in which it is seen.
         key = (storage._cdata, tensor.dtype)
         saved = unit.saved.get(key)
         if saved is None:

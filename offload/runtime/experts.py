@@ -65,6 +65,7 @@ class StreamedExperts(nn.Module):
             [R, D].
         """
         bounds = [0, *(chunk.first_expert + chunk.num_experts for chunk in self._chunks)]
+        # One transfer for all chunks' row counts.
         ends = [0, *counts.cumsum(0)[torch.tensor(bounds[1:], device=counts.device) - 1].tolist()]
         outputs = []
         for chunk, (begin, end) in zip(self._chunks, itertools.pairwise(ends), strict=True):
@@ -99,7 +100,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, runtime: WeightProvider, chunk: Chunk) -> Tensor:
         ctx.runtime, ctx.chunk = runtime, chunk
-        return output.view_as(output)
+        return output.view_as(output)  # a tensor of its own, which this function made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -64,8 +64,9 @@ class GradientOffload:
                     f"a second gradient of chunk {slot.number} of {slot.chunk.stack.name} in a step, after its update"
                 )
             slot.version += 1
-        if isinstance(slot.home, Buffer):
+        if isinstance(slot.home, Buffer):  # the gradients stay on the device
             if self._reduce is not None:
+                # Autograd may still use its tensors, so they must not be reduced in place.
                 gradients = [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
                 for gradient in gradients:
                     self._reduce(gradient)
@@ -106,6 +107,7 @@ class GradientOffload:
         more = slot.num_gradients > 0
         direct = self._direct and not more
         if direct:
+            # The host may still update the chunk from its last gradients, which this download would overwrite.
             self._workers.wait(slot.job)
             target = total
         else:

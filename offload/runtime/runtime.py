@@ -190,7 +190,7 @@ class OffloadRuntime:
         self.num_updates += 1
         for slot in self._end_step():
             arguments = (self.optimizer, self.num_updates, learning_rate, coefficient)
-            slot.version += 1
+            slot.version += 1  # replicas of the old weights must not be used from here on
             if slot.owned:
                 self.device.computes_on(slot.device_memory, write=True)
                 slot.update(*arguments, slot.gradients())
@@ -255,6 +255,7 @@ class OffloadRuntime:
             DeviceOutOfMemory: the device's budget is too small for the chunks that it has to own.
         """
         self.drain()
+        # First make room: chunks leave the device before others come.
         for slot in self._slots:
             if slot.owned and slot.number not in plan.owned:
                 slot.move(HostBlock(slot.layout.num_bytes, self.device), self.device)

@@ -46,7 +46,7 @@ class Slot:
             self.home = device.buffer(layout.num_bytes)
             device.acquire(self.home)
             device.computes_on(self.home, write=True)
-            self.home.view(torch.uint8, 0, (layout.num_bytes,)).zero_()
+            self.home.view(torch.uint8, 0, (layout.num_bytes,)).zero_()  # as host memory is: states start at 0
         else:
             self.home = HostBlock(layout.num_bytes, device)
         self.replica = device.buffer(weight.numel * weight.dtype.itemsize)
@@ -144,6 +144,7 @@ class Slot:
         """Copies all values to another home, waits for it, and frees the old home."""
         source = self.home.view(torch.uint8, 0, (self.layout.num_bytes,))
         target = home.view(torch.uint8, 0, (self.layout.num_bytes,))
+        # The copy has to come after everything that wrote the old home or used the new home's memory.
         now = [device.compute_event()]
         if isinstance(home, Buffer):
             event = device.upload(source, target, home, now)

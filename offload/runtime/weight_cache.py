@@ -98,6 +98,7 @@ class WeightCache:
         """Records a use, makes room for it and for non-model memory, and returns its moment in the plan."""
         now = 0
         if self._cursor is not None:
+            # The larger of planned and present non-model memory: the model may allocate more until the next use.
             now = self._cursor.locate(slot.number)
             others = max(self._cursor.plan.trace.moments[now].nonmodel_bytes, self._device.nonmodel_bytes)
             room = self._device.budget_bytes - others
@@ -126,8 +127,10 @@ class WeightCache:
             peak = max(peak, moment.nonmodel_bytes)
             if slot.owned or slot.replica.present:
                 continue
+            # An upload must read updated weights. Waiting for the update here would stop the computation.
             late = slot.job is not None and not slot.job.done()
             need = slot.replica.num_bytes + self._gradients.absent_bytes
+            # Later uses are not tried: weights of an earlier use would then come too late.
             if late or self._device.used_bytes + need > self._device.budget_bytes - peak:
                 return
             self._upload(slot)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 from torch import Tensor, nn
 
 from moe import MoELayer
+from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 
 def check_overlap(world_size: int) -> None:

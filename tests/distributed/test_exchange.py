@@ -10,16 +10,16 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_bytes import check_bytes_and_balance, check_payloads
-from exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split
-from exchange_overlap import check_overlap
-from spawn import init_deepspeed, run_distributed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe import MoEConfig, MoELayer
 from moe.expert_parallel import _make_dispatcher, _make_groups, exchange_steps
+from tests.distributed.exchange_bytes import check_bytes_and_balance, check_payloads
+from tests.distributed.exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split
+from tests.distributed.exchange_overlap import check_overlap
+from tests.distributed.spawn import init_deepspeed, run_distributed
 
 
 class Case(NamedTuple):
