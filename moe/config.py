@@ -105,7 +105,7 @@ class MoEConfig:
     def _check_ranges(self) -> None:
         for name in ("num_experts", "num_prototypes", "top_k"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
             if factor is not None and not 0 < factor < math.inf:
@@ -121,7 +121,9 @@ class MoEConfig:
 
     def _check_against_each_other(self) -> None:
         if self.num_experts % self.num_prototypes:
-            raise ValueError(f"num_experts {self.num_experts} is no multiple of num_prototypes {self.num_prototypes}")
+            raise ValueError(
+                f"num_experts {self.num_experts} is not a multiple of num_prototypes {self.num_prototypes}"
+            )
         if self.top_k > self.experts_per_prototype:
             raise ValueError(
                 f"top_k {self.top_k} is more than the {self.experts_per_prototype} experts of a prototype "
@@ -159,7 +161,7 @@ class MoEConfig:
         capacity = max(self.min_capacity, math.ceil(round(slots, 6)))  # 1.1 * 100 / 10 gives 11.000000000000002
         if self.min_capacity == 0 and num_tokens > 0 and capacity == 0:  # a compiler cannot ask how many tokens
             raise ValueError(
-                f"{'' if training else 'eval_'}capacity_factor {factor} leaves no place for any of {num_tokens} tokens "
-                f"in {self.num_experts} experts, and min_capacity is 0"
+                f"{'' if training else 'eval_'}capacity_factor {factor} gives a capacity of 0 for {num_tokens} tokens "
+                f"and {self.num_experts} experts, and min_capacity is 0"
             )
         return capacity

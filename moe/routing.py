@@ -211,8 +211,8 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     choices = gates.shape[1:].numel()
     capacity = config.capacity(num_tokens, training)
     if capacity is None:
-        # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. That saves
-        # a second sort, and gives sums by token a fixed order.
+        # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. That
+        # saves a second sort, and gives sums by token a fixed order.
         sorted_experts, order = experts.reshape(-1).sort(stable=True)
         ends = _ends(sorted_experts, config.num_experts)
         counts = ends.diff(prepend=ends.new_zeros(1))

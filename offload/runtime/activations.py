@@ -92,7 +92,7 @@ class ActivationOffload:
             self._units.pop()
         if self._units:
             for saved in list(self._units[-1].saved.values()):
-                saved.leave()
+                saved.free_device_memory()
         unit = _Unit(self._units[-1] if self._units else None, {tensor.untyped_storage()._cdata for tensor in excluded})
         self._units.append(unit)
         self._inside = True
@@ -105,8 +105,8 @@ class ActivationOffload:
     def _pack(self, unit: _Unit, tensor: Tensor) -> Tensor | _View:
         """Returns what autograd saves instead of a tensor."""
         storage = tensor.untyped_storage()
-        stays = storage._cdata in unit.excluded or storage._cdata in self.device.storages
-        if stays or not tensor.is_floating_point() or storage.nbytes() < self.small_bytes:
+        fixed = storage._cdata in unit.excluded or storage._cdata in self.device.storages
+        if fixed or not tensor.is_floating_point() or storage.nbytes() < self.small_bytes:
             return tensor.detach()  # the tensor itself would keep its graph alive in a reference cycle
         # Several operators may save views of one storage: it is moved once for each type in which it is seen.
         key = (storage._cdata, tensor.dtype)
@@ -178,7 +178,7 @@ class _Saved:
         self._numel, self._dtype, self._version = len(memory), memory.dtype, memory._version
         self._slab, self._offset = owner.arena.take(memory.nbytes)
         self._memory: Tensor | None = memory
-        self._left = False
+        self._downloaded = False
         self._device.computes_on(memory, write=True)
         # The end of the last copy, down or up.
         self._copied: Event = self._device.download(memory, self._host(), memory, [self._device.compute_event()])
@@ -188,12 +188,12 @@ class _Saved:
         """Returns the host memory."""
         return self._slab.block.view(self._dtype, self._offset, (self._numel,))
 
-    def leave(self) -> None:
+    def free_device_memory(self) -> None:
         """Frees the device memory, after the download."""
-        if not self._left:
+        if not self._downloaded:
             self._check_version()
             self._free()
-            self._left = True
+            self._downloaded = True
 
     def fetch(self) -> None:
         """Starts the upload, if the storage is not on the device."""
@@ -207,7 +207,7 @@ class _Saved:
         """Returns the storage [numel] on the device, for computation that is queued from now on."""
         self.fetch()
         assert self._memory is not None
-        if self._left:
+        if self._downloaded:
             self._device.compute_waits(self._copied)
         else:
             self._check_version()

@@ -12,7 +12,7 @@ from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make
 
 
 def check_overlap(world_size: int) -> None:
-    """What runs meanwhile lies between start and end of the exchange, its backward between those of the gradients'."""
+    """The computation runs between start and end of the exchange, its backward pass between those of the gradients'."""
     events: list[str] = []
     layer = split(make_layer(config()), world_size)
     a2a = split(make_layer(config(exchange="all_to_all")), world_size)

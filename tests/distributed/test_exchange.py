@@ -1,6 +1,6 @@
 """Every way of exchanging tokens gives what the layer with all experts gives.
 
-The same ranks then count bytes and follow what runs meanwhile (exchange_bytes.py, exchange_overlap.py): to start them
+The same ranks then count bytes and record what overlaps (exchange_bytes.py, exchange_overlap.py): to start them
 takes longer than all checks.
 """
 

@@ -17,7 +17,7 @@ def skewed_layer(rate: float = 0.02, **changes) -> tuple[MoELayer, torch.Tensor]
 
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
-def test_biases_even_the_load(gating: str) -> None:
+def test_biases_balance_the_load(gating: str) -> None:
     layer, x = skewed_layer(rate=0.01, gating=gating)
     balancer = BiasBalancer([layer])
 

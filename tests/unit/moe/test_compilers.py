@@ -74,8 +74,8 @@ def test_tensors_without_values_need_sizes_that_are_known(changes: dict, masked:
         call("cpu")
 
 
-def test_without_a_minimum_the_capacity_of_unpadded_tokens_is_no_symbol() -> None:
-    """Whether it has room for any token is asked on the host."""
+def test_min_capacity_0_with_capacity_and_padding_does_not_compile() -> None:
+    """The host checks that the capacity is not 0, which needs the number of tokens."""
     compiled = torch.compile(make_layer(capacity_factor=1.0, min_capacity=0), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.UserError, match="data-dependent"):
         compiled(torch.randn(32, 16), torch.rand(32) < 0.5)

@@ -69,8 +69,8 @@ def test_import_loads_torch_alone() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_a_capacity_without_any_place_is_refused() -> None:
+def test_a_capacity_of_0_is_an_error() -> None:
     config = MoEConfig(num_experts=8, capacity_factor=1e-9, min_capacity=0)
-    with pytest.raises(ValueError, match=r"capacity_factor 1e-09 leaves no place for any of 100 tokens in 8 experts"):
+    with pytest.raises(ValueError, match=r"capacity_factor 1e-09 gives a capacity of 0 for 100 tokens and 8 experts"):
         config.capacity(100, True)
     assert config.capacity(0, True) == 0

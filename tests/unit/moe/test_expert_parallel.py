@@ -59,7 +59,7 @@ def rows_per_token(config: MoEConfig, ep_size: int) -> Fraction:
     return rows
 
 
-def test_auto_never_moves_more_rows_than_another_way() -> None:
+def test_auto_never_moves_more_rows_than_another_exchange() -> None:
     cases = itertools.product((2, 3, 4, 6, 8, 16), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4))
     better = 0
     for ep_size, prototypes, top_k in cases:
@@ -87,6 +87,6 @@ def test_auto_never_moves_more_rows_than_another_way() -> None:
         ("ranks_per_node is 0; expected at least 1", 2, {"ranks_per_node": 0}),
     ],
 )
-def test_numbers_that_do_not_fit(message: str, ep_size: int, settings: dict) -> None:
+def test_sizes_that_do_not_fit_are_errors(message: str, ep_size: int, settings: dict) -> None:
     with pytest.raises(ValueError, match=message):
         steps(ep_size, **settings)

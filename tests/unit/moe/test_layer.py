@@ -103,7 +103,7 @@ def test_grouped_product_and_loop_agree_in_float32(hidden_size: int, ffn_hidden_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_all_tokens_at_one_expert_and_none_at_the_others(dtype: torch.dtype) -> None:
+def test_all_tokens_choose_one_expert(dtype: torch.dtype) -> None:
     layer = make_layer(MoEConfig(num_experts=4), dtype=dtype)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -119,7 +119,7 @@ def test_all_tokens_at_one_expert_and_none_at_the_others(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
-def test_no_real_token_at_all(dtype: torch.dtype, capacity_factor: float | None) -> None:
+def test_only_padding(dtype: torch.dtype, capacity_factor: float | None) -> None:
     config = MoEConfig(num_experts=4, num_prototypes=2, capacity_factor=capacity_factor, z_loss_weight=0.1)
     layer = make_layer(config, dtype=dtype)
     x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
@@ -151,7 +151,7 @@ def test_padding_changes_nothing_even_when_not_finite() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-def test_equal_tokens_have_equal_outputs_and_earlier_ones_win_the_places() -> None:
+def test_earlier_tokens_are_kept_first() -> None:
     torch.manual_seed(0)
     layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2, capacity_factor=1.0, min_capacity=0))
     x = torch.randn(8, dtype=torch.float64).expand(10, 8)
@@ -164,7 +164,7 @@ def test_equal_tokens_have_equal_outputs_and_earlier_ones_win_the_places() -> No
     )
 
 
-def test_first_choices_go_before_second_choices() -> None:
+def test_first_choices_are_kept_before_second_choices() -> None:
     layer = make_layer(MoEConfig(num_experts=2, top_k=2, capacity_factor=0.5, min_capacity=0), hidden_size=2)
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(2))
@@ -267,7 +267,7 @@ def test_experts_start_independent() -> None:
         assert torch.cdist(flat, flat).add(torch.eye(8)).min() > 0.05
 
 
-def test_marks_of_the_parameters_outlive_moves_copies_and_loading() -> None:
+def test_attributes_of_parameters_survive_moves_copies_and_loading() -> None:
     with torch.device("meta"):
         layer = MoELayer(8, 12, MoEConfig(num_experts=4))
     layer.experts.keep_local(2, 2, "ep_size_2")
@@ -293,7 +293,7 @@ def test_marks_of_the_parameters_outlive_moves_copies_and_loading() -> None:
         (torch.zeros(3, 8), torch.ones(4, dtype=torch.bool), r"token_mask has the shape \(4,\).*expected \(3,\)"),
     ],
 )
-def test_inputs_that_do_not_fit_are_named(inputs, mask, message) -> None:
+def test_errors_name_the_input(inputs, mask, message) -> None:
     layer = MoELayer(8, 12, MoEConfig(num_experts=4))
     with pytest.raises(ValueError, match=message):
         layer(inputs, mask)
@@ -309,7 +309,7 @@ def test_depth_scaled_initialisation() -> None:
         assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
 
 
-def test_larger_gates_go_first() -> None:
+def test_larger_gates_are_kept_first() -> None:
     config = MoEConfig(num_experts=2, capacity_factor=0.5, min_capacity=0, drop_order="probability")
     layer = make_layer(config, hidden_size=2)
     with torch.no_grad():

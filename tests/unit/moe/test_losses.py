@@ -20,7 +20,7 @@ def global_loss(parts: list[torch.Tensor], counts: list[torch.Tensor], expected:
     torch.testing.assert_close(total / len(parts), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_global_batch_statistics_are_those_of_one_rank_with_all_tokens() -> None:
+def test_global_batch_loss_equals_that_of_one_rank_with_all_tokens() -> None:
     torch.manual_seed(0)
     parts = [torch.randn(size, 2, 4, dtype=torch.float64).softmax(-1) for size in (7, 12)]
     counts = [torch.stack([part[:, z].argmax(-1).bincount(minlength=4) for z in range(2)]) for part in parts]

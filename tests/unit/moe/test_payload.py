@@ -37,7 +37,7 @@ def test_sizes_and_rows() -> None:
 
 
 @pytest.mark.parametrize("codec", [BFloat16(), Float8()])
-def test_zeros_stay_and_what_is_not_finite_is_not_hidden(codec) -> None:
+def test_zeros_and_values_that_are_not_finite_are_kept(codec) -> None:
     x = torch.zeros(3, 8)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     found = codec.decode(codec.encode(x), x.dtype)

@@ -37,7 +37,7 @@ def saved(function: Callable[..., Tensor | MoEOutput], *inputs: Tensor) -> dict[
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_logits_and_gradients_are_those_of_wide_copies_to_the_bit(dtype: torch.dtype, jitter: float) -> None:
+def test_logits_and_gradients_equal_those_of_wide_copies(dtype: torch.dtype, jitter: float) -> None:
     router = make_router(dtype, jitter)
     tokens = torch.randn(33, 16).to(dtype).requires_grad_()
     wide = torch.promote_types(dtype, torch.float32)
@@ -57,7 +57,7 @@ def test_logits_and_gradients_are_those_of_wide_copies_to_the_bit(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_and_weight_are_kept_as_they_are(dtype: torch.dtype) -> None:
+def test_tokens_and_weight_are_saved_in_their_own_type(dtype: torch.dtype) -> None:
     """And, with jitter, the noise, which is float32: it has more distinct values than 16 bits."""
     tokens = torch.randn(33, 16).to(dtype).requires_grad_()
     for jitter in (0.0, 0.1):
@@ -89,7 +89,7 @@ def test_second_derivatives() -> None:
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
-def test_autocast_touches_neither_pass() -> None:
+def test_autocast_changes_neither_pass() -> None:
     """Not even where the backward pass is called inside of it."""
     grads = []
     for enabled in (False, True):
@@ -121,7 +121,7 @@ def test_jitter_under_checkpointing_and_compilation(dtype: torch.dtype) -> None:
             assert torch.equal(own, expected)
 
 
-def test_no_values_are_needed() -> None:
+def test_the_router_runs_on_the_meta_device() -> None:
     with torch.device("meta"):
         router = Router(16, MoEConfig(num_experts=8, router_jitter=0.1)).bfloat16()
         tokens = torch.empty(5, 16, dtype=torch.bfloat16, requires_grad=True)

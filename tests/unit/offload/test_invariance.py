@@ -47,7 +47,7 @@ def toys(draw: st.DrawFn) -> Toy:
 
 
 def any_plan(runtime: OffloadRuntime, budget_bytes: int, prefetch_depth: int, seed: int) -> PlacementPlan:
-    """A plan that nobody would make: chunks owned and kept at random."""
+    """A random plan: chunks are owned and kept at random."""
     chance, trace = random.Random(seed), runtime.trace
     room = (
         budget_bytes

@@ -32,7 +32,7 @@ def run(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_16_bit_numbers_by_way_of_float32(monkeypatch: pytest.MonkeyPatch, dtype, activation: str) -> None:
+def test_16_bit_products_computed_in_float32(monkeypatch: pytest.MonkeyPatch, dtype, activation: str) -> None:
     """2 % of the largest value: a few roundings to 8 bits (bfloat16), most by chance in opposite directions."""
     monkeypatch.setattr(products, "_is_emulated", lambda rows: rows.dtype == dtype)
     layer = make_layer(dtype, activation=activation, bias=True)
@@ -89,7 +89,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_without_gradients_it_is_a_plain_function_of_equal_results(activation: str) -> None:
+def test_without_gradients_no_operator_is_dispatched(activation: str) -> None:
     layer, x = make_layer(activation=activation).eval(), torch.randn(9, 16)
     with Seen() as seen:
         expected = layer(x).hidden_states
@@ -102,7 +102,7 @@ def test_without_gradients_it_is_a_plain_function_of_equal_results(activation: s
         assert layer(mode.from_tensor(x)).hidden_states.shape == x.shape
 
 
-def test_dropout_and_jitter_act_in_training_alone() -> None:
+def test_dropout_and_jitter_only_in_training() -> None:
     layer = make_layer(expert_dropout=0.5, router_jitter=0.1)
     x = torch.randn(50, 16)
     torch.manual_seed(1)

@@ -144,7 +144,7 @@ def force(way: str, rows: Tensor, counts: Tensor) -> Products:
 
 
 @compiled_here
-def test_a_rows_result_depends_on_no_other_row_and_on_no_number_of_threads() -> None:
+def test_a_result_depends_on_neither_other_rows_nor_threads() -> None:
     """To the bit: every element is summed over the same blocks in the same order."""
     torch.manual_seed(0)
     counts = torch.tensor([70, 0, 517, 5])  # 512 and 5: two pieces of one product
@@ -172,7 +172,7 @@ def test_a_rows_result_depends_on_no_other_row_and_on_no_number_of_threads() -> 
 
 
 @compiled_here
-def test_operands_may_lie_anyhow_and_must_fit() -> None:
+def test_strided_operands_and_wrong_shapes() -> None:
     torch.manual_seed(0)
     own = WAYS["compiled"](torch.tensor([3, 40, 0]))
     rows, weight = torch.randn(20, 43).mT, torch.randn(3, 20, 50).mT
@@ -214,7 +214,7 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(monkeypatch: pytest
         assert load_kernel.__wrapped__() is None
 
 
-def test_the_way_is_chosen_by_type_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_chosen_by_type_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(dtype: torch.dtype, size: int, num_rows: int) -> Products:
         rows, weight = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(6, 16, size, dtype=dtype)
         return choose_products(rows, torch.tensor([num_rows, 0, 0, 0, 0, 0]), weight)

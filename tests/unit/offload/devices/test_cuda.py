@@ -34,7 +34,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def some_budget(toy: Toy) -> int:
-    """For one window of chunks and a third of all that there is."""
+    """For one window of chunks and a third of all chunks."""
     sizes = OffloadedRun(toy, SimulatedDevice(10**9), CHUNK_BYTES).runtime.sizes
     return window_bytes(sizes, 2) + 3000 + sum(size.owned for size in sizes) // 3
 
@@ -49,8 +49,8 @@ def train(toy: Toy, device: CudaDevice, budget: int, prefetch_depth: int = 2) ->
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=range(len(TOYS)))
-def test_the_results_are_those_of_resident_experts(toy: Toy, stand_in: StandIn):
-    """Copies happen as late as they may into memory that is NaN: a wait that is missing shows."""
+def test_results_equal_those_of_resident_experts(toy: Toy, stand_in: StandIn):
+    """Copies run as late as possible into memory filled with NaN, so a missing wait changes the results."""
     budget = some_budget(toy)
     run = train(toy, StandInDevice(budget, stand_in), budget)
     assert run.runtime.plan is not None
@@ -80,11 +80,11 @@ def test_the_budget_counts_everything_on_the_card(stand_in: StandIn):
         device.release(second)
 
 
-def test_the_budget_by_itself_is_most_of_what_is_free(stand_in: StandIn):
+def test_the_default_budget_is_most_of_the_free_memory(stand_in: StandIn):
     assert StandInDevice(None, stand_in).budget_bytes == 95_000
 
 
-def test_peaks_between_moments_are_seen(stand_in: StandIn):
+def test_peaks_between_moments_are_recorded(stand_in: StandIn):
     device = StandInDevice(10_000, stand_in)
     buffer = device.buffer(1000)
     stand_in.others = 3000
@@ -95,7 +95,7 @@ def test_peaks_between_moments_are_seen(stand_in: StandIn):
     assert device.begin_moment(1) == Peaks(nonmodel=100, total=1100)
 
 
-def test_host_memory_is_pinned_exactly_and_given_back(stand_in: StandIn):
+def test_host_memory_is_pinned_with_exact_size_and_unpinned(stand_in: StandIn):
     device = StandInDevice(10_000, stand_in)
     block = HostBlock(5000, device)
     assert list(stand_in.registered.values()) == [5000]
@@ -105,7 +105,7 @@ def test_host_memory_is_pinned_exactly_and_given_back(stand_in: StandIn):
     assert device.pinned_bytes == 0
 
 
-def test_what_cannot_be_pinned_is_pageable_with_a_warning(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch):
     stand_in.pinnable_bytes = 20_000
     monkeypatch.setattr(offload.devices.cuda, "_PROBE_BYTES", 4096)
     with pytest.warns(UserWarning, match=r"could not be pinned \(cudaHostRegister returned 2\).*instead of.*GB/s"):
@@ -114,7 +114,7 @@ def test_what_cannot_be_pinned_is_pageable_with_a_warning(stand_in: StandIn, mon
     assert run.finish() == train_plainly(Toy())
 
 
-def test_nothing_is_pinned_and_no_stream_made_after_the_first_steps(stand_in: StandIn):
+def test_later_steps_neither_pin_memory_nor_make_streams(stand_in: StandIn):
     run = train(Toy(), StandInDevice(48_000, stand_in), 48_000)
     before = stand_in.num_registered, stand_in.num_streams
     for number in range(5):

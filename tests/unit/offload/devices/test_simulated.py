@@ -18,12 +18,12 @@ def setup(num_bytes=64, **settings):
     return device, buffer, buffer.view(torch.float32, 0, (num_bytes // 4,)), torch.arange(num_bytes / 4)
 
 
-def test_new_memory_is_not_a_number():
+def test_new_memory_is_nan():
     _, _, view, _ = setup()
     assert view.isnan().all()
 
 
-def test_a_copy_happens_when_it_is_waited_for():
+def test_a_copy_runs_when_something_waits_for_it():
     device, buffer, view, host = setup()
     event = device.upload(host, view, buffer, [device.compute_event()])
     assert view.isnan().all()
@@ -32,7 +32,7 @@ def test_a_copy_happens_when_it_is_waited_for():
     device.computes_on(buffer, write=False)
 
 
-def test_views_of_one_buffer_survive_its_absence():
+def test_views_of_a_buffer_show_its_new_content():
     device, buffer, view, host = setup()
     device.release(buffer)
     device.acquire(buffer)
@@ -40,27 +40,27 @@ def test_views_of_one_buffer_survive_its_absence():
     assert torch.equal(view, host)
 
 
-def test_reading_before_the_upload():
+def test_reading_before_the_upload_is_a_race():
     device, buffer, view, host = setup()
     device.upload(host, view, buffer, [device.compute_event()])
     with pytest.raises(SimulatedRace, match="compute reads memory without waiting for a write by upload"):
         device.computes_on(buffer, write=False)
 
 
-def test_an_upload_into_memory_that_computation_still_uses():
+def test_an_upload_into_used_memory_is_a_race():
     device, buffer, view, host = setup()
     with pytest.raises(SimulatedRace, match="upload writes memory without waiting for a write by compute"):
         device.upload(host, view, buffer, [])
 
 
-def test_releasing_what_is_being_downloaded():
+def test_a_release_during_a_download_is_a_race():
     device, buffer, view, host = setup()
     device.download(view, host, buffer, [device.compute_event()])
     with pytest.raises(SimulatedRace, match="compute writes memory without waiting for a read by download"):
         device.release(buffer)
 
 
-def test_the_host_writes_what_is_being_uploaded():
+def test_a_write_by_the_host_during_an_upload_is_a_race():
     device, buffer, view, host = setup()
     event = device.upload(host, view, buffer, [device.compute_event()])
     device.compute_waits(event)
@@ -70,7 +70,7 @@ def test_the_host_writes_what_is_being_uploaded():
     device.host_accesses(host, write=True)
 
 
-def test_threads_are_ordered_by_events_alone():
+def test_only_events_order_threads():
     device, _, _, host = setup()
     device.host_accesses(host, write=True)
     event = device.host_event()
@@ -92,7 +92,7 @@ def test_threads_are_ordered_by_events_alone():
     assert found[1] == "fine"
 
 
-def test_a_copy_runs_what_it_waits_for_first():
+def test_a_copy_first_runs_the_copies_that_it_waits_for():
     device, buffer, view, host = setup()
     up = device.upload(host, view, buffer, [device.compute_event()])
     target = torch.zeros(16)
@@ -100,7 +100,7 @@ def test_a_copy_runs_what_it_waits_for_first():
     assert torch.equal(target, host)
 
 
-def test_a_tensor_of_pytorchs_own_has_to_live_until_its_copy():
+def test_a_tensor_freed_before_its_copy_is_a_race():
     device, _, _, host = setup()
     tensor = device.empty(16, torch.float32)
     assert tensor.isnan().all()
@@ -113,7 +113,7 @@ def test_a_tensor_of_pytorchs_own_has_to_live_until_its_copy():
         device.upload(host.clone(), tensor, tensor, [])
 
 
-def test_what_was_not_pinned_is_forgotten_when_it_goes():
+def test_pageable_memory_is_forgotten_when_it_is_freed():
     device, _, _, _ = setup(pinnable_bytes=0)
     with pytest.warns(UserWarning, match="could not be pinned"):
         block = HostBlock(64, device)
@@ -142,8 +142,8 @@ def test_the_budget_holds_for_buffers_and_nonmodel_memory_together():
         device.release(buffer)
 
 
-def test_time():
-    """An upload and a download run beside each other, and the computation waits for the end of one."""
+def test_time_of_overlapping_copies():
+    """An upload and a download overlap, and the computation waits for the end of one."""
     device, buffer, view, host = setup(latency_s=1.0, rates=Rates(upload=32.0, download=64.0))
     device.spend(2.0)
     up = device.upload(host, view, buffer, [device.compute_event()])

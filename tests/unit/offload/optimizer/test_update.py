@@ -126,6 +126,6 @@ def test_sum_of_squares(dtype, count):
     assert sum_of_squares(values) == pytest.approx(float(values.double().square().sum()), rel=1e-13)
 
 
-def test_infinite_gradients_show_in_the_sum():
+def test_a_gradient_that_is_not_finite_makes_the_sum_not_finite():
     assert sum_of_squares(torch.tensor([1.0, float("inf")])) == float("inf")
     assert not sum_of_squares(torch.tensor([1.0, float("nan")])) >= 0

@@ -22,8 +22,8 @@ def zigzag(num_chunks: int, nonmodel_bytes: list[int], recompute: bool = False) 
     return Trace(tuple(moments), nonmodel_bytes[-1])
 
 
-def test_the_size_of_chunks_is_searched():
-    """Large ones where there is room, since each copy costs; small ones where a window of large ones would not fit."""
+def test_chunks_are_large_unless_the_window_would_not_fit():
+    """Each copy has a cost, so chunks are large, unless a window of large ones does not fit."""
     stacks = [Stack(f"layer_{number}", 8, {"w": (64, 64)}) for number in range(4)]
     trace = zigzag(4, [0] * 8)
     expert_bytes = 2 * 64 * 64

@@ -26,7 +26,7 @@ def zigzag(num_chunks: int, nonmodel_bytes: list[int], recompute: bool = False) 
 
 
 def moved_bytes(trace: Trace, sizes: list[ChunkBytes], owned: set[int], keep: tuple[bool, ...]) -> int:
-    """What a device moves that follows a plan, one moment after the other."""
+    """The bytes that a device moves if it follows a plan."""
     moved, resident = 0, set()
     for moment, stays in zip(trace.moments, keep, strict=True):
         if moment.chunk in owned:
@@ -129,14 +129,14 @@ def test_enough_memory_moves_nothing():
     assert plan.owned == frozenset(range(10))
 
 
-def test_the_device_owns_what_the_host_cannot_hold():
+def test_the_device_owns_chunks_that_exceed_the_host_budget():
     sizes = [ChunkBytes(100, 100, 700)] * 10
     plan = solve(zigzag(10, [0] * 20), sizes, 4000, host_budget_bytes=5000)
     assert sum(sizes[chunk].owned for chunk in range(10) if chunk not in plan.owned) <= 5000
     check_against_budget(plan, sizes, 4000)
 
 
-def test_too_small_budgets_name_the_smallest_that_suffices():
+def test_errors_name_the_smallest_budget_that_suffices():
     sizes = [ChunkBytes(100, 100, 700)] * 4
     trace = zigzag(4, [50] * 8)
     with pytest.raises(ValueError, match=r"budget of 300 bytes is too small.*smallest that suffices is 450"):
@@ -147,7 +147,7 @@ def test_too_small_budgets_name_the_smallest_that_suffices():
 
 
 def test_constraints_are_followed():
-    """Chunks that are to be owned are, others are not, and those to be fetched leave before another is used."""
+    """``owned`` chunks are owned, the others are not, and ``fetched`` chunks are dropped after each use."""
     sizes = [ChunkBytes(100, 100, 700)] * 6
     trace = zigzag(6, [0] * 12)
     constraints = PlacementConstraints(owned=frozenset({4}), streamed=frozenset({0, 1}), fetched=frozenset({3}))
@@ -161,7 +161,7 @@ def test_constraints_are_followed():
         solve(trace, sizes, 1000, constraints=PlacementConstraints(owned=frozenset({0, 1})))
 
 
-def test_what_the_plan_says_of_residents_is_what_it_holds():
+def test_resident_bytes_of_a_plan():
     sizes = [ChunkBytes(100, 100, 700)] * 5
     trace = zigzag(5, [10, 20, 30, 40, 50, 50, 40, 30, 20, 10])
     plan = solve(trace, sizes, 1900)

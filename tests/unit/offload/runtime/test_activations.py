@@ -33,7 +33,7 @@ def offloading(eagerness: float = 0.0) -> ActivationOffload:
 @pytest.mark.parametrize("recompute", ["none", "reentrant", "non_reentrant"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_the_results_are_those_without(recompute: str, dtype: torch.dtype, num_micro_batches: int):
+def test_results_equal_those_without_offloading(recompute: str, dtype: torch.dtype, num_micro_batches: int):
     toy = replace(TOY, recompute=recompute, dtype=dtype, num_micro_batches=num_micro_batches)
     outcome, runtime = train_offloaded(toy, SimulatedDevice(60_000, seed=num_micro_batches), CHUNK_BYTES)
     assert outcome == train_plainly(toy)
@@ -41,7 +41,7 @@ def test_the_results_are_those_without(recompute: str, dtype: torch.dtype, num_m
 
 
 def nonmodel_bytes_of(toy: Toy) -> tuple[int, int]:
-    """The most non-model bytes of a step, and of the same step by the dry trace."""
+    """The most non-model bytes of a step, and of the same step by the dry run."""
     device = SimulatedDevice(10**9)
     real = OffloadedRun(toy, device, chunk_bytes=1)
     device.meter = meter = StorageMeter([], device.storages)
@@ -71,8 +71,8 @@ def test_nonmodel_memory_is_smaller_and_the_dry_run_knows(recompute: str):
     assert dry == pytest.approx(with_all, rel=0.05)
 
 
-def test_what_stays():
-    """Parameters, what chunks hold, integers, masks and small tensors: of all that is saved here one tensor moves."""
+def test_what_is_not_moved():
+    """Parameters, weights of chunks, integers, masks and small tensors; only one of the saved tensors is moved."""
     activations = offloading()
     activations.small_bytes = 400
     device = activations.device
@@ -93,7 +93,7 @@ def test_what_stays():
 
 
 @STRICT
-def test_a_storage_moves_once_and_keeps_its_strides():
+def test_a_storage_is_moved_once_and_keeps_its_strides():
     found: list[tuple[Tensor, Tensor]] = []
 
     class Save(torch.autograd.Function):
@@ -125,7 +125,7 @@ def test_a_storage_moves_once_and_keeps_its_strides():
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_what_was_saved_must_not_be_changed_in_place(leaves: bool):
+def test_changing_a_saved_tensor_in_place_is_an_error(leaves: bool):
     activations = offloading()
     start, scale = torch.ones(4, requires_grad=True), torch.full((4,), 3.0)
     with activations.unit():
@@ -155,7 +155,7 @@ def test_uploads_start_a_unit_ahead():
     assert activations.downloaded_bytes == 1600
 
 
-def test_units_do_not_nest():
+def test_nested_units_are_an_error():
     activations = offloading()
     with activations.unit(), pytest.raises(RuntimeError, match="begins within another one"), activations.unit():
         pass
@@ -207,7 +207,7 @@ def test_a_checkpointed_function_keeps_its_input_on_the_host(use_reentrant: bool
 
 
 @STRICT
-def test_nothing_is_left_by_steps_or_by_graphs_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch):
+def test_no_memory_leaks_after_steps_or_graphs_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch):
     """The slabs of the first step serve all others."""
     monkeypatch.setattr(ActivationOffload, "slab_bytes", 4096)
     run = OffloadedRun(TOY, SimulatedDevice(60_000), CHUNK_BYTES)
@@ -225,7 +225,7 @@ def test_nothing_is_left_by_steps_or_by_graphs_without_a_backward_pass(monkeypat
     run.finish()  # asserts that no host memory is left
 
 
-def test_slabs_that_a_graph_still_holds_follow(monkeypatch: pytest.MonkeyPatch):
+def test_close_frees_slabs_of_a_graph_with_the_graph(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ActivationOffload, "slab_bytes", 4096)
     activations = offloading()
     device = activations.device
@@ -238,7 +238,7 @@ def test_slabs_that_a_graph_still_holds_follow(monkeypatch: pytest.MonkeyPatch):
     assert device.pinned_bytes == 0
 
 
-def test_what_is_larger_than_a_slab_has_its_own():
+def test_a_large_storage_gets_a_slab_of_its_own():
     made: list[int] = []
 
     def new_block(num_bytes: int) -> HostBlock:
@@ -259,7 +259,7 @@ def test_what_is_larger_than_a_slab_has_its_own():
 
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
 @pytest.mark.parametrize("skipped", [0, 2])
-def test_a_wait_that_is_missing_is_found(skipped: int, eagerness: float, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_wait_is_a_race(skipped: int, eagerness: float, monkeypatch: pytest.MonkeyPatch):
     """For the first download, before its memory is another's, and for the only upload, before that is read. The wait
     between is for the second download."""
     activations = offloading(eagerness)

@@ -25,8 +25,8 @@ TOY = Toy()
 CHUNK_BYTES = 2 * 2 * 8 * 16 * 4  # two experts of two fp32 matrices
 
 
-def test_more_moves_than_planned_when_a_use_was_not_foreseen():
-    """A step that uses the layers in another order than the traced one is slower, and no less right."""
+def test_uses_that_are_not_in_the_plan_are_counted():
+    """A step that uses the layers in another order than the traced one is slower, and its results are the same."""
     run = OffloadedRun(TOY, SimulatedDevice(60_000), CHUNK_BYTES)
     run.step(0)
     run.runtime.adopt(solve(run.runtime.trace, run.runtime.sizes, 60_000))
@@ -55,7 +55,7 @@ def test_validation_between_steps_changes_nothing():
     assert run.finish() == train_plainly(TOY)
 
 
-def test_what_moves_is_what_was_planned():
+def test_moved_bytes_are_those_of_the_plan():
     budget = 60_000
     device = SimulatedDevice(budget)
     run = OffloadedRun(TOY, device, CHUNK_BYTES)
@@ -70,7 +70,7 @@ def test_what_moves_is_what_was_planned():
     assert run.runtime.statistics.num_evictions == 0
 
 
-def test_resume_under_another_budget_and_chunk_size():
+def test_resume_with_another_budget_and_chunk_size():
     """Values read from one runtime and written into another: the training goes on to the bit."""
     toy = replace(TOY, num_steps=6, dtype=torch.bfloat16)
     first = OffloadedRun(toy, SimulatedDevice(60_000), CHUNK_BYTES)
@@ -97,7 +97,7 @@ def test_write_refuses_other_shapes():
         run.runtime.write("weight", "layer_0", {"w_in": values["w_in"]})
 
 
-def test_budgets_that_hold_nothing():
+def test_too_small_budgets_are_errors():
     with pytest.raises(ValueError, match=r"device's budget of 1000 bytes is too small.* is 6144"):
         OffloadedRun(TOY, SimulatedDevice(1000), CHUNK_BYTES)
     settings = {"dtype": torch.float32, "chunk_bytes": CHUNK_BYTES}
@@ -105,7 +105,7 @@ def test_budgets_that_hold_nothing():
         OffloadRuntime(TOY.stacks, SimulatedDevice(60_000), OptimizerSettings(), host_budget_bytes=5, **settings)
 
 
-def test_host_memory_is_what_was_counted():
+def test_host_bytes_by_hand():
     """12 bytes a parameter with AdamW and a split master, 4 with Adafactor, each with 2 more where gradients are kept.
 
     Rows and columns of the second moments, alignment and the two landings come on top.
@@ -128,7 +128,7 @@ def test_host_memory_is_what_was_counted():
         runtime.close()
 
 
-def test_a_failure_in_a_thread_stops_the_training(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_in_a_thread_is_raised_at_the_next_use(monkeypatch: pytest.MonkeyPatch):
     """The failure shows at the next use of the chunk, and reading the state, half updated, fails too."""
     run = OffloadedRun(TOY, SimulatedDevice(60_000), CHUNK_BYTES)
     run.step(0)
@@ -162,7 +162,7 @@ def test_infinite_gradients_are_reported_and_skipped():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
 @pytest.mark.parametrize("plan", [False, True])
-def test_updates_in_the_backward_pass_are_the_same(dtype: torch.dtype, kind: str, plan: bool):
+def test_updates_in_the_backward_pass_give_the_same_results(dtype: torch.dtype, kind: str, plan: bool):
     """Without clipping an expert's update depends on no other gradient, so that nothing shows when it happens."""
     toy = replace(TOY, dtype=dtype, gradient_dtype=dtype, clip=False, optimizer=OptimizerSettings(kind))
     early = replace(toy, update_in_backward=True)
@@ -177,15 +177,15 @@ def test_updates_in_the_backward_pass_are_the_same(dtype: torch.dtype, kind: str
         assert runtime.plan.owned
 
 
-def test_a_second_gradient_comes_too_late_for_an_update_in_the_backward_pass():
+def test_a_second_gradient_after_an_update_in_the_backward_pass_is_an_error():
     toy = replace(TOY, update_in_backward=True, clip=False, num_micro_batches=2)
     run = OffloadedRun(toy, SimulatedDevice(60_000), CHUNK_BYTES)
     with pytest.raises(RuntimeError, match=r"a second gradient of chunk .* of layer_2 in a step, after its update"):
         run.step(0)
 
 
-def test_a_plan_that_is_known_before_the_first_step():
-    """What the device owns then never lies on the host; the results are those of any other plan."""
+def test_a_plan_before_the_first_step():
+    """Owned chunks never take memory on the host, and the results are those of any other plan."""
     first = OffloadedRun(TOY, SimulatedDevice(60_000), CHUNK_BYTES)
     everything = first.runtime.host_bytes
     first.step(0)
@@ -203,7 +203,7 @@ def test_a_plan_that_is_known_before_the_first_step():
     assert second.finish() == train_plainly(TOY)
 
 
-def test_what_cannot_be_pinned_is_slower_and_no_less_right():
+def test_pageable_memory_gives_the_same_results():
     fast = SimulatedDevice(60_000, latency_s=0.0)
     slow = SimulatedDevice(60_000, latency_s=0.0, pinnable_bytes=40_000)
     runs = [OffloadedRun(TOY, fast, CHUNK_BYTES)]
@@ -218,7 +218,7 @@ def test_what_cannot_be_pinned_is_slower_and_no_less_right():
 
 
 @pytest.mark.parametrize("recompute", ["none", "reentrant", "non_reentrant"])
-def test_the_dry_trace_is_that_of_the_real_step(recompute: str):
+def test_the_dry_trace_equals_that_of_the_real_step(recompute: str):
     """The same uses in the same order, the same pinned chunks, and non-model memory within 5 % of the real one:
     what the toy's tensors that are no experts occupy on the CPU."""
     toy = replace(TOY, recompute=recompute, num_micro_batches=2)
@@ -244,7 +244,7 @@ def test_the_dry_trace_is_that_of_the_real_step(recompute: str):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_behind_by_a_thousand_steps():
+def test_a_thousand_steps_leak_nothing():
     """Neither device memory nor pinned memory nor objects: the last 500 steps leave fewer than one in ten steps."""
     toy = replace(TOY, num_layers=2, num_experts=3, activations_on_host=frozenset({0, 1}))
     run = OffloadedRun(toy, SimulatedDevice(30_000), CHUNK_BYTES)
