@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from offload.devices.device import Rates
 from offload.plan.placement import PlacementConstraints, PlacementPlan
 from offload.plan.retention import retain_by_belady, retain_greedily
 from offload.plan.sizes import ChunkBytes, window_bytes
 from offload.plan.trace import Trace
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _NUM_ROUNDINGS = 3  # rounding down, and up by one and by two chunks
 
@@ -55,10 +59,10 @@ def solve(
     least_owned = 0
     if host_budget_bytes is not None:
         least_owned = max(0, sum(size.owned for size in sizes) - host_budget_bytes)
-        if least_owned > problem.room_for_owned:
+        if least_owned > problem.ownable_bytes:
             raise ValueError(
                 f"the host's budget of {host_budget_bytes} bytes is too small: with as many chunks on the device as "
-                f"it can own, the host has to hold {sum(size.owned for size in sizes) - problem.room_for_owned}"
+                f"it can own, the host has to hold {sum(size.owned for size in sizes) - problem.ownable_bytes}"
             )
     owned_share, _, bound = problem.relax(least_owned)
     plans: list[PlacementPlan] = []
@@ -90,12 +94,12 @@ class _Problem:
         moments = trace.moments
         # Pinned chunks occupy the device whatever is planned. So their bytes are subtracted here, and forced intervals
         # have no bytes of their own in the programme.
-        self.room = [
+        self.free_bytes = [
             budget_bytes - moment.nonmodel_bytes - window - sum(sizes[chunk].weight for chunk in moment.pinned)
             for moment in moments
         ]
-        self.room.append(budget_bytes - trace.outside_bytes)
-        tightest = min(self.room, default=0)
+        self.free_bytes.append(budget_bytes - trace.outside_bytes)
+        tightest = min(self.free_bytes, default=0)
         if tightest < 0:
             raise ValueError(
                 f"the device's budget of {budget_bytes} bytes is too small for one window of chunks of {window} bytes "
@@ -107,7 +111,7 @@ class _Problem:
                 f"the device's budget of {budget_bytes} bytes is too small for the {wanted} bytes of the chunks that "
                 f"it has to own; the smallest that suffices is {budget_bytes - tightest + wanted}"
             )
-        self.room_for_owned = tightest
+        self.ownable_bytes = tightest
         uses = [0] * len(sizes)
         for moment in moments:
             uses[moment.chunk] += 1
@@ -139,9 +143,22 @@ class _Problem:
         if not self.sizes:
             return [], [], 0.0
         from scipy.optimize import linprog
+
+        gains = [*self.owned_seconds, *self.interval_seconds]
+        most = max(gains) or 1.0
+        matrix, limits = self._inequalities(least_owned)
+        objective = [-gain / most for gain in gains]
+        solution = linprog(objective, A_ub=matrix, b_ub=limits, bounds=self._bounds(owned), method="highs-ds")
+        if not solution.success:
+            raise ValueError(f"no plan meets both budgets: {solution.message}")
+        shares = solution.x.tolist()
+        own, keep = shares[: len(self.sizes)], shares[len(self.sizes) :]
+        return own, keep, self._bytes(own, keep)
+
+    def _inequalities(self, least_owned: int) -> tuple[csr_array, list[float]]:
+        """Returns the matrix A and the right side b of A (y, x) <= b."""
         from scipy.sparse import coo_array
 
-        num_chunks, num_moments = len(self.sizes), len(self.room)
         rows: list[int] = []
         columns: list[int] = []
         values: list[float] = []
@@ -153,12 +170,11 @@ class _Problem:
             values.append(value)
 
         # One row for each moment: owned chunks, and intervals that span it, have to fit.
+        limits = [free / unit for free in self.free_bytes]
         for chunk, size in enumerate(self.sizes):
-            for moment in range(num_moments):
+            for moment in range(len(limits)):
                 add(moment, chunk, size.owned / unit)
-        limits = [room / unit for room in self.room]
-        for index, interval in enumerate(self.intervals):
-            column = num_chunks + index
+        for column, interval in enumerate(self.intervals, start=len(self.sizes)):
             if not interval.forced:
                 for moment in range(interval.begin + 1, interval.end):
                     add(moment, column, self.sizes[interval.chunk].weight / unit)
@@ -170,23 +186,21 @@ class _Problem:
             for chunk, size in enumerate(self.sizes):
                 add(len(limits), chunk, -size.owned / unit)
             limits.append(-least_owned / unit)
-        gains = [*self.owned_seconds, *self.interval_seconds]
-        most = max(gains) or 1.0
-        matrix = coo_array((values, (rows, columns)), shape=(len(limits), len(gains))).tocsr()
-        bounds = [(0, 1)] * len(gains)
-        for chunk in range(num_chunks):
-            bounds[chunk] = (int(chunk in self.constraints.owned), int(chunk not in self.constraints.never_owned))
-        for index, interval in enumerate(self.intervals):
-            if interval.chunk in self.constraints.fetched and not interval.forced:
-                bounds[num_chunks + index] = (0, 0)
+        shape = (len(limits), len(self.sizes) + len(self.intervals))
+        return coo_array((values, (rows, columns)), shape=shape).tocsr(), limits
+
+    def _bounds(self, owned: set[int] | None) -> list[tuple[int, int]]:
+        """Returns the bounds of each y and x, which ``constraints`` and ``owned`` fix to 0 or 1."""
+        chunks = range(len(self.sizes))
         if owned is not None:
-            bounds[:num_chunks] = [(int(chunk in owned),) * 2 for chunk in range(num_chunks)]
-        solution = linprog([-gain / most for gain in gains], A_ub=matrix, b_ub=limits, bounds=bounds, method="highs-ds")
-        if not solution.success:
-            raise ValueError(f"no plan meets both budgets: {solution.message}")
-        shares = solution.x.tolist()
-        own, keep = shares[:num_chunks], shares[num_chunks:]
-        return own, keep, self._bytes(own, keep)
+            bounds = [(int(chunk in owned),) * 2 for chunk in chunks]
+        else:
+            wanted, refused = self.constraints.owned, self.constraints.never_owned
+            bounds = [(int(chunk in wanted), int(chunk not in refused)) for chunk in chunks]
+        for interval in self.intervals:
+            dropped = interval.chunk in self.constraints.fetched and not interval.forced
+            bounds.append((0, 0) if dropped else (0, 1))
+        return bounds
 
     def _bytes(self, owned: Sequence[float], kept: Sequence[float]) -> float:
         """Returns the bytes that shares of owned chunks and kept intervals move in a step."""
@@ -226,7 +240,7 @@ class _Problem:
             if chunk in owned:
                 continue
             wanted = used + size <= planned * (1 + 1e-9) or used < least_owned
-            if wanted and used + size <= self.room_for_owned:
+            if wanted and used + size <= self.ownable_bytes:
                 owned.add(chunk)
                 used += size
         if used < least_owned:
@@ -239,7 +253,7 @@ class _Problem:
         If all chunks have the same size, the constraints' matrix has consecutive ones. Its solutions are whole if the
         free bytes are multiples of that size, so rounding then changes little.
         """
-        room = [value - sum(self.sizes[chunk].owned for chunk in owned) for value in self.room]
+        free_bytes = [value - sum(self.sizes[chunk].owned for chunk in owned) for value in self.free_bytes]
         best: tuple[float, set[int]] = (-1.0, set())
         candidates = [
             index
@@ -250,9 +264,9 @@ class _Problem:
         by_share = sorted(by_length, key=lambda index: -round(shares[index], 6))
         weights = [0 if interval.forced else self.sizes[interval.chunk].weight for interval in self.intervals]
         for kept in (
-            retain_greedily(self.intervals, weights, by_share, room),
-            retain_greedily(self.intervals, weights, by_length, room),
-            retain_by_belady(self.intervals, weights, candidates, room),
+            retain_greedily(self.intervals, weights, by_share, free_bytes),
+            retain_greedily(self.intervals, weights, by_length, free_bytes),
+            retain_by_belady(self.intervals, weights, candidates, free_bytes),
         ):
             gain = sum(self.interval_seconds[index] for index in kept)
             if gain > best[0]:
