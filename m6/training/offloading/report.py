@@ -22,7 +22,7 @@ def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffi
     """
     sizes, device = runtime.sizes, runtime.device
     owned = sum(sizes[number].owned for number in plan.owned)
-    tide = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
+    nonmodel = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
     peak = max(
         (
             resident + moment.nonmodel_bytes
@@ -36,7 +36,7 @@ def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffi
         f"{_mib(max(size.weight for size in sizes))}, {_mib(sum(size.owned for size in sizes))} with "
         f"{'' if runtime.update_in_backward else 'gradients and '}optimizer state",
         f"  device, budget {_mib(device.budget_bytes)}: owns {len(plan.owned)} chunks, {_mib(owned)}; everything else "
-        f"of the model at most {_mib(tide)}; with the chunks that stay and the one in use at most {_mib(peak)}",
+        f"of the model at most {_mib(nonmodel)}; with the chunks that stay and the one in use at most {_mib(peak)}",
         f"  host: {_mib(runtime.host_bytes)}"
         + (f", of which {_mib(device.pageable_bytes)} could not be pinned" if device.pageable_bytes else ""),
         f"  moved per step: {_mib(plan.upload_bytes)} up, {_mib(plan.download_bytes)} down; no plan moves less than "
