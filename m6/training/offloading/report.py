@@ -8,13 +8,13 @@ from typing import Any
 from m6.files import write_json
 from m6.formatting import format_mib as mib
 from m6.training.offloading.setup import ActivationTraffic
-from offload import OffloadRuntime, Plan, predict_times
+from offload import OffloadRuntime, PlacementPlan, predict_times
 
 MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
 """In the run's folder; each rank writes its own."""
 
 
-def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: ActivationTraffic) -> str:
+def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffic: ActivationTraffic) -> str:
     """Where the experts lie under ``plan``, and what a step moves.
 
     Args:
@@ -23,7 +23,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     """
     sizes, device = runtime.sizes, runtime.device
     owned = sum(sizes[number].owned for number in plan.owned)
-    tide = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
+    nonmodel = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
     peak = max(
         (
             resident + moment.nonmodel_bytes
@@ -37,7 +37,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
         f"{mib(max(size.weight for size in sizes))}, {mib(sum(size.owned for size in sizes))} with "
         f"{'' if runtime.update_in_backward else 'gradients and '}optimizer state",
         f"  device, budget {mib(device.budget_bytes)}: owns {len(plan.owned)} chunks, {mib(owned)}; everything else "
-        f"of the model at most {mib(tide)}; with the chunks that stay and the one in use at most {mib(peak)}",
+        f"of the model at most {mib(nonmodel)}; with the chunks that stay and the one in use at most {mib(peak)}",
         f"  host: {mib(runtime.host_bytes)}"
         + (f", of which {mib(device.pageable_bytes)} could not be pinned" if device.pageable_bytes else ""),
         f"  moved per step: {mib(plan.upload_bytes)} up, {mib(plan.download_bytes)} down; no plan moves less than "
@@ -62,7 +62,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     return "\n".join(lines)
 
 
-def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Plan, step: int) -> None:
+def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: PlacementPlan, step: int) -> None:
     """Records the step that ended: what was planned for each use of a chunk, and what was there.
 
     Args:
