@@ -16,10 +16,9 @@ from m6.data.pretraining import MicroBatch, PretrainingData
 from m6.errors import StorageError, UserError
 from m6.export import make_processor
 from m6.generation.text_to_image import check_captions
-from m6.planning.activations import BatchShape
-from m6.planning.memory import describe, predict_memory
-from m6.planning.prediction import announce, outcome_line
-from m6.planning.profile import Profile
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.profile import Profile
+from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpoint import Checkpointer, open_newest, open_together, restore
 from m6.training.engine import build_engine, release_engine
@@ -211,7 +210,7 @@ class Trainer:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.coming():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
-                self._say(f"{name}{describe(prediction)}")
+                self._say(f"{name}{describe_memory(prediction)}")
             experts = offloaded_experts(self.engine)
             if experts is not None:
                 self._say(experts.memory_map())

@@ -17,7 +17,7 @@ from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing
-from m6.planning.measure import engine_state
+from m6.planning.cost.storages import engine_state
 from m6.training.expert_groups import expert_group
 from m6.training.fragments import WEIGHT, Fragment, create_moments, optimizer_step, set_optimizer_step
 from m6.training.offload_modules import experts_of, stream, take_activations

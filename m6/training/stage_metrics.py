@@ -6,7 +6,7 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-from m6.planning.measure import engine_state_bytes
+from m6.planning.cost.storages import engine_state_bytes
 from m6.training.layers import LayerGradients, layer_divergence
 from m6.training.offloading import offloaded_experts
 from m6.training.pseudo_to_real import Stage

@@ -10,12 +10,12 @@ from m6.config import RunConfig, load_config, parse_config
 from m6.model import M6ForConditionalGeneration
 from m6.model.configuration import M6Config
 from m6.model.sharing import PARTS, Sharing, share_layers
-from m6.planning.folding import fold
-from m6.planning.footprint import MemoryModel, full_row, scale_batch
-from m6.planning.layout import Layout, configured, layout_of
-from m6.planning.memory import predict_memory
-from m6.planning.profile import Profile
-from m6.planning.search import pseudo_sharing
+from m6.planning.cost.folding import fold
+from m6.planning.cost.layout import ParallelLayout, configured, layout_of
+from m6.planning.cost.memory import MemoryModel, full_row, scale_batch
+from m6.planning.machine.profile import Profile
+from m6.planning.prediction import predict_memory
+from m6.planning.search.planner import pseudo_sharing
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MIXED = {"num_experts": 8, "num_prototypes": 2}
@@ -56,7 +56,7 @@ def small_run(**changes: object) -> RunConfig:
 @pytest.mark.parametrize(("stage", "ep_size"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 4), (2, 1), (3, 1)])
 def test_footprint_is_the_exact_prediction(stage: int, ep_size: int, checkpointing: bool, world_size: int):
     changes = {"bf16": {"enabled": True}} if stage else {"bf16": {}, "zero_optimization": {"stage": 0}}
-    asked = Layout(world_size, ep_size, zero_stage=stage, micro_batch_size=4, checkpointing=checkpointing)
+    asked = ParallelLayout(world_size, ep_size, zero_stage=stage, micro_batch_size=4, checkpointing=checkpointing)
     config = small_run(**changes)
     exact = predict_memory(configured(config, asked), world_size, scale_batch(full_row(config), 4))
     model = MemoryModel(config, Profile())
@@ -76,7 +76,7 @@ def test_pseudo_stage_stores_one_layer():
     one = small_run()
     one.document["m6"]["model"]["num_layers"] = 1
     single = parse_config(one.document)
-    layout = Layout(4, 4, zero_stage=2, micro_batch_size=4, checkpointing=True)
+    layout = ParallelLayout(4, 4, zero_stage=2, micro_batch_size=4, checkpointing=True)
     pseudo = MemoryModel(config, Profile(), sharing=pseudo_sharing(config))
     shallow = MemoryModel(single, Profile())
     assert pseudo.model.num_parameters == shallow.model.num_parameters
@@ -88,7 +88,7 @@ def test_pseudo_stage_stores_one_layer():
 def test_host_memory_takes_what_the_device_gives_up():
     config = small_run()
     model = MemoryModel(config, Profile())
-    layout = Layout(16, 4, zero_stage=2, micro_batch_size=4)
+    layout = ParallelLayout(16, 4, zero_stage=2, micro_batch_size=4)
     owned = sum(model.counts(layout).partitions(16, 4))
     on_device, offloaded = model(layout), model(replace(layout, offload_optimizer=True))
     assert offloaded.optimizer_state == 0
@@ -101,8 +101,8 @@ def test_layout_survives_the_journey_through_json():
     config = load_config(CONFIGS / "m6_100b.json")
     for asked in (
         layout_of(config, 128),
-        Layout(256, 64, zero_stage=1, micro_batch_size=2),
-        Layout(64, 1, zero_stage=3, micro_batch_size=1, offload_optimizer=True, offload_params=True),
+        ParallelLayout(256, 64, zero_stage=1, micro_batch_size=2),
+        ParallelLayout(64, 1, zero_stage=3, micro_batch_size=1, offload_optimizer=True, offload_params=True),
     ):
         changed = configured(config, asked)
         assert layout_of(changed, asked.world_size) == asked
@@ -130,10 +130,10 @@ def test_a_stage_that_shares_in_part_stores_what_the_model_does():
 def test_pipeline_stages_share_layers_and_have_the_embeddings():
     config = small_run()
     memory = MemoryModel(config, Profile())
-    whole, half = (memory.counts(Layout(8, pp_size=size)) for size in (1, 2))
+    whole, half = (memory.counts(ParallelLayout(8, pp_size=size)) for size in (1, 2))
     embeddings = sum(block.numel * n for block, _, n in memory.model.blocks if block.kind in ("embeddings", "norm"))
     assert half.local - embeddings == (whole.local - embeddings) / 2
-    one, two, four = (memory(Layout(8, pp_size=size, tp_size=1, micro_batch_size=4)) for size in (1, 2, 4))
+    one, two, four = (memory(ParallelLayout(8, pp_size=size, tp_size=1, micro_batch_size=4)) for size in (1, 2, 4))
     assert one.weights > two.weights > four.weights
     # The first of two stages keeps two micro-batches of half of the layers.
     assert two.activations == one.activations

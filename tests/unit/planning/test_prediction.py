@@ -9,11 +9,11 @@ import pytest
 
 from m6.config import load_config
 from m6.errors import UserError
-from m6.planning.activations import BatchShape
-from m6.planning.detect import detect_cluster
-from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.detection import detect_cluster
+from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.machine.profile import PARTS, Profile, load_profile, save_profile
 from m6.planning.prediction import announce, outcome_line, read_outcome, refit, validation_table
-from m6.planning.profile import PARTS, Profile, load_profile, save_profile
 
 CONFIG = Path(__file__).parents[3] / "configs" / "m6_smoke.json"
 SHAPE = BatchShape(samples=4, rows=4, sequence_length=256, real=900, targets=500, pictures=3)

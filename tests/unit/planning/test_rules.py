@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-import m6.planning.rules as rules_module
+import m6.planning.search.feasibility as rules_module
 from m6.config import load_config, parse_config
 from m6.deepspeed_keys import REFUSED
 from m6.errors import UserError
-from m6.planning.layout import Layout, configure, configured, divisors, layout_of
-from m6.planning.rules import RULES, capability_matrix, refusal
+from m6.planning.cost.layout import ParallelLayout, configure, configured, divisors, layout_of
+from m6.planning.search.feasibility import RULES, capability_matrix, refusal
 from tests.fixtures.tiny_run import tiny_document
 
 ROOT = Path(__file__).parents[3]
 CONFIG = load_config(ROOT / "configs" / "m6_100b.json")
 ADAFACTOR = load_config(ROOT / "configs" / "m6_1t.json")
-BASE = Layout(128, 128, zero_stage=2, micro_batch_size=8)
+BASE = ParallelLayout(128, 128, zero_stage=2, micro_batch_size=8)
 
 
 def test_every_rule_names_a_test_that_exists():
@@ -35,7 +35,7 @@ def test_every_rule_names_a_test_that_exists():
 @pytest.mark.parametrize("offload", [(False, False), (True, False), (True, True), (False, True)])
 def test_our_validation_refuses(stage: int, ep_size: int, micro_batch_size: int, offload: tuple[bool, bool]):
     """A layout passes the rules if and only if the JSON with it passes the validation of ``m6 pretrain``."""
-    layout = Layout(128, ep_size, 1, 1, stage, micro_batch_size, False, *offload)
+    layout = ParallelLayout(128, ep_size, 1, 1, stage, micro_batch_size, False, *offload)
     for config in (CONFIG, ADAFACTOR):
         if refusal(config, layout) is None:
             assert configured(config, layout).deepspeed.zero_stage == stage
@@ -94,7 +94,7 @@ def test_our_validation_refuses_to_stream(tmp_path, changes):
 
 
 def test_arithmetic():
-    found = refusal(CONFIG, Layout(6, tp_size=1, pp_size=1, zero_stage=1, micro_batch_size=1))
+    found = refusal(CONFIG, ParallelLayout(6, tp_size=1, pp_size=1, zero_stage=1, micro_batch_size=1))
     assert found is not None
     assert found.name == "batch"  # 1024 is no multiple of 6
     assert list(divisors(12)) == [1, 2, 3, 4, 6, 12]

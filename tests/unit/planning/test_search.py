@@ -12,16 +12,16 @@ import pytest
 
 from m6.config import RunConfig, load_config, parse_config
 from m6.errors import UserError
-from m6.planning.alternatives import alternatives, best_pipeline, cut
-from m6.planning.calibrate import _writing
-from m6.planning.cluster import Cluster, load_cluster
-from m6.planning.emit import checkpoint_s, job_description, run_document, sbatch_header, signal_lead_s
-from m6.planning.frontier import curve, device_counts, draw_frontier, frontier, pareto, plan_costs
-from m6.planning.layout import Layout, divisors, layout_of, parse_forced
-from m6.planning.profile import Profile
+from m6.planning.cost.layout import ParallelLayout, divisors, layout_of, parse_forced
+from m6.planning.machine.calibration import _writing
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.machine.profile import Profile
 from m6.planning.reports import checkpoint_line, explanation, no_plan_report, plan_report
-from m6.planning.rules import refusal
-from m6.planning.search import Plan, Planner, Rejection, smallest_cluster, stages, would_fit
+from m6.planning.search.alternatives import alternatives, best_pipeline, cut
+from m6.planning.search.feasibility import refusal
+from m6.planning.search.frontier import curve, device_counts, draw_frontier, frontier, pareto, plan_costs
+from m6.planning.search.job_files import checkpoint_s, job_description, run_document, sbatch_header, signal_lead_s
+from m6.planning.search.planner import Plan, Planner, Rejection, smallest_cluster, stages, would_fit
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ADAM = 'optimizer={"type":"AdamW","params":{"lr":1e-4}}'
@@ -40,7 +40,7 @@ def brute_force(subject: Planner) -> list[Plan]:
     for micro, ep, stage, tp, pp, *flags in itertools.product(
         range(1, rows + 1), range(1, world + 1), range(4), (1, 2), (1, 2), *[(True, False)] * 4
     ):
-        layout = Layout(world, ep, tp, pp, stage, micro, *flags)
+        layout = ParallelLayout(world, ep, tp, pp, stage, micro, *flags)
         if world % (tp * pp) or rows % (micro * layout.dp_size) or layout.dp_size % ep:
             continue
         if refusal(subject.config, layout) is None:
@@ -85,7 +85,7 @@ def test_cost_of_planning_is_independent_of_depth():
     shallow = Planner(small(8, num_layers=2), load_cluster(Path("a100_80g_x128")).first(2))
     deep = Planner(small(8, num_layers=64), load_cluster(Path("a100_80g_x128")).first(2))
     assert len(shallow.memory.model.blocks) == len(deep.memory.model.blocks)
-    layout = Layout(2, zero_stage=1, micro_batch_size=1)
+    layout = ParallelLayout(2, zero_stage=1, micro_batch_size=1)
     assert len(shallow.time._work(layout)) == len(deep.time._work(layout))
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from m6.config import RunConfig, load_config
 from m6.model.counting import num_parameters
-from m6.planning.cluster import Cluster, load_cluster
-from m6.planning.collectives import collective_s, neighbours, strided, tier_bytes
-from m6.planning.folding import fold
-from m6.planning.footprint import MemoryModel, full_row, scale_batch
-from m6.planning.layout import Layout, layout_of
-from m6.planning.profile import CollectivePoint, MatmulPoint, Profile
-from m6.planning.step_time import TimeModel
-from m6.planning.work import work_of
+from m6.planning.cost.folding import fold
+from m6.planning.cost.layout import ParallelLayout, layout_of
+from m6.planning.cost.memory import MemoryModel, full_row, scale_batch
+from m6.planning.cost.step_time import TimeModel
+from m6.planning.cost.work import work_of
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.machine.collectives import collective_s, neighbours, strided, tier_bytes
+from m6.planning.machine.profile import CollectivePoint, MatmulPoint, Profile
 from m6.training.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -127,7 +127,7 @@ def test_compute_is_the_sum_over_every_layer():
 def test_time_reacts_as_machines_do():
     config, cluster = load_config(CONFIGS / "m6_100b.json"), a100()
     time = model(config, cluster, Profile())
-    base = Layout(128, 64, zero_stage=2, micro_batch_size=8, checkpointing=True)
+    base = ParallelLayout(128, 64, zero_stage=2, micro_batch_size=8, checkpointing=True)
     assert time(replace(base, checkpointing=False)).compute < time(base).compute
     assert time(replace(base, ep_size=8)).exchange < time(base).exchange  # inside a node
     assert time(replace(base, offload_optimizer=True)).host > 0 == time(base).host
@@ -154,7 +154,7 @@ def test_more_ranks_than_cores_share_them():
     config = load_config(CONFIGS / "m6_cpu.json")
     laptop = load_cluster(Path("cpu_laptop"))
     crowded = laptop.model_copy(update={"nodes": [laptop.nodes[0].model_copy(update={"devices_per_node": 4})]})
-    layout = Layout(2, micro_batch_size=16)
+    layout = ParallelLayout(2, micro_batch_size=16)
     assert model(config, crowded)(layout).matmul == pytest.approx(2 * model(config, laptop)(layout).matmul)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from m6.errors import UserError
-from m6.planning.measure import new_storages
+from m6.planning.cost.storages import new_storages
 from m6.training.checkpoint import complete_checkpoints
 from m6.training.checkpoint_format import CheckpointReader
 from m6.training.delink import delink_run

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from m6.errors import UserError
 from m6.model.counting import num_parameters
-from m6.planning.activations import BatchShape
-from m6.planning.measure import engine_state_bytes
-from m6.planning.memory import predict_memory
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.storages import engine_state_bytes
+from m6.planning.prediction import predict_memory
 from m6.training import checkpoint, loop
 from m6.training.checkpoint import restore
 from m6.training.checkpoint_format import CheckpointReader

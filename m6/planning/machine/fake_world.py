@@ -1,7 +1,7 @@
-"""Runs real code of one rank of a large job without its data: large numbers are shapes alone, small ones real.
+"""Runs the code of one rank of a large job without the job's memory and without other ranks.
 
-Tensors of floating-point numbers are fake (a shape, no memory), integers are real: so routing really counts, sorts and
-packs, with choices that are spread evenly over the experts. Collectives do nothing but are counted.
+Floating-point tensors are fake: they have a shape and no memory. Integers are real, so the router really counts and
+sorts; its choices are spread evenly over the experts. Collectives are counted and send nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_SMALL_NUMEL = 64
+_SMALL_NUMEL = 64  # smaller tensors stay real: scalars, sizes, learning rates
 _aten = torch.ops.aten
 _c10d = torch.ops.c10d
 _CHOICES = (_aten.topk.default, _aten.max.dim, _aten.argmax.default)
 
 
 class FakeWorld(TorchDispatchMode):
-    """Inside ``with``, beneath a ``FakeTensorMode``: keeps integers real, counts memory and collectives.
+    """A dispatch mode that keeps integers real and counts memory and collectives; used inside a ``FakeTensorMode``.
 
     Attributes:
-        live: bytes of fake storages that exist, by the module that made them; "" outside of modules.
-        peak, at_peak: the most bytes at one time since :meth:`restart_peak`, and ``live`` then.
-        collectives: (operator, ranks of the group) -> [calls, bytes that this rank contributes].
+        live: bytes of the existing fake storages, by the module that made them; "" stands for code outside of modules.
+        total: the sum of ``live``.
+        peak: the largest ``total`` since :meth:`restart_peak`.
+        at_peak: ``live`` at that time.
+        collectives: (operator, ranks of the group) -> [calls, input bytes of this rank].
+        modules: the names of the modules whose forward pass runs, outermost first.
     """
 
     def __init__(self) -> None:
@@ -48,10 +51,11 @@ class FakeWorld(TorchDispatchMode):
         self._storages: dict[int, tuple[int, str]] = {}
 
     def restart_peak(self) -> None:
+        """Makes the present memory the peak."""
         self.peak, self.at_peak = self.total, dict(self.live)
 
     def watch(self, model: nn.Module) -> None:
-        """Names what the forward passes of ``model`` make by the module, layers of a kind together."""
+        """From now on assigns what forward passes of ``model`` make to its modules; layers are counted together."""
         for name, module in model.named_modules():
             folded = ".".join("*" if part.isdigit() else part for part in name.split("."))
             module.register_forward_pre_hook(lambda *_, name=folded: self.modules.append(name))
@@ -64,6 +68,7 @@ class FakeWorld(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Runs one operator, on fake or on real tensors."""
         kwargs = kwargs or {}
         if function.namespace == "c10d":
             return self._collective(function, args)
@@ -72,15 +77,15 @@ class FakeWorld(TorchDispatchMode):
         if function is _aten._local_scalar_dense.default and fake:
             return 1.0 if tensors[0].dtype.is_floating_point else tensors[0].dtype.is_signed
         if function is _aten.empty_like.default and not fake and tensors[0].device.type == "meta":
-            # A model leaves the meta device; made anew, since a fake mode would keep hold of the meta tensor.
-            return self._made(torch.empty, tensors[0].shape, dtype=tensors[0].dtype)
+            # Module.to_empty. The fake mode would keep a reference to the meta tensor, so a new tensor is made.
+            return self._create(torch.empty, tensors[0].shape, dtype=tensors[0].dtype)
         if not fake and not _makes_large_floats(function, tensors, args, kwargs):
             with _disable_current_modes():
                 return function(*args, **kwargs)
         if "_grouped_mm" in str(function):
             output = _grouped_mm(*args, **kwargs)
         elif function is _aten.nonzero.default and fake:
-            raise RuntimeError("the places of non-zero numbers were asked of a tensor that is a shape alone")
+            raise RuntimeError("torch.nonzero of a fake tensor: its values do not exist")
         else:
             output = function(*args, **kwargs)
         if function in _CHOICES:
@@ -88,7 +93,7 @@ class FakeWorld(TorchDispatchMode):
         self._count(output)
         return output
 
-    def _made(self, factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _create(self, factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         output = factory(*args, **kwargs)
         self._count(output)
         return output
@@ -115,7 +120,7 @@ class FakeWorld(TorchDispatchMode):
         self.total -= num_bytes
 
     def _collective(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """Counts it and does nothing; what is real and exchanged comes back as it was sent."""
+        """Counts a collective. It sends nothing; an all-to-all of real tensors returns its input."""
         from torch._C._distributed_c10d import FakeWork, ProcessGroup
         from torch.distributed._tools.fake_collectives import CollectiveOp
 
@@ -138,7 +143,7 @@ class FakeWorld(TorchDispatchMode):
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """This process as ``rank`` of ``world_size``, of which the others do not exist."""
+    """Inside ``with`` this process is ``rank`` of ``world_size``, and the other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from m6.deepspeed_keys import prepare_deepspeed
@@ -159,7 +164,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         deepspeed.comm.comm.cdb = None
-        vars(groups).update(groups_before)  # DeepSpeed remembers groups by name, and these are gone
+        vars(groups).update(groups_before)  # DeepSpeed caches groups, and those of the fake job are destroyed
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name)
@@ -169,7 +174,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeWorld]:
-    """Large numbers made inside are fake; yields what counts them."""
+    """Inside ``with`` large floating-point tensors are made without memory; yields the mode that counts them."""
     world = FakeWorld()
     with FakeTensorMode(allow_non_fake_inputs=True), world, mock.patch.object(nn.Module, "_apply", _apply):
         yield world
@@ -179,7 +184,7 @@ _real_apply = nn.Module._apply
 
 
 def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module.to`` and its kin. PyTorch's swaps fake parameters, which their weak references forbid."""
+    """``nn.Module._apply`` for fake parameters; PyTorch's swaps tensors, which weak references to fake ones forbid."""
     if not any(isinstance(parameter, FakeTensor) for parameter in self.parameters()):
         return _real_apply(self, function, recurse)
     for child in self.children() if recurse else ():
@@ -192,21 +197,22 @@ def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool 
 
 
 def _makes_large_floats(function: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
-    """Whether an operator on real tensors, or on none, makes numbers that shall be fake."""
+    """Whether an operator on real tensors, or without tensors, makes a tensor that has to be fake."""
     dtype = kwargs.get("dtype")
     if function is _aten.full.default and dtype is None and isinstance(args[1], int):
         return False
     if str(kwargs.get("device")) == "meta" or (dtype is not None and not dtype.is_floating_point):
         return False
     if tensors:
-        # Of real tensors all results are real, but a cast of a large one.
+        # Results of real tensors are real, except casts of large ones to floating point.
         return dtype is not None and max(tensor.numel() for tensor in tensors) > _SMALL_NUMEL
     shape = next((arg for arg in args if isinstance(arg, (list, tuple, torch.Size))), ())
     return math.prod(shape) > _SMALL_NUMEL
 
 
 def _with_even_choices(output: Any, scores: Tensor) -> Any:
-    """The indices of ``output`` as real ones: row t chooses tk, tk + 1, ... modulo the choices, in every prototype."""
+    """``output`` of topk or max with real indices: with k choices, row t chooses tk, tk + 1, ... modulo the number of
+    scores, in every prototype. So all experts get equally many rows."""
     values, indices = output if isinstance(output, (tuple, list)) else (None, output)
     rows, *between, num_choices = indices.shape if indices.dim() == scores.dim() else (*indices.shape, 1)
     with _disable_current_modes():
@@ -216,7 +222,7 @@ def _with_even_choices(output: Any, scores: Tensor) -> Any:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
-    """The shape of a grouped product, in any data type; PyTorch 2.13's own rule knows bfloat16 alone."""
+    """The shape of a grouped product, in any data type; the fake kernel of PyTorch 2.13 takes bfloat16 only."""
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
         return a.new_empty(len(offs), a.shape[0], b.shape[1])
@@ -224,7 +230,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **
 
 
 def to_fake(world: FakeWorld, tensors: Any) -> Any:
-    """Real tensors of floating-point numbers as fake ones."""
+    """``tensors`` with the floating-point ones replaced by fake ones."""
 
     def convert(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.dtype.is_floating_point else tensor

@@ -1,21 +1,22 @@
-"""Seconds of collectives over the two tiers of a cluster."""
+"""Seconds of collectives on a cluster with two tiers: links inside a node, and the network between nodes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from m6.planning.cluster import Cluster, Link, Nodes
-from m6.planning.profile import CollectiveKind, Profile
+from m6.planning.machine.cluster import Cluster, Link, Nodes
+from m6.planning.machine.profile import CollectiveKind, Profile
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks of one collective; every device of a node takes part in one such group at the same time.
+class RankGroup:
+    """The ranks of one collective. All devices of a node are taken to run the same collective at the same time, each
+    in a group of its own, so that they share the node's network.
 
     Attributes:
         size: ranks of the group.
-        per_node: those of them that share a node.
+        per_node: ranks of the group on one node.
     """
 
     size: int
@@ -23,33 +24,35 @@ class Group:
 
     @property
     def num_nodes(self) -> int:
+        """Nodes that the group spans."""
         return self.size // self.per_node
 
 
-def neighbours(size: int, nodes: Nodes) -> Group:
+def contiguous_group(size: int, nodes: Nodes) -> RankGroup:
     """A group of consecutive ranks."""
-    return Group(size, math.gcd(size, nodes.devices_per_node))
+    return RankGroup(size, math.gcd(size, nodes.devices_per_node))
 
 
-def strided(size: int, stride: int, nodes: Nodes) -> Group:
-    """A group of ranks r, r + stride, ...: those that hold the same experts."""
+def strided_group(size: int, stride: int, nodes: Nodes) -> RankGroup:
+    """A group of ranks r, r + stride, ...; with a stride of ``ep_size`` the ranks that hold the same experts."""
     per_node = nodes.devices_per_node // stride if nodes.devices_per_node % stride == 0 else 1
-    return Group(size, math.gcd(size, max(1, per_node)))
+    return RankGroup(size, math.gcd(size, max(1, per_node)))
 
 
-def collective_s(kind: CollectiveKind, num_bytes: float, group: Group, nodes: Nodes, profile: Profile) -> float:
-    """Seconds of one collective.
+def collective_s(kind: CollectiveKind, num_bytes: float, group: RankGroup, nodes: Nodes, profile: Profile) -> float:
+    """Seconds of one collective, by the profile's measurements or by a model of its algorithm.
 
-    ``all_reduce``: reduce-scatter inside the node, all-reduce between nodes of each device's share, all-gather
-    inside the node (1807.11205, section 4), each a ring. ``all_gather``: half of that, and a reduce-scatter takes as
-    long. ``all_to_all``: every rank sends an equal part to every other, the parts for other nodes through its
-    share of the node's network.
+    ``all_reduce``: a reduce-scatter inside the node, an all-reduce of each device's share between nodes and an
+    all-gather inside the node (1807.11205, section 4), each as a ring. ``all_gather``: half of an all-reduce; a
+    reduce-scatter takes as long. ``all_to_all``: every rank sends an equal part to each other rank; the parts for other
+    nodes go through the rank's share of the node's network.
 
     Args:
-        num_bytes: what one rank contributes; for ``all_gather`` what it ends up with.
+        num_bytes: input of one rank; for ``all_gather`` its output.
     """
     if group.size == 1 or num_bytes == 0:
         return 0.0
+    # Measurements come first: they know the algorithm that the library chose.
     tier = "network" if group.num_nodes > 1 else "device"
     measured = profile.collective_line(kind, tier, group.size)
     if measured is not None:
@@ -69,14 +72,14 @@ def collective_s(kind: CollectiveKind, num_bytes: float, group: Group, nodes: No
 
 
 def send_s(num_bytes: float, cluster: Cluster, nodes: Nodes, profile: Profile) -> float:
-    """Seconds of a message to a rank of another node, or of the same where there is but one, while all ranks send."""
+    """Seconds of a point-to-point message while all ranks send; between nodes where the cluster has several."""
     between = cluster.num_devices > nodes.devices_per_node
     link, sharers = (nodes.links.network, nodes.devices_per_node) if between else (nodes.links.device, 1)
     return _latency(link) + num_bytes / _rate(link, sharers, profile)
 
 
-def tier_bytes(kind: CollectiveKind, num_bytes: float, group: Group) -> tuple[float, float]:
-    """Bytes that one rank sends inside its node, and to other nodes."""
+def tier_bytes(kind: CollectiveKind, num_bytes: float, group: RankGroup) -> tuple[float, float]:
+    """Bytes that one rank sends inside its node, and to other nodes, in one collective."""
     if group.size == 1:
         return 0.0, 0.0
     if kind == "all_to_all":

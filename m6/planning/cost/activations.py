@@ -1,78 +1,32 @@
 """The bytes that autograd keeps for the backward pass of one micro-batch, as a formula.
 
-It follows PyTorch 2.13's CPU kernels; ``m6.planning.measure`` measures the truth. The long names of its symbols:
+The formula follows the CPU kernels of PyTorch 2.13; tests compare it with what :class:`SavedTensors` counts. Names:
 
-    tokens     rows * sequence_length, padding included         real    those that are no padding
-    vectors    tokens * hidden_size elements                    choices real * experts of a token
+    tokens     rows * sequence_length, padding included         real    tokens without padding
+    vectors    elements of [tokens, hidden_size]                choices real * experts of a token
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from m6.config import RunConfig
-from m6.data.collate import MicroBatch
 from m6.model.patch_encoders import build_patch_encoder
-from m6.planning.measure import SavedTensors
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.precision import FP32, Precision
+from m6.planning.cost.storages import SavedTensors
 from moe.config import MoEConfig
 
-FP32 = 4
 _INT64 = 8
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """What of a micro-batch decides how much memory it takes.
-
-    Attributes:
-        samples: of the micro-batch; several may share a row.
-    """
-
-    samples: int
-    rows: int
-    sequence_length: int
-    real: int
-    """tokens that are not padding"""
-    targets: int
-    pictures: int
-
-    @classmethod
-    def of(cls, *batches: MicroBatch) -> BatchShape:
-        """The shape that holds each of ``batches``."""
-        shapes = [
-            (b.num_samples, *b.input_ids.shape, b.num_tokens, b.num_target_tokens, len(b.pixel_values)) for b in batches
-        ]
-        return cls(*(max(sizes) for sizes in zip(*shapes, strict=True)))
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of an element: of the weights, of what matrices multiply, of the residual stream."""
-
-    weights: int
-    compute: int
-    residual: int
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Precision:
-        if config.deepspeed.precision != "fp32":
-            return cls(2, 2, 2)
-        autocast = config.deepspeed.keys.get("torch_autocast", {}).get("enabled", False)
-        return cls(FP32, 2, FP32) if autocast else cls(FP32, FP32, FP32)
-
-    def weight_copies(self, numel: int) -> int:
-        """Autocast's 16-bit copies of matrices live as long as what they were multiplied by."""
-        return 0 if self.compute == self.weights else numel * self.compute
-
-
 class Activations:
-    """Bytes by part of the model, for micro-batches of one shape.
+    """Bytes by part of the model, for micro-batches of the shape ``batch``.
 
-    Under expert parallelism the rank is taken to receive as many tokens as it sends.
+    Under expert parallelism a rank is taken to receive as many tokens as it sends.
     """
 
     def __init__(self, config: RunConfig, batch: BatchShape) -> None:
@@ -83,57 +37,59 @@ class Activations:
 
     @functools.cached_property
     def moe(self) -> MoEConfig:
+        """The settings of the sparse layers."""
         return self.model.moe_config()
 
     def total(self) -> int:
-        """What is kept at the end of the forward pass, or under activation checkpointing while a block is computed
-        anew, if that is more."""
+        """Bytes kept at the end of the forward pass; with activation checkpointing while the backward pass recomputes a
+        block, if that is more."""
         kept = self.embeddings() + self.norm() + self.head() + self.kept_by_blocks()
         if not self.config.m6.training.activation_checkpointing:
             return kept
-        return kept + self.tokens * (self.batch.sequence_length + 1) + self.recomputation()  # with the masks
+        masks = self.tokens * (self.batch.sequence_length + 1)  # inputs of every recomputed block
+        return kept + masks + self.recomputation()
 
     def kept_by_blocks(self) -> int:
+        """Bytes that all blocks keep after the forward pass."""
         if self.config.m6.training.activation_checkpointing:
             return self.model.num_layers * self.block_input()
         return sum(self.blocks())
 
     def replicated(self) -> int:
-        """Of that, what tensor parallelism would not split: the inputs of blocks, or five vectors of each.
-
-        Equation 2 of arXiv 2205.05198.
-        """
+        """Bytes of ``kept_by_blocks`` that tensor parallelism does not split: with checkpointing the inputs of blocks,
+        otherwise five vectors of each block (arXiv 2205.05198, equation 2)."""
         vectors = 1 if self.config.m6.training.activation_checkpointing else 5
         return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
 
     def loss_backward(self) -> int:
-        """What lives beside that when the backward pass begins: the gradients of the log-probabilities and of the
-        logits."""
+        """Bytes on top of ``total`` when the backward pass begins: gradients of log-probabilities and of logits."""
         gradients = 2 * self.batch.targets * self.model.vocab_size * FP32
         return max(0, gradients - self.recomputation())
 
     def recomputation(self) -> int:
-        """By how much the largest block, computed anew, exceeds the head, whose part is freed before."""
+        """Bytes by which the largest recomputed block exceeds the head, whose activations are freed before."""
         if not self.config.m6.training.activation_checkpointing:
             return 0
         return max(0, max(self.blocks()) - self.block_input() - self.head())
 
     def blocks(self) -> list[int]:
-        kinds = [self.model.is_moe_layer(layer) for layer in range(self.model.num_layers)]
-        each = {sparse: self.block(sparse) for sparse in set(kinds)}
-        return [each[sparse] for sparse in kinds]
+        """Bytes that each block keeps without checkpointing, by layer."""
+        is_sparse = [self.model.is_moe_layer(layer) for layer in range(self.model.num_layers)]
+        each = {sparse: self.block(sparse) for sparse in set(is_sparse)}
+        return [each[sparse] for sparse in is_sparse]
 
     def block_input(self) -> int:
+        """Bytes of the residual stream."""
         return self.vectors * self.precision.residual
 
     def embeddings(self) -> int:
-        """Ids of tokens, positions and segments; the patch encoder and the places of the patches; dropout."""
+        """Ids of tokens, positions and segments; the patch encoder and the positions of its patches; dropout."""
         places = 3 * _INT64 * (self.tokens + self.batch.pictures * self.model.num_patches)
         dropout = self.vectors * self.precision.residual if self.model.hidden_dropout else 0
         return places + self.patch_encoder() + dropout
 
     def patch_encoder(self) -> int:
-        """Two of the three are other people's networks: run on the meta device, not derived."""
+        """Measured on the meta device: two of the three patch encoders are third-party networks without a formula."""
         if not self.batch.pictures:
             return 0
         copied = self.precision.compute != self.precision.weights
@@ -141,12 +97,13 @@ class Activations:
             encoder = build_patch_encoder(self.model)
             encoder.to(torch.float32 if self.precision.compute == FP32 else torch.bfloat16)
             pictures = torch.empty(self.batch.pictures, 3, self.model.image_size, self.model.image_size)
-        # Autocast's copies count where autograd keeps a weight, that is, where the layer's input has a gradient.
+        # The 16-bit copies of weights count, but not in the first layer, whose input has no gradient.
         with SavedTensors(nn.Identity() if copied else encoder) as saved:
             encoder(pictures)
         return saved.bytes
 
     def block(self, sparse: bool) -> int:
+        """One transformer block, with experts where ``sparse``."""
         dropout = 0
         if self.model.hidden_dropout:
             # On the CPU dropout keeps factors in the type of its input, not bits.
@@ -155,10 +112,11 @@ class Activations:
         return 2 * self.norm() + self.attention(sparse) + (self.experts() if sparse else self.dense_ffn()) + dropout
 
     def norm(self) -> int:
-        """The input, and for each token its mean and deviation."""
+        """A layer norm: its input, and the mean and deviation of each token."""
         return (self.vectors + 2 * self.tokens) * self.precision.residual
 
     def attention(self, sparse: bool) -> int:
+        """Attention with its projections, whose linear maps have experts in sparse blocks under ``moe_attention``."""
         compute, heads, width = self.precision.compute, self.model.num_attention_heads, self.model.hidden_size
         kept = self.vectors * compute  # the result
         if sparse and self.model.moe_attention:
@@ -167,23 +125,23 @@ class Activations:
             kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
         scores = self.tokens * self.batch.sequence_length
         if self.model.attention_dropout:
-            # Only the kernel that writes the scores out has dropout, and it works in fp32: queries, keys, values;
-            # probabilities, factors, their product.
+            # Dropout needs the kernel that writes the scores, which works in fp32: queries, keys, values;
+            # probabilities, dropout factors, their product.
             return kept + 3 * (self.vectors + heads * scores) * FP32
-        # The flash kernel keeps no scores, but the mask as numbers that are added to them, and logsumexp.
+        # The flash kernel keeps no scores, but an additive mask of their size, and the logsumexp of each token.
         return kept + (3 * self.vectors + scores) * compute + heads * self.tokens * FP32
 
     def dense_ffn(self) -> int:
-        """The input, and the inner values before and after GELU."""
+        """The input, and the inner activations before and after GELU."""
         width, inner = self.model.hidden_size, self.model.ffn_hidden_size
         elements = self.vectors + 2 * self.tokens * inner
         return elements * self.precision.compute + self.precision.weight_copies(2 * width * inner)
 
     def experts(self) -> int:
-        """The tokens, unless they are those of the router; inner values before and after the activation; outputs."""
+        """Router, dispatch and expert networks: inputs where they are not the router's; inner activations; outputs."""
         moe, width, inner = self.moe, self.model.hidden_size, self.model.ffn_hidden_size
         real, rows, precision = self.batch.real, self.rows(), self.precision
-        # Each row's choice, its token, its gate; the rows by token, and where each token's begin.
+        # For each row its choice, token and gate, and its position by token; for each token its first row.
         dispatch = rows * (3 * _INT64 + FP32) + real * _INT64
         inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
         kept = inner_inputs if moe.recompute_activation else inner_inputs + inner + width
@@ -192,44 +150,46 @@ class Activations:
         networks += copied_tokens + precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
         if moe.num_shared_experts:
             shared, gate = moe.num_shared_experts, int(moe.shared_expert_gate)
-            elements = shared * 2 * inner_inputs + gate * (width + 1)  # with the gate, what it multiplies and itself
+            elements = shared * 2 * inner_inputs + gate * (width + 1)  # the gate, and what it multiplies
             networks += copied_tokens + real * elements * precision.compute
             networks += precision.weight_copies(width * (shared * (inner_inputs + inner) + gate))
         return self.router() + dispatch + networks + self.combined(width)
 
     def projections(self, output_size: int) -> int:
-        """Routed linear maps: inputs, outputs, and the gated outputs in fp32; each row's choice, token and gate."""
+        """Routed linear maps: inputs, outputs, and the gated outputs in fp32; choice, token and gate of each row."""
         width, rows, compute = self.model.hidden_size, self.rows(), self.precision.compute
         networks = rows * ((width + output_size) * compute + output_size * FP32)
         networks += self.precision.weight_copies(self.local_experts() * width * output_size)
         return self.router() + rows * (2 * _INT64 + FP32) + networks + self.combined(output_size)
 
     def rows(self) -> int:
-        """(token, expert) pairs that are computed; padding takes part neither in routing nor in the experts."""
+        """(token, expert) pairs that experts compute. Padding is not routed."""
         moe, real = self.moe, self.batch.real
         choices = real * moe.experts_per_token
         capacity = moe.capacity(real, training=True)
         return choices if capacity is None else min(choices, capacity * moe.num_experts)
 
     def router(self) -> int:
+        """The router's input, scores and choices."""
         moe, real, width = self.moe, self.batch.real, self.model.hidden_size
-        # The tokens in the type in which they come, and the noise on them.
+        # The tokens in the type of the residual stream, and the noise that multiplies them.
         router = real * width * (self.precision.residual + (FP32 if moe.router_jitter else 0))
-        # Scores, which experts were chosen, and for the z loss logits and their logsumexp.
+        # Scores and chosen experts; for the z loss logits and their logsumexp.
         router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
         if moe.z_loss_weight:
             router += real * (moe.num_experts + moe.num_prototypes) * FP32
         return router
 
     def local_experts(self) -> int:
+        """Experts of a layer on one rank."""
         return self.moe.num_experts // self.config.m6.training.ep_size
 
     def combined(self, output_size: int) -> int:
-        """The real tokens' places, and their results before these are spread over the rows of the batch."""
+        """Positions of the real tokens, and their results before these are scattered into the padded batch."""
         return self.batch.real * (_INT64 + output_size * self.precision.residual)
 
     def head(self) -> int:
-        """At labelled positions alone: hidden states; log-probabilities in fp32; places, labels, weights."""
+        """At labelled positions only: hidden states; log-probabilities in fp32; positions, labels, loss weights."""
         width, vocab_size = self.model.hidden_size, self.model.vocab_size
         each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + 2 * FP32
         return self.batch.targets * each + self.precision.weight_copies(vocab_size * width)

@@ -1,4 +1,4 @@
-"""Measures what ``m6.planning.memory`` predicts: the bytes of storages, each counted once."""
+"""Counts the bytes of tensor storages, each storage once: what :mod:`m6.planning.cost.memory` predicts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload import StorageMeter
 
 
 class SavedTensors:
-    """Counts, inside ``with``, the bytes of the storages that autograd saves; works on the meta device, too.
+    """Counts the bytes of the storages that autograd saves inside ``with``; works on the meta device, too.
 
-    Those of ``module``'s parameters and buffers do not count. Activation checkpointing counts with what it keeps, not
-    with what it computes anew.
+    Parameters and buffers of ``module`` do not count. Of a checkpointed block only its inputs count, not what the
+    backward pass recomputes.
 
     Attributes:
         bytes: the sum so far.
@@ -29,9 +29,9 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor:
         if _key(tensor) not in self._seen:
             self._seen.add(_key(tensor))
-            self._kept.append(tensor)  # or a later storage could get the same address
+            self._kept.append(tensor)  # otherwise a later storage could reuse the address
             self.bytes += tensor.untyped_storage().nbytes()
-        return tensor.detach()  # a node that holds its own output through a hook would never be freed
+        return tensor.detach()  # a node that saves its own output would form a reference cycle
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()
@@ -43,12 +43,12 @@ class SavedTensors:
 
 
 def new_storages(*existing: Tensor) -> StorageMeter:
-    """Counts, inside ``with``, the storages that operators make, but not those of ``existing`` that they return."""
+    """A meter of the storages that operators make inside ``with``; those of ``existing`` do not count."""
     return StorageMeter((), {_key(tensor) for tensor in existing})
 
 
 def storage_bytes(*tensors: Tensor) -> int:
-    """The bytes of the storages behind ``tensors``, each counted once."""
+    """The bytes of the storages of ``tensors``; a storage that several tensors share counts once."""
     return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
@@ -74,7 +74,7 @@ def engine_state(engine: Any) -> dict[str, list[Tensor]]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # unlike data_ptr also told apart on the meta device
+    return tensor.untyped_storage()._cdata  # data_ptr is 0 on the meta device
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Measures the machine it stands on: one device alone, or the links between ranks under a launcher."""
+"""Measures this machine: one device, and under a launcher the links between ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from pathlib import Path
 
@@ -17,36 +17,44 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m6.files import atomic_path
-from m6.planning.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
+from m6.planning.machine.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
 
 _SQUARES = (64, 128, 256, 512, 1024, 2048)
 _ROWS, _WIDTHS = (64, 512, 4096), (128, 512, 2048)
-_GROUPED = ((8, 64), (8, 512), (32, 64), (32, 256))  # experts, rows of each
+_GROUPED = ((8, 64), (8, 512), (32, 64), (32, 256))  # experts, rows of each expert
 _COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
-_MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}
-_UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}
+_MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}  # larger products would take seconds
+_UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}  # parameters
 _REPEATS = 5
 _WRITTEN_TENSORS = 16  # of 16 MiB
 
+OptimizerMaker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
-def calibrate(device: torch.device, previous: Profile | None = None, disk: Path | None = None) -> Profile:
-    """Measures ``device`` and, where there are several ranks, collectives over all of them.
+
+def calibrate(
+    device: torch.device,
+    optimizers: Mapping[str, OptimizerMaker],
+    previous: Profile | None = None,
+    disk: Path | None = None,
+) -> Profile:
+    """Measures ``device`` and, with several ranks, collectives over all of them.
+
+    The memory of the process is part of the profile: the caller imports everything that a run imports before.
 
     Args:
-        device: of this rank.
-        previous: a profile whose collectives of other group sizes and whose factors are kept.
-        disk: a folder to measure the writing of checkpoints in, by all ranks at the same time.
+        device: the device of this rank.
+        optimizers: makers of the optimizers that are measured, by their type in a run's JSON.
+        previous: a profile; its factors, and its collectives of other group sizes, are kept.
+        disk: a folder in which all ranks write a file at the same time, to measure the writing of checkpoints.
     """
-    written = _writing(disk) if disk is not None else previous and previous.checkpoint_bytes_per_s
+    written = _write_bytes_per_s(disk) if disk is not None else previous and previous.checkpoint_bytes_per_s
     collectives = _collectives(device)
-    kept = [] if previous is None else [p for p in previous.collectives if not _measured_anew(p, collectives)]
+    kept = [] if previous is None else [p for p in previous.collectives if not _is_replaced(p, collectives)]
     world = dist.get_world_size() if dist.is_initialized() else 1
     if previous is not None and previous.calibrated and world > 1:
         return previous.model_copy(
             update={"collectives": kept + collectives, "checkpoint_bytes_per_s": written or None}
         )
-    import m6.training.loop  # noqa: F401 - what a run imports is part of its process
-
     host_bytes = psutil.Process().memory_info().rss
     process_bytes = 0
     if device.type == "cuda":
@@ -61,9 +69,9 @@ def calibrate(device: torch.device, previous: Profile | None = None, disk: Path 
         collectives=kept + collectives,
         memory_bandwidth_bytes_per_s=_memory_bandwidth(device),
         kernel_s=_kernel_s(device),
-        update_s_per_parameter={name: _update_s(device, name) for name in ("AdamW", "Adafactor")},
-        host_update_s_per_parameter={name: _update_s(torch.device("cpu"), name) for name in ("AdamW", "Adafactor")},
-        host_copy_bytes_per_s=_host_copy(device),
+        update_s_per_parameter={name: _update_s(device, make) for name, make in optimizers.items()},
+        host_update_s_per_parameter={name: _update_s(torch.device("cpu"), make) for name, make in optimizers.items()},
+        host_copy_bytes_per_s=_host_copy_bytes_per_s(device),
         process_bytes=process_bytes,
         host_bytes=host_bytes,
         checkpoint_bytes_per_s=written or None,
@@ -123,8 +131,8 @@ def _collectives(device: torch.device) -> list[CollectivePoint]:
     return points
 
 
-def _writing(disk: Path) -> float:
-    """Bytes a second of one rank, by the clock on the wall, until the slowest has its file on the disk."""
+def _write_bytes_per_s(disk: Path) -> float:
+    """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file."""
     rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
     file = disk / f"m6_calibration_{rank}"
     tensors = {str(index): torch.ones(1 << 22) for index in range(_WRITTEN_TENSORS)}
@@ -144,7 +152,7 @@ def _writing(disk: Path) -> float:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Of an operator that reads one tensor and writes another, both counted, memory being allocated anew."""
+    """Bytes a second of an operator that reads one tensor and writes a new one; both count."""
     source = torch.randn(1 << (23 if device.type == "cpu" else 27), device=device)
     return 2.0 * source.nbytes / _seconds(lambda: source + 1.0, device)
 
@@ -160,17 +168,15 @@ def _kernel_s(device: torch.device) -> float:
     return _seconds(many, device) / number
 
 
-def _update_s(device: torch.device, name: str) -> float:
-    from m6.training.optimizer import Adafactor
-
+def _update_s(device: torch.device, make: OptimizerMaker) -> float:
+    """Seconds of an optimizer's step for each parameter."""
     side = 1 << 11
     weight = torch.nn.Parameter(torch.randn(_UPDATED[device.type] // side, side, device=device))
     weight.grad = torch.randn_like(weight)
-    made = torch.optim.AdamW([weight], fused=True) if name == "AdamW" else Adafactor([weight])
-    return _seconds(made.step, device) / weight.numel()
+    return _seconds(make([weight]).step, device) / weight.numel()
 
 
-def _host_copy(device: torch.device) -> float | None:
+def _host_copy_bytes_per_s(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     host = torch.empty(1 << 26, dtype=torch.uint8).pin_memory()
@@ -179,13 +185,13 @@ def _host_copy(device: torch.device) -> float | None:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:
-    """Median of a few calls after a first one that does not count.
+    """Median seconds of a few calls, after a first call that does not count.
 
-    On a CPU with one thread that is processor time, which other programs do not disturb; a collective's leaves out what
-    ranks wait for each other.
+    On a CPU with one thread these are seconds of processor time, which other programs do not disturb. For a collective
+    they leave out the time that ranks wait for each other.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if one_thread else time.perf_counter
     operation()
     times = []
     for _ in range(_REPEATS):
@@ -202,7 +208,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _measured_anew(point: CollectivePoint, new: list[CollectivePoint]) -> bool:
+def _is_replaced(point: CollectivePoint, new: list[CollectivePoint]) -> bool:
+    """Whether ``new`` has measurements of the same collective on the same number of ranks."""
     return any((point.kind, point.tier, point.ranks) == (p.kind, p.tier, p.ranks) for p in new)
 
 

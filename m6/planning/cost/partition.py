@@ -1,6 +1,6 @@
-"""Uneven cuts: layers over pipeline stages, tokens over slices, rows over unequal devices. Pure functions.
+"""Uneven partitions: layers over pipeline stages, tokens over slices, rows over unequal devices. Pure functions.
 
-The engine has neither pipelines nor unequal ranks, so nothing calls these in training: they price what it would gain.
+The engine has neither pipelines nor unequal ranks: the planner uses these functions to price what they would gain.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from m6.errors import UserError
 def partition_layers(
     times: Sequence[float], memories: Sequence[float], caps: Sequence[float]
 ) -> tuple[list[int], float]:
-    """Contiguous stages with the least time of the slowest, each within its memory: BaPipe (arXiv 2012.12544).
+    """Contiguous stages that fit their memory and whose slowest stage is as fast as possible: BaPipe (2012.12544).
 
     Args:
-        times: seconds of every layer.
-        memories: bytes of every layer.
-        caps: bytes that each stage may hold; as many as there are stages.
+        times: seconds of each layer.
+        memories: bytes of each layer.
+        caps: bytes that each stage may hold.
 
     Returns:
-        The first layer of every stage, and the seconds of the slowest stage.
+        The first layer of each stage, and the seconds of the slowest stage.
 
     Raises:
         UserError: there are fewer layers than stages, or no partition fits.
@@ -31,7 +31,7 @@ def partition_layers(
     if not 1 <= stages <= layers:
         raise UserError(f"{stages} stages of {layers} layers: expected at least one layer a stage")
     time_sums, memory_sums = _prefix_sums(times), _prefix_sums(memories)
-    # best[s][l]: the slowest of the first s stages when they hold the first l layers.
+    # best[s][l]: seconds of the slowest of the first s stages if these hold the first l layers.
     best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
     cut = [[0] * (layers + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0
@@ -53,9 +53,9 @@ def partition_layers(
 
 
 def balanced_share(times: Sequence[float], stages: int) -> float:
-    """Of the sum of ``times``, the share of the slowest stage in the best contiguous partition without memory caps.
+    """The slowest stage's share of the sum of ``times`` in the best contiguous partition without memory caps.
 
-    Bisection over the bound of a stage: filling stages one after the other uses the fewest for any bound.
+    Bisection over the seconds of a stage: for any bound, filling stages one after the other needs the fewest stages.
     """
     low, high = max(max(times), sum(times) / stages), float(sum(times))
     while high - low > 1e-9 * high:
@@ -69,18 +69,23 @@ def balanced_share(times: Sequence[float], stages: int) -> float:
 def slice_tokens(
     length: int, stages: int, seconds: Callable[[int, int], float], grain: int = 8
 ) -> tuple[list[int], float]:
-    """Slices of one causal sequence that pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3.
+    """The slices of one causal sequence that pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3.
 
-    A pipeline of K stages takes sum_i t_i + (K - 1) max_i t_i. For each bound on the longest slice the least sum is
-    found by dynamic programming over prefixes. Bidirectional prefixes (M6's pictures and sources) cannot be cut.
+    Slices of t_i seconds take sum_i t_i + (K - 1) max_i t_i on K stages. For each bound on max_i t_i dynamic
+    programming over prefixes finds the least sum. Bidirectional prefixes (M6's pictures and source texts) cannot be
+    sliced.
 
     Args:
         length: tokens, a multiple of ``grain``.
         stages: K.
-        seconds: of one stage for a slice, from its length and the number of tokens before it.
+        seconds: (tokens of a slice, tokens before it) -> seconds of one stage.
+        grain: tokens; the length of every slice is a multiple of it.
 
     Returns:
-        The lengths of the slices, and the seconds of the pipeline.
+        The lengths of the slices in tokens, and the seconds of the pipeline.
+
+    Raises:
+        UserError: ``length`` is not a positive multiple of ``grain``.
     """
     if length % grain or length <= 0:
         raise UserError(f"{length} tokens: expected a positive multiple of {grain}")
@@ -93,7 +98,7 @@ def slice_tokens(
     best, best_slices = math.inf, [length]
     for bound in sorted(set(table.values())):
         if (stages - 1) * bound >= best:
-            break
+            break  # larger bounds cannot be better
         total, slices = _least_sum(places, table, bound)
         cost = total + (stages - 1) * bound
         if cost < best:
@@ -102,30 +107,32 @@ def slice_tokens(
 
 
 def delayed_step_s(micro_batch_s: float, accumulation: int, stages: int) -> tuple[float, float]:
-    """Seconds of a step of 1F1B with a flush, and of the schedule that applies gradients one step late.
+    """Seconds of a step of 1F1B with a pipeline flush, and of a schedule that applies gradients one step late.
 
-    PipeDream-2BW (arXiv 2006.09503), section 3.1: without a flush no stage waits, at the price of a second copy of
-    the weights and of W(t+1) = W(t) - lr grad(W(t-1)).
+    PipeDream-2BW (arXiv 2006.09503), section 3.1: without a flush no stage waits. The price is a second copy of the
+    weights and the update W(t+1) = W(t) - lr grad(W(t-1)).
 
     Args:
-        micro_batch_s: of the slowest stage, forward and backward.
+        micro_batch_s: seconds of a micro-batch, forward and backward, in the slowest stage.
+        accumulation: micro-batches of a step.
+        stages: pipeline stages.
     """
     return micro_batch_s * (accumulation + stages - 1), micro_batch_s * accumulation
 
 
 def share_rows(rows: int, speeds: Sequence[float], capacities: Sequence[int]) -> list[int]:
-    """Rows for each of unequal devices so that the slowest ends soonest: Whale (arXiv 2011.09208), algorithm 1.
+    """Rows for each of several unequal devices such that the last one ends early: Whale (2011.09208), algorithm 1.
 
-    Row by row to the device that would end first, which is optimal where a row costs every device a constant; a full
-    device takes no more. Gradients must then be weighted by rows.
+    Each row goes to the device that would end first with it, if its memory holds another row. This is optimal if a row
+    costs constant time on each device. Gradients must then be weighted by rows.
 
     Args:
         rows: of the global batch.
         speeds: rows a second of each device.
-        capacities: rows that fit the memory of each.
+        capacities: rows that fit the memory of each device.
 
     Raises:
-        UserError: the devices cannot hold so many.
+        UserError: the devices cannot hold ``rows`` rows.
     """
     if sum(capacities) < rows:
         raise UserError(f"{rows} rows do not fit devices that hold {sum(capacities)}")
@@ -138,6 +145,7 @@ def share_rows(rows: int, speeds: Sequence[float], capacities: Sequence[int]) ->
 
 
 def _least_sum(places: int, table: dict[tuple[int, int], float], bound: float) -> tuple[float, list[int]]:
+    """The least sum of slices that take at most ``bound`` seconds each, and their lengths in units of the grain."""
     sums, cut = [0.0] + [math.inf] * places, [0] * (places + 1)
     for end in range(1, places + 1):
         for begin in range(end):

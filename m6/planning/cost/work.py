@@ -1,21 +1,24 @@
-"""What one rank computes and sends for one micro-batch, per distinct block."""
+"""What one rank computes and sends for one micro-batch, by distinct block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from m6.config import RunConfig
-from m6.planning.activations import FP32, Activations, BatchShape, Precision
-from m6.planning.folding import FoldedModel
+from m6.planning.cost.activations import Activations
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.folding import FoldedModel
+from m6.planning.cost.precision import FP32, Precision, compute_dtype
 
+# Operators of one forward pass: of a block, and of the embeddings or the head.
 _DENSE_OPERATORS = 20
 _SPARSE_OPERATORS = 70
-_OPERATORS_AROUND = 60
+_OUTER_OPERATORS = 60
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """``count`` products [m, k] x [k, n]; ``grouped`` in one call."""
+    """``count`` products [m, k] x [k, n]; ``grouped``: in one call."""
 
     m: int
     n: int
@@ -26,6 +29,7 @@ class Matmul:
 
     @property
     def flops(self) -> float:
+        """FLOPs of all products."""
         return 2.0 * self.m * self.n * self.k * self.count
 
 
@@ -34,11 +38,11 @@ class BlockWork:
     """The forward pass of one block on one micro-batch.
 
     Attributes:
-        matmuls: products; their backward passes cost twice as much.
-        saved_bytes: what is kept for the backward pass, by which the elementwise operators are priced.
-        exchange_bytes: rows that a rank sends to experts, and gets back, in bytes of each way.
-        operators: how many calls.
-        recomputed: whether activation checkpointing computes it again.
+        matmuls: the products of the forward pass; their backward pass costs twice as much.
+        saved_bytes: kept for the backward pass; the time of elementwise operators is taken from them.
+        exchange_bytes: bytes that a rank sends to experts, and bytes that it gets back.
+        operators: number of operators, for the time of launches.
+        recomputed: whether activation checkpointing computes the block a second time.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -49,23 +53,17 @@ class BlockWork:
 
     @property
     def flops(self) -> float:
+        """FLOPs of the forward pass."""
         return sum(matmul.flops for matmul in self.matmuls)
-
-
-def compute_dtype(config: RunConfig) -> str:
-    """The type in which matrices are multiplied."""
-    if config.deepspeed.precision != "fp32":
-        return config.deepspeed.precision
-    return "bf16" if Precision.of(config).compute == 2 else "fp32"
 
 
 def work_of(
     config: RunConfig, folded: FoldedModel, batch: BatchShape, ep_size: int, tp_size: int = 1
 ) -> list[tuple[BlockWork, int]]:
-    """The blocks with how often each is computed.
+    """The distinct blocks, and how often each is computed.
 
-    Under expert parallelism every rank is taken to receive as many rows as it sends. Tensor parallelism splits the
-    inner width of every pair of matrices.
+    Under expert parallelism a rank is taken to receive as many rows as it sends. Tensor parallelism splits the inner
+    width of each pair of matrices.
     """
     model, dtype, precision = folded.config, compute_dtype(config), Precision.of(config)
     activations = Activations(config, batch)
@@ -82,14 +80,12 @@ def work_of(
     for block, count, _ in folded.blocks:
         if count == 0:
             continue
-        if block.kind == "dense":
+        if block.type == "dense":
             ffn = (Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype))
             work = BlockWork(attention + ffn, activations.block(sparse=False), (), _DENSE_OPERATORS, True)
-        elif block.kind == "sparse":
+        elif block.type == "sparse":
             moe = model.moe_config()
-            choices = batch.real * moe.experts_per_token
-            capacity = moe.capacity(batch.real, training=True)
-            rows = choices if capacity is None else min(choices, capacity * moe.num_experts)
+            rows = activations.rows()
             local = moe.num_experts // ep_size
             each = max(1, round(rows / local))
             inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
@@ -108,15 +104,15 @@ def work_of(
             exchange = (rows * width * precision.residual, rows * width * precision.compute) if ep_size > 1 else ()
             saved = activations.block(sparse=True)
             work = BlockWork(attention + experts, saved, exchange, _SPARSE_OPERATORS, True)
-        elif block.kind == "embeddings":
+        elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
             pixels = 3 * model.patch_size**2
             products = (Matmul(patches, width, pixels, dtype),) if patches else ()
             saved = activations.embeddings() + 3 * activations.vectors * precision.residual
-            work = BlockWork(products, saved, (), _OPERATORS_AROUND, False)
+            work = BlockWork(products, saved, (), _OUTER_OPERATORS, False)
         else:
             head_product = (Matmul(batch.targets, model.vocab_size // tp_size, width, dtype),) if batch.targets else ()
             saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
-            work = BlockWork(head_product, saved, (), _OPERATORS_AROUND, False)
+            work = BlockWork(head_product, saved, (), _OUTER_OPERATORS, False)
         result.append((work, count))
     return result

@@ -1,4 +1,4 @@
-"""The cluster that a job finds itself on."""
+"""The cluster that this process runs on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import psutil
 import torch
 
 from m6.errors import UserError, nearest
-from m6.planning.cluster import CLUSTERS, Cluster, Nodes, load_cluster
+from m6.planning.machine.cluster import CLUSTERS, Cluster, Nodes, load_cluster
 
 
 def detect_cluster(world_size: int) -> Cluster:
-    """Nodes like this one for ``world_size`` ranks: memory and cores as found, rates as described for the device.
+    """A cluster of nodes like this one, for ``world_size`` ranks.
 
-    Under torchrun and srun the environment says how many ranks share a node; without a launcher all do.
+    Memory and cores are measured. Rates come from the shipped description of the device. torchrun and srun say in the
+    environment how many ranks share a node; without a launcher all ranks share one.
 
     Raises:
-        UserError: no shipped description knows the device, or the network between its nodes.
+        UserError: no shipped description has this device, or it has no network and the ranks span several nodes.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or _tasks_per_node(world_size))
     known = _described("CPU core" if not torch.cuda.is_available() else torch.cuda.get_device_name())
@@ -38,14 +39,15 @@ def detect_cluster(world_size: int) -> Cluster:
 
 
 def _tasks_per_node(world_size: int) -> int:
-    """``8`` of Slurm's ``8(x4)``."""
+    """Ranks of a node by Slurm's environment, which writes 8 tasks on each of 4 nodes as ``8(x4)``."""
     text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
     return int(text.split("(")[0].split(",")[0])
 
 
 def _described(name: str) -> Nodes:
-    known = {kind.device.name: kind for path in sorted(CLUSTERS.glob("*.json")) for kind in load_cluster(path).nodes}
-    for device, kind in known.items():
+    """The nodes of the shipped cluster whose device's name is part of ``name``."""
+    known = {nodes.device.name: nodes for path in sorted(CLUSTERS.glob("*.json")) for nodes in load_cluster(path).nodes}
+    for device, nodes in known.items():
         if device in name:
-            return kind
+            return nodes
     raise UserError(f"device {name!r} is in no description of configs/clusters{nearest(name, known)}")
