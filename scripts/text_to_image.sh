@@ -25,7 +25,7 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
 }
 
 on_both_cores() { # on_both_cores COMMAND...: one rank on each core, each with half of the experts
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6.cli "$@" --set train_micro_batch_size_per_gpu=8 \
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" --set train_micro_batch_size_per_gpu=8 \
         --set m6.training.ep_size=2
 }
 

@@ -78,7 +78,7 @@ def write_codes(
     Raises:
         UserError: a source that is unknown or has no pictures, or too many bad pictures.
     """
-    from m6.tokenizers.image.pictures import picture_sources
+    from m6.data.pictures import picture_sources
 
     checksum = tokenizer.checksum
     folder = codes_folder(manifest, checksum)
@@ -221,7 +221,7 @@ def _write_source(
     device: torch.device,
     skip_list: Any,
 ) -> tuple[dict[str, SplitEntry], collections.Counter[str]]:
-    from m6.tokenizers.image.pictures import decode_batch, to_unit_range
+    from m6.data.pictures import decode_batch, to_unit_range
 
     metadata = {"checksum": checksum, "codebook_size": tokenizer.codebook_size}
     schema = pa.schema(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.manifest import MANIFEST_NAME
 from m6.data.objectives import source_kind
@@ -36,7 +36,7 @@ def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselin
     Returns:
         {objective: {model in ORDERS: mean loss in nats per target}} of every objective that validation measures.
     """
-    from m6.training.loop import open_data
+    from m6.runs.data import open_data
 
     data = open_data(config)
     made_from = _made_from(config, data, num_batches)

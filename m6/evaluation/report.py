@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from m6.config import RunConfig, load_config
+from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.loading import load_weights, open_newest_checkpoint, run_processor
+from m6.config.run import RunConfig, load_config
 from m6.data.pretraining import PretrainingData
-from m6.device import default_device
 from m6.evaluation.baselines import ORDERS, Baselines, run_baselines
 from m6.evaluation.samples import write_samples
-from m6.export import load_weights, open_newest_checkpoint, run_processor
 from m6.files import write_text
-from m6.markdown import table
+from m6.formatting import table
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
-from m6.training.checkpoint_format import CheckpointReader
-from m6.training.run_directory import RunDirectory
+from m6.runs.directory import RunDirectory
+from m6.runs.processes import default_device
 
 
 def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Path:
@@ -42,7 +42,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
     Raises:
         UserError: the folder is no run, or its checkpoint or data are missing or damaged.
     """
-    from m6.training.loop import open_data
+    from m6.runs.data import open_data
 
     config = load_config(run_dir / "config.json")
     reader = open_newest_checkpoint(run_dir)

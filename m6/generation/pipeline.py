@@ -12,12 +12,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from m6.config import check_codes_fit
+from m6.checkpoints.loading import IMAGE_TOKENIZER, load_run_image_tokenizer, load_run_model
+from m6.config.run import check_codes_fit
+from m6.data.pictures import to_bytes
 from m6.errors import UserError
-from m6.export import IMAGE_TOKENIZER, load_run_image_tokenizer, load_run_model
 from m6.generation.text_to_image import Sampling, caption_scores, check_captions, draw_codes, uniform_numbers
 from m6.tokenizers.image import ImageTokenizer
-from m6.tokenizers.image.pictures import to_bytes
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration

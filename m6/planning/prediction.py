@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.files import write_json
 from m6.model.sharing import Sharing

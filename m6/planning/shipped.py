@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.files import write_text
 from m6.planning.machine.cluster import CLUSTERS, load_cluster
 from m6.planning.reports import no_plan_report, search_report

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import uvicorn
 
-from m6.config import load_config
-from m6.device import default_device
+from m6.checkpoints.loading import IMAGE_TOKENIZER, is_exported, load_run_model
+from m6.config.run import load_config
 from m6.errors import UserError
-from m6.export import IMAGE_TOKENIZER, is_exported, load_run_model
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.text_to_image import Sampling
+from m6.runs.processes import default_device
 from m6.serving.app import create_app
 from m6.serving.batcher import Batcher, Task
 from m6.serving.batching import Plan, cost_grid, measure_costs, plan_by_length

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from m6.data.pretraining import PretrainingData
-from m6.training.offloading import evaluating
-from m6.training.runtime import Runtime
+from m6.runs.processes import Runtime
+from m6.training.offloading.experts import evaluating
 
 
 @torch.no_grad()

@@ -11,31 +11,32 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from m6.config import RunConfig, check_codes_fit, check_tokenizer, check_world_size
-from m6.data.pretraining import MicroBatch, PretrainingData
+from m6.checkpoints.discovery import open_newest, open_together
+from m6.checkpoints.initial import load_initial_weights
+from m6.checkpoints.loading import make_processor
+from m6.config.run import RunConfig, check_world_size
+from m6.data.pretraining import MicroBatch
 from m6.errors import StorageError, UserError
-from m6.export import make_processor
-from m6.generation.text_to_image import check_captions
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
+from m6.runs.data import open_data
+from m6.runs.directory import RunDirectory
+from m6.runs.processes import Runtime, free_memory
+from m6.runs.signals import StopFlag
+from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
-from m6.training.checkpoint import Checkpointer, open_newest, open_together, restore
-from m6.training.engine import build_engine, release_engine
+from m6.training.checkpointing import Checkpointer, restore
+from m6.training.engine.build import build_engine, release_engine
 from m6.training.evaluation import evaluate
-from m6.training.expert_health import loads_wanted
-from m6.training.initial_weights import load_initial_weights
-from m6.training.metrics import Wishes
-from m6.training.nonfinite import NonfinitePolicy
-from m6.training.offloading import offloaded_experts, watching
-from m6.training.pseudo_to_real import Stage
-from m6.training.report import IntervalReport
-from m6.training.run_directory import RunDirectory
-from m6.training.runtime import Runtime, free_memory
-from m6.training.sample_grids import SampleGrids
-from m6.training.signals import StopFlag
-from m6.training.stage_metrics import StageMetrics
-from m6.training.trackers import Trackers
+from m6.training.offloading.experts import offloaded_experts, watching
+from m6.training.reporting.experts import loads_wanted
+from m6.training.reporting.interval import IntervalReport
+from m6.training.reporting.nonfinite import NonfinitePolicy
+from m6.training.reporting.samples import SampleGrids
+from m6.training.reporting.sums import Wishes
+from m6.training.stages.metrics import StageMetrics
+from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 
 
@@ -280,25 +281,6 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.runtime.is_main:
             print(text, file=sys.stderr, flush=True)
-
-
-def open_data(config: RunConfig) -> PretrainingData:
-    """The run's data: micro-batches to train on, and fixed ones to validate on."""
-    settings = config.m6
-    data = PretrainingData(
-        settings.data,
-        settings.objectives,
-        seed=settings.training.seed,
-        micro_batch_size=config.deepspeed.micro_batch_size,
-        image_size=config.model.image_size,
-        patch_size=config.model.patch_size,
-    )
-    check_tokenizer(config, data.tokenizer)
-    if data.codes is not None:
-        check_codes_fit(config.model, data.codes.codebook_size, data.codes.num_codes)
-        captions = [] if settings.samples is None else settings.samples.captions
-        check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
-    return data
 
 
 def pretrain(

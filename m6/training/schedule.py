@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from m6.config import ScheduleSettings
+from m6.config.sections import ScheduleSettings
 
 
 def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings) -> float:

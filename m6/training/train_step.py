@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.data.pretraining import MicroBatch
-from m6.training.expert_groups import expert_group
-from m6.training.expert_health import ExpertHealth
-from m6.training.gradients import clip_gradients
-from m6.training.metrics import StepResult, StepSums, Wishes
-from m6.training.offloading import offloaded_experts
-from m6.training.optimizer import set_learning_rate
-from m6.training.pseudo_to_real import Stage
-from m6.training.runtime import Runtime, seed_everything
+from m6.runs.processes import Runtime, seed_everything
+from m6.training.engine.clipping import clip_gradients
+from m6.training.engine.groups import expert_group
+from m6.training.engine.optimizer import set_learning_rate
+from m6.training.offloading.experts import offloaded_experts
+from m6.training.reporting.experts import ExpertHealth
+from m6.training.reporting.sums import StepResult, StepSums, Wishes
 from m6.training.schedule import learning_rate_factor
+from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
 
 _SEED_STRIDE = 1_000_003

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import typer
 
-from m6.training.runtime import start
+from m6.runs.processes import start
 from moe import MoELayer
 from scripts.benchmarks.moe_contestants import (
     FORCED,

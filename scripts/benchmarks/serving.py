@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from record import Recorder, spread
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.model import M6ForConditionalGeneration, initialize_parameters
 from m6.serving.batcher import Batcher, Task
 from m6.serving.batching import Plan, cost_grid, measure_costs, plan_by_arrival, plan_by_length

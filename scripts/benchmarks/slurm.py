@@ -72,10 +72,10 @@ def overhead(
     steps: int = 60,
 ) -> None:
     """The share of a step that goes to stop wishes, progress, metrics, and on the first node the watchdog."""
-    from m6.config import load_config
+    from m6.config.run import load_config
+    from m6.runs.directory import RunDirectory
+    from m6.runs.processes import start
     from m6.training.loop import Trainer
-    from m6.training.run_directory import RunDirectory
-    from m6.training.runtime import start
 
     recorder = Recorder("slurm_overhead", "What looking after a run costs")
     fixed = (f"m6.training.total_steps={steps}", "m6.evaluation.interval_steps=100000", "m6.data.num_workers=0")

@@ -11,8 +11,8 @@ import torch
 import typer
 from record import ROOT, Recorder, spread
 
-from m6.config import load_config
-from m6.export import make_processor
+from m6.checkpoints.loading import make_processor
+from m6.config.run import load_config
 from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.tokenizers.text import load_text_tokenizer

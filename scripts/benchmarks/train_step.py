@@ -15,20 +15,20 @@ import typer
 from contestants import CLIPPING, HEAD_SIZE, MOE, VOCAB_SIZE, Contestant, gpt2_step, language_modelling_batch, our_step
 from record import Recorder, spread
 
-from m6.config import check_world_size, load_config
+from m6.config.run import check_world_size, load_config
 from m6.data.collate import MicroBatch
 from m6.model import num_parameters
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.storages import SavedTensors, new_storages, storage_bytes
 from m6.planning.prediction import predict_memory
-from m6.training.checkpoint import Checkpointer
-from m6.training.engine import build_engine
-from m6.training.fragments import base_optimizer
-from m6.training.loop import open_data
-from m6.training.metrics import Wishes
-from m6.training.pseudo_to_real import Stage
-from m6.training.runtime import start
+from m6.runs.data import open_data
+from m6.runs.processes import start
+from m6.training.checkpointing import Checkpointer
+from m6.training.engine.build import build_engine
+from m6.training.engine.fragments import base_optimizer
+from m6.training.reporting.sums import Wishes
+from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)

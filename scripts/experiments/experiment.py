@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from m6.config import RunConfig, load_config
+from m6.config.run import RunConfig, load_config
 from m6.files import write_text
+from m6.runs.directory import RunDirectory
+from m6.runs.processes import Runtime
 from m6.training.loop import pretrain
-from m6.training.run_directory import RunDirectory
-from m6.training.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -71,7 +71,7 @@ train() {
             replace_nodes
         fi
         record_attempt
-        run_step python -u -m m6.cli "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@"
+        run_step python -u -m m6 "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@"
         exit_if_over
         if [[ -e $M6_ATTEMPT_DIR/mistake ]]; then
             give_up "$(<"$M6_ATTEMPT_DIR/mistake")"

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from m6.config import load_config, parse_config
+from m6.config.run import load_config, parse_config
 from m6.errors import UserError
-from m6.planning.dry_run import DryRun, dry_run, report
+from m6.training.dry_run import DryRun, dry_run, report
 from tests.distributed.spawn import run_distributed
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from m6.training.checkpoint import complete_checkpoints
-from m6.training.checkpoint_format import CheckpointReader
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
@@ -30,10 +30,10 @@ ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-2}}
 
 
 def open_trainer(document: dict[str, Any], root: Path) -> Any:
-    from m6.config import parse_config
+    from m6.config.run import parse_config
+    from m6.runs.directory import RunDirectory
+    from m6.runs.processes import start
     from m6.training.loop import Trainer
-    from m6.training.run_directory import RunDirectory
-    from m6.training.runtime import start
 
     runtime = start()
     config, run = parse_config(document), RunDirectory(root)
@@ -211,7 +211,7 @@ def test_what_happens_to_one_rank_happens_to_all(make: Callable[..., dict[str, A
 def test_ctrl_c_saves_and_ends_in_peace(tmp_path: Path):
     config = write_tiny_config(tmp_path, m6__training__total_steps=100_000, m6__data__num_workers=1)
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "m6.cli", "pretrain", str(config), "--run-dir", str(run)]
+    command = [sys.executable, "-m", "m6", "pretrain", str(config), "--run-dir", str(run)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 200
     while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from m6.training.checkpoint import complete_checkpoints
-from m6.training.checkpoint_format import CheckpointReader
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
 from tests.fixtures.tiny_run import write_tiny_config
 
 STEPS = 30
@@ -23,7 +23,7 @@ def command(config: Path, run: Path, ranks: int) -> list[str]:
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    return [*launcher, "m6.cli", "pretrain", str(config), "--run-dir", str(run)]
+    return [*launcher, "m6", "pretrain", str(config), "--run-dir", str(run)]
 
 
 def finish(config: Path, run: Path, ranks: int) -> None:

@@ -40,14 +40,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(config: Path) -> list[float]:
     run = config.parent / "alone"
-    finish(start([*PYTHON, "m6.cli", "pretrain", str(config), "--run-dir", str(run)]))
+    finish(start([*PYTHON, "m6", "pretrain", str(config), "--run-dir", str(run)]))
     return losses(run)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun"])
 def test_two_ranks_learn_what_one_does(config: Path, alone: list[float], launcher: str):
     run = config.parent / launcher
-    command = ["m6.cli", "pretrain", str(config), "--run-dir", str(run)]
+    command = ["m6", "pretrain", str(config), "--run-dir", str(run)]
     if launcher == "torchrun":
         options = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
         finish(start([*PYTHON, *options, *command]))

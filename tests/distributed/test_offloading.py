@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from m6.training.offload_report import MEMORY_RECORD
+from m6.training.offloading.report import MEMORY_RECORD
 from offload import ActivationOffload
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from m6.training.checkpoint import complete_checkpoints
-from m6.training.checkpoint_format import CheckpointReader
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, norms, train
 
@@ -88,8 +88,8 @@ def test_a_dense_model_under_stage_3(folder: Path, changes: dict[str, Any]):
 
 def delink(run: str, out: str) -> None:
     """``m6 delink`` on every rank."""
-    from m6.training.delink import delink_run
-    from m6.training.runtime import start
+    from m6.checkpoints.delink import delink_run
+    from m6.runs.processes import start
 
     delink_run(Path(run), Path(out), start())
 
@@ -110,8 +110,8 @@ def test_a_run_delinked_elsewhere_goes_on_as_if_it_were_here(folder: Path, refer
 
 def diverging_ranks() -> None:
     """Every rank sees other correlations; all must take the main rank's decision."""
-    from m6.training.pseudo_to_real import _agreed
-    from m6.training.runtime import start
+    from m6.runs.processes import start
+    from m6.training.stages.stage import _agreed
 
     rank = start().rank
     assert _agreed(rank == 0) is True

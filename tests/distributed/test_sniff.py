@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from m6.cluster.sniff import neighbours, outliers, report
+from m6.slurm.sniff import neighbours, outliers, report
 from tests.distributed.spawn import run_distributed
 
 
 def measure_on_two_nodes(folder: Path) -> None:
-    from m6.cluster.sniff import main, measure
-    from m6.training.runtime import start
+    from m6.runs.processes import start
+    from m6.slurm.sniff import main, measure
 
     runtime = start()
     node = f"n{1 + runtime.rank // 2}"

@@ -31,10 +31,10 @@ LAYOUTS = [
 
 def train(document: dict[str, Any], root: str, stop_at: int | None = None) -> None:
     """One attempt at a run; called on every rank. Stops after ``stop_at`` steps in all."""
-    from m6.config import parse_config
+    from m6.config.run import parse_config
+    from m6.runs.directory import RunDirectory
+    from m6.runs.processes import start
     from m6.training.loop import Trainer
-    from m6.training.run_directory import RunDirectory
-    from m6.training.runtime import start
 
     runtime = start()
     config, run = parse_config(document), RunDirectory(Path(root))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from m6.cluster.submission import plan_submission, submit
-from m6.training.checkpoint import complete_checkpoints
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.slurm.submission import plan_submission, submit
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 from tests.slurm.cluster import LocalCluster, send, wait_until
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from m6.training.checkpoint_format import MANIFEST
-from m6.training.runtime import Runtime
+from m6.checkpoints.format import MANIFEST
+from m6.runs.processes import Runtime
 from tests.fixtures.command import contents, m6, user_error
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
 from tests.unit.evaluation.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
@@ -125,7 +125,7 @@ def test_data_without_rows(pretrain: Callable[..., str], data: Path, tmp_path: P
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: Path, monkeypatch, code: int):
     """Before the first byte; test_training_checkpoint.py has the full disk during a run."""
-    monkeypatch.setattr("m6.training.runtime.start", lambda: Runtime(0, 1, 0, torch.device("cpu")))
+    monkeypatch.setattr("m6.runs.processes.start", lambda: Runtime(0, 1, 0, torch.device("cpu")))
 
     def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
@@ -243,7 +243,7 @@ def test_a_process_of_its_own_ends_the_same_way(pretrain: Callable[..., str], tm
     config = tmp_path / "config.json"
     document = json.loads(config.read_text()) | {"zero_optimization": {"stage": 2, "overlap_com": True}}
     config.write_text(json.dumps(document))
-    command = [sys.executable, "-m", "m6.cli", "pretrain", str(config)]
+    command = [sys.executable, "-m", "m6", "pretrain", str(config)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DS_")}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert (ended.returncode, ended.stdout) == (2, "")

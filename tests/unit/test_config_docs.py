@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from m6.config import M6Settings
-from m6.config_docs import config_readme
+from m6.config.docs import config_readme
+from m6.config.sections import M6Settings
 from m6.model.configuration import M6Config
 from moe.config import MoEConfig
 
@@ -23,7 +23,7 @@ def section(text: str, path: str) -> dict[str, list[str]]:
 
 
 def test_readme_is_fresh():
-    assert README.read_text(encoding="utf-8") == config_readme(), "run: python -m m6.config_docs > configs/README.md"
+    assert README.read_text(encoding="utf-8") == config_readme(), "run: python -m m6.config.docs > configs/README.md"
 
 
 def test_every_key_is_there_with_a_meaning():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from m6.deepspeed_keys import REFUSED, split_deepspeed
+from m6.config.deepspeed import REFUSED, split_deepspeed
 from m6.errors import UserError
 
 BASE: dict[str, Any] = {

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
+from m6.checkpoints.loading import INDEX, load_run_model
 from m6.errors import UserError
-from m6.export import INDEX, export_hf, load_run_model
+from m6.export import export_hf
 from m6.model import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 from tests.fixtures.tiny_data import build_tiny_tokenizer

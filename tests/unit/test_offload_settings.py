@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from m6.deepspeed_keys import DeepSpeedSettings, split_deepspeed
-from m6.errors import UserError
-from m6.model.configuration import M6Config
-from m6.offload_settings import (
+from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
+from m6.config.offload import (
     ExpertPlaces,
     OffloadRule,
     OffloadSettings,
@@ -15,6 +13,8 @@ from m6.offload_settings import (
     resolve_activation_rules,
     resolve_rules,
 )
+from m6.errors import UserError
+from m6.model.configuration import M6Config
 from m6.validation import validate
 
 # Layers 1 and 3 are sparse.

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from m6.errors import UserError
-from m6.plotting import plot_run, smoothed
+from m6.plots.run import plot_run, smoothed
 from tests.unit.evaluation.fabricated_run import training_entry, write_metrics
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from m6.config import check_world_size, load_config, parse_config
+from m6.config.run import check_world_size, load_config, parse_config
 from m6.model import M6ForConditionalGeneration, num_parameters
 from m6.validation import read_document
 

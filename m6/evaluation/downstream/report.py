@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from m6.config import RunConfig, load_config
+from m6.checkpoints.loading import load_run_model
+from m6.config.run import RunConfig, load_config
 from m6.data.manifest import Manifest
 from m6.data.mixture import permuted
 from m6.data.objectives import max_text_tokens, source_kind
 from m6.data.reader import open_split
 from m6.data.weights import source_weights
-from m6.device import default_device
 from m6.errors import UserError
 from m6.evaluation.downstream import captions, classification, matching
 from m6.evaluation.downstream.classification import LabelledTexts
 from m6.evaluation.downstream.neighbours import nearest_pictures
-from m6.export import load_run_model
 from m6.files import write_text
+from m6.formatting import table
 from m6.generation.captioning import caption
-from m6.markdown import table
 from m6.model.modeling import M6ForConditionalGeneration
+from m6.runs.processes import default_device
 from m6.tokenizers.processor import M6Processor, decode_picture
 
 TASKS = ("image_captioning", "text_classification", "image_text_matching")

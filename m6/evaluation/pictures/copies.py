@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from m6.evaluation.pictures.generated import CaptionedPictures
-from m6.tokenizers.image.measures import psnr_of_mse
+from m6.evaluation.reconstruction import psnr_of_mse
 
 COPY_PSNR_DB = 24.0  # as near as a good reconstruction: from there on a picture repeats what it was trained on
 _AT_ONCE = 512

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from m6.data.pictures import decode_batch
 from m6.data.sources.own import inside
 from m6.errors import UserError
 from m6.generation.folder import CAPTIONS_NAME
-from m6.tokenizers.image.pictures import decode_batch
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from m6.data.pictures import to_unit_range
 from m6.errors import UserError
 from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.files import atomic_path, write_json
-from m6.tokenizers.image.pictures import to_unit_range
 from m6.validation import Section, validate
 
 JUDGED_AT_ONCE = 256

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from m6.data.manifest import Manifest
+from m6.data.pictures import decode_batch, picture_sources
 from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.evaluation.pictures.generated import CaptionedPictures
-from m6.tokenizers.image.pictures import decode_batch, picture_sources
 
 MIN_PICTURES = 2  # of a caption: one alone teaches the judge that drawing, not what it shows
 

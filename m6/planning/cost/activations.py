@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import nn
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.precision import FP32, Precision

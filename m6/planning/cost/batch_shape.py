@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 
 

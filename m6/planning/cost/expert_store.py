@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from m6.config import RunConfig
-from m6.offload_settings import OffloadOptimizer, OffloadSettings
+from m6.config.offload import OffloadOptimizer, OffloadSettings
+from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
 from m6.planning.cost.precision import Precision
 from offload.chunks import Stack, lay_out

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.model.sharing import Sharing
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 
 FP32 = 4
 """Bytes of an fp32 number."""

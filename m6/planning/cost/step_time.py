@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.partition import balanced_share

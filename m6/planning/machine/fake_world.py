@@ -146,7 +146,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Inside ``with`` this process is ``rank`` of ``world_size``, and the other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from m6.deepspeed_keys import prepare_deepspeed
+    from m6.config.deepspeed import prepare_deepspeed
 
     names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     before = {name: os.environ.get(name) for name in names}

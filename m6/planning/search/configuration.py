@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from m6.config import RunConfig, check_world_size, parse_config
+from m6.config.run import RunConfig, check_world_size, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
 
@@ -96,7 +96,7 @@ def _zero_section(given: dict[str, Any], layout: ParallelLayout) -> dict[str, An
     dropped = {"stage", "offload_optimizer", "offload_param"}
     section = {key: value for key, value in given.items() if key not in dropped and layout.zero_stage > 0}
     if layout.zero_stage < 3:
-        from m6.deepspeed_keys import STAGE_3_ONLY
+        from m6.config.deepspeed import STAGE_3_ONLY
 
         section = {k: v for k, v in section.items() if not k.startswith("stage3_") and k not in STAGE_3_ONLY}
     section["stage"] = layout.zero_stage

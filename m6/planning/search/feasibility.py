@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.configuration import configured

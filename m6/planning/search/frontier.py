@@ -95,7 +95,7 @@ def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from m6.plotting import save_figure
+    from m6.plots.run import save_figure
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for count in sorted({plan.layout.world_size for plan in plans}):

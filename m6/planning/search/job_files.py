@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from m6.cluster.description import SIGNAL_EARLY_S, ClusterDescription
 from m6.errors import UserError
 from m6.planning.search.configuration import configured
 from m6.planning.search.planner import Planner, PricedLayout
+from m6.slurm.description import SIGNAL_EARLY_S, ClusterDescription
 from m6.validation import validate
 
 _MARGIN_S = 60

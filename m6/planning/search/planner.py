@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from m6.config import RunConfig
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import PARTS, Sharing
 from m6.planning.cost.batch_shape import BatchShape

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from m6.config import RunConfig
-from m6.offload_settings import OffloadSettings
+from m6.config.offload import OffloadSettings
+from m6.config.run import RunConfig
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.feasibility import RefusalKind

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from m6.config import RunConfig, load_config, parse_config
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel

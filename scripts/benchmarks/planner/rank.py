@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from m6 import cli
+from m6.cli.main import main as cli
 from m6.files import write_json
 from m6.training import loop
 from m6.training.train_step import StepOutcome, TrainStep

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret

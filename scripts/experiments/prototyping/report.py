@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from m6 import markdown
+from m6 import formatting as markdown
 from m6.files import atomic_path
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.prototyping.grid import FOLDER, NGRAMS, RESULTS, ROUTINGS, SPEED, Case, cases

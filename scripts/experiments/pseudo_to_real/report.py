@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from m6 import markdown
+from m6 import formatting as markdown
 
 HERE = Path(__file__).parent
 RATIOS = (1, 2, 5, 10, 20, math.inf)

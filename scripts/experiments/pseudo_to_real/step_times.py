@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from train import document_of
 
-from m6.config import parse_config
-from m6.training.engine import build_engine
-from m6.training.fragments import create_moments
-from m6.training.loop import open_data
-from m6.training.metrics import Wishes
-from m6.training.pseudo_to_real import Stage
-from m6.training.runtime import start
+from m6.config.run import parse_config
+from m6.runs.data import open_data
+from m6.runs.processes import start
+from m6.training.engine.build import build_engine
+from m6.training.engine.fragments import create_moments
+from m6.training.reporting.sums import Wishes
+from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 
 

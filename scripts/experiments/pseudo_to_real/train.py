@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from m6.config import parse_config
+from m6.config.run import parse_config
 from m6.files import atomic_path
+from m6.runs.directory import RunDirectory
+from m6.runs.processes import start
 from m6.training.loop import Trainer
-from m6.training.run_directory import RunDirectory
-from m6.training.runtime import start
 from m6.training.train_step import StepOutcome
 
 HERE = Path(__file__).parent

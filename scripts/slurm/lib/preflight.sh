@@ -9,7 +9,7 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
     local reports=$M6_ATTEMPT_DIR/preflight node
     mkdir "$reports"
     date +%s >"$reports/clock"
-    on_every_node python -m m6.cluster.preflight "$reports"
+    on_every_node python -m m6.slurm.preflight "$reports"
     [[ -z $STOP_ASKED ]] || return 0
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         if [[ ! -e $reports/$node.txt ]]; then
@@ -17,7 +17,7 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
         fi
     done
     if ((${SLURM_GPUS_ON_NODE:-0} > 0)) && [[ $(cat "$reports"/*.txt | sort -u) == ok ]]; then
-        on_every_rank python -m m6.cluster.sniff "$reports"
+        on_every_rank python -m m6.slurm.sniff "$reports"
         if [[ ! -e $reports/sniffed ]]; then # who is to blame cannot be told: all ranks wait for the one
             tee "$reports"/*.txt >/dev/null <<<"the sniff test did not end within $PREFLIGHT_TIMEOUT_S s, see the job's log"
         fi

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from m6.cluster.description import load_cluster
-from m6.config import check_world_size, load_config
+from m6.config.run import check_world_size, load_config
 from m6.planning.machine.cluster import load_cluster as load_machine
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import signal_lead_s
 from m6.planning.search.planner import Planner, PricedLayout
+from m6.slurm.description import load_cluster
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {

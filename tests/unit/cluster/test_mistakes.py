@@ -23,7 +23,7 @@ def test_only_what_another_attempt_would_repeat(
     def fail(root: Path) -> str:
         raise error
 
-    monkeypatch.setattr("m6.cluster.status.describe_status", fail)
+    monkeypatch.setattr("m6.slurm.status.describe_status", fail)
     outcome = m6("status", tmp_path, M6_ATTEMPT_DIR=str(tmp_path))
     assert outcome.code == 2
     assert outcome.stderr == f"error: {error}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from m6.cluster import preflight
+from m6.slurm import preflight
 
 GPUS = "0, 41, 3, 0\n1, 44, 3, 0\n"
 
@@ -21,7 +21,7 @@ def reports(tmp_path: Path) -> Path:
 
 def run(reports: Path, **environment: str) -> str:
     subprocess.run(
-        [sys.executable, "-m", "m6.cluster.preflight", str(reports)],
+        [sys.executable, "-m", "m6.slurm.preflight", str(reports)],
         env={**os.environ, "SLURMD_NODENAME": "n7", **environment},
         check=True,
         timeout=60,

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[3]
 SRUN = """#!/usr/bin/env bash
 reports=${*: -1}
 case "$*" in
-*m6.cluster.preflight*) sleep "${PREFLIGHT_S:-0}" && for node in n1 n2; do echo ok >"$reports/$node.txt"; done ;;
-*m6.cluster.sniff*) eval "$SNIFF" ;;
+*m6.slurm.preflight*) sleep "${PREFLIGHT_S:-0}" && for node in n1 n2; do echo ok >"$reports/$node.txt"; done ;;
+*m6.slurm.sniff*) eval "$SNIFF" ;;
 esac
 """
 SCRIPT = """

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from m6.data.cli import app, default_cache
+from m6.cli.data import app, default_cache
 from m6.data.manifest import Manifest
 from m6.data.sources import SourceOptions, find_source
 from m6.errors import UserError

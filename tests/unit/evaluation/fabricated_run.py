@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from m6.config import load_config
+from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
+from m6.checkpoints.fragment import Fragment
+from m6.config.run import load_config
 from m6.model import M6ForConditionalGeneration, initialize_parameters
 from m6.tokenizers.text import load_text_tokenizer
-from m6.training.checkpoint_format import CheckpointReader, write_manifest, write_shards
-from m6.training.fragments import Fragment
 from tests.fixtures.tiny_run import document_over
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from m6.config import parse_config
+from m6.config.run import parse_config
 from m6.data.manifest import Manifest
 from m6.data.objectives import OBJECTIVES
 from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.evaluation import baselines
 from m6.evaluation.ngram import NGramModel
-from m6.training.loop import open_data
+from m6.runs.data import open_data
 from tests.fixtures.tiny_data import ROWS, TINY_VOCAB_SIZE, build_tiny_data, build_tiny_tokenizer
 from tests.unit.evaluation.fabricated_run import run_document
 

@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
 from m6.evaluation.report import write_report
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
-from m6.training.loop import open_data
+from m6.runs.data import open_data
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
 from tests.unit.evaluation.fabricated_run import run_document, training_entry, write_metrics, write_run
 

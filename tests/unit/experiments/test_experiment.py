@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.model import M6ForConditionalGeneration
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.prototyping.grid import (

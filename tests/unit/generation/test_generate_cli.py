@@ -2,8 +2,8 @@
 
 import pytest
 
+from m6.cli.generate import read_captions
 from m6.errors import UserError
-from m6.generation.cli import read_captions
 from tests.fixtures.command import user_error
 
 

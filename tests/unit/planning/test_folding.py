@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from m6.config import RunConfig, load_config, parse_config
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.model import M6ForConditionalGeneration
 from m6.model.configuration import M6Config
 from m6.model.sharing import PARTS, Sharing, share_layers

@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from m6.config import RunConfig, check_world_size, parse_config
+from m6.config.run import RunConfig, check_world_size, parse_config
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.storages import SavedTensors, new_storages, storage_bytes
 from m6.planning.prediction import MemoryPrediction, describe, predict_memory
-from m6.training.engine import build_engine
-from m6.training.fragments import base_optimizer
-from m6.training.loop import open_data
-from m6.training.runtime import start
+from m6.runs.data import open_data
+from m6.runs.processes import start
+from m6.training.engine.build import build_engine
+from m6.training.engine.fragments import base_optimizer
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 

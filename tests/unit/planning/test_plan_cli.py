@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from m6.cluster.description import load_cluster as load_job
-from m6.config import check_world_size, load_config
+from m6.cli.plan import app
+from m6.config.run import check_world_size, load_config
 from m6.errors import UserError
-from m6.planning.cli import app
+from m6.slurm.description import load_cluster as load_job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONFIG = str(CONFIGS / "m6_base.json")

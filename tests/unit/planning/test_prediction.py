@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from m6.config import load_config
+from m6.config.run import load_config
 from m6.errors import UserError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.detection import detect_cluster

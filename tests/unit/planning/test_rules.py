@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import m6.planning.search.feasibility as rules_module
-from m6.config import load_config, parse_config
-from m6.deepspeed_keys import REFUSED
+from m6.config.deepspeed import REFUSED
+from m6.config.run import load_config, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, configure, configured, divisors, layout_of
 from m6.planning.search.feasibility import RULES, capability_matrix, refusal

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from m6.config import RunConfig, load_config, parse_config
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, divisors, layout_of, parse_forced
 from m6.planning.machine.calibration import _writing

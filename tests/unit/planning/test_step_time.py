@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from m6.config import RunConfig, load_config
+from m6.config.run import RunConfig, load_config
 from m6.model.counting import num_parameters
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout, layout_of
@@ -18,7 +18,7 @@ from m6.planning.cost.work import work_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.collectives import collective_s, neighbours, strided, tier_bytes
 from m6.planning.machine.profile import CollectivePoint, MatmulPoint, Profile
-from m6.training.throughput import training_flops
+from m6.training.reporting.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PERFECT = Profile(bandwidth_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)

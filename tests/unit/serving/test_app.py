@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from m6.export import load_run_model
+from m6.checkpoints.loading import load_run_model
 from m6.generation.captioning import caption
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.text_to_image import Sampling
@@ -259,7 +259,7 @@ def test_a_model_that_does_not_draw_has_no_such_route(captioning: Captioning):
 
 def test_a_process_answers_and_ends_cleanly(run: Path):
     """SIGTERM while a request is on its way: it is answered, and the exit code is 0."""
-    command = [sys.executable, "-m", "m6.cli", "serve", "--checkpoint", run, "--port", "0", "--max-new-tokens", "8"]
+    command = [sys.executable, "-m", "m6", "serve", "--checkpoint", run, "--port", "0", "--max-new-tokens", "8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -7,14 +7,14 @@ import pytest
 import torch
 from PIL import Image
 
+from m6.config.image_tokenizer import ImageTokenizerTraining, load_settings
 from m6.data.manifest import Manifest
+from m6.data.pictures import PictureSet, TrainingBatches
 from m6.errors import UserError
+from m6.evaluation.reconstruction import CodebookUse, psnr
 from m6.tokenizers.image import load_image_tokenizer
-from m6.tokenizers.image.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
-from m6.tokenizers.image.measures import CodebookUse, psnr
-from m6.tokenizers.image.pictures import PictureSet, TrainingBatches
-from m6.tokenizers.image.settings import ImageTokenizerTraining, load_settings
-from m6.tokenizers.image.training import Trainer, lr_factor, train_image_tokenizer
+from m6.training.tokenizers.image import Trainer, lr_factor, train_image_tokenizer
+from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import ROWS, build_tiny_data
 

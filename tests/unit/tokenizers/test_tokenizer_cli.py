@@ -1,7 +1,7 @@
 import typer
 from typer.testing import CliRunner
 
-from m6.data.tokenizer_cli import tokenizer
+from m6.cli.data import tokenizer
 from m6.tokenizers import load_text_tokenizer
 from tests.fixtures.tiny_data import build_tiny_data
 

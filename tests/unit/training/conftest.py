@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from m6.config import parse_config
+from m6.config.run import parse_config
+from m6.runs.directory import RunDirectory
+from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
-from m6.training.run_directory import RunDirectory
-from m6.training.runtime import Runtime, start
 from tests.fixtures.tiny_run import tiny_document
 
 

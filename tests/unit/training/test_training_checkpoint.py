@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from m6.checkpoints import format as checkpoint_format
+from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints, open_newest
+from m6.checkpoints.format import MANIFEST, CheckpointReader
 from m6.errors import UserError
-from m6.training import checkpoint_format
-from m6.training.checkpoint import Checkpointer, check_tokenizer_unchanged, complete_checkpoints, open_newest, restore
-from m6.training.checkpoint_format import MANIFEST, CheckpointReader
-from m6.training.fragments import fragments
+from m6.training.checkpointing import Checkpointer, restore
+from m6.training.engine.fragments import fragments
 from m6.training.loop import Trainer
 from tests.fixtures.command import contents
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from m6.checkpoints import format as checkpoint_format
+from m6.checkpoints.format import MANIFEST, CheckpointReader, write_manifest, write_shards
+from m6.checkpoints.fragment import Fragment
 from m6.errors import UserError
-from m6.training import checkpoint_format
-from m6.training.checkpoint_format import MANIFEST, CheckpointReader, write_manifest, write_shards
-from m6.training.fragments import Fragment
 
 STATE = {"step": 3}
 

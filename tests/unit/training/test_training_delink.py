@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from m6.checkpoints.delink import delink_run
+from m6.checkpoints.delinked import DelinkedReader
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
 from m6.planning.cost.storages import new_storages
-from m6.training.checkpoint import complete_checkpoints
-from m6.training.checkpoint_format import CheckpointReader
-from m6.training.delink import delink_run
-from m6.training.delinked_reader import DelinkedReader
 from m6.training.loop import Trainer
 from tests.fixtures.command import contents, m6
 
@@ -82,7 +82,7 @@ def test_it_holds_less_than_two_layers(make_trainer: MakeTrainer, tmp_path: Path
 
 
 def test_a_pseudo_run_is_exported_as_the_real_model(make_trainer: MakeTrainer, tmp_path: Path):
-    from m6.export import load_run_model
+    from m6.checkpoints.loading import load_run_model
 
     trainer = pseudo_run(make_trainer)
     model, _ = load_run_model(trainer.run.root, torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_a_failure_while_writing_leaves_nothing(
     make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     trainer = pseudo_run(make_trainer)
-    monkeypatch.setattr("m6.training.delink.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("m6.checkpoints.delink.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(UserError, match="out was not written: disk full"):
         delink_run(trainer.run.root, tmp_path / "out", trainer.runtime)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]

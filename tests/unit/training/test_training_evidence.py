@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from m6.training.signals import stopping_signals
+from m6.runs.signals import stopping_signals
 
 STUCK = """
 import os, time
-from m6.training.evidence import answer_sigquit
+from m6.runs.evidence import answer_sigquit
 answer_sigquit()
 import torch
 import torch.distributed as dist

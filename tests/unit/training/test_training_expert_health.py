@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from m6.errors import UserError
-from m6.plotting_experts import plot_experts
-from m6.training.expert_health import ExpertHealth, decode_loads, encode_loads, loads_wanted
-from m6.training.runtime import Runtime
+from m6.plots.experts import plot_experts
+from m6.runs.processes import Runtime
+from m6.training.reporting.experts import ExpertHealth, decode_loads, encode_loads, loads_wanted
 from moe import MoEConfig, MoELayer, RoutingStats
 from tests.fixtures.command import m6, user_error
 from tests.unit.evaluation.fabricated_run import training_entry, write_metrics

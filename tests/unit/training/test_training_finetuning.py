@@ -8,15 +8,16 @@ import pytest
 import torch
 from PIL import Image
 
-from m6.config import parse_config
+from m6.checkpoints.initial import check_initial_weights, load_finetuning_config, load_initial_weights
+from m6.checkpoints.loading import IMAGE_TOKENIZER
+from m6.config.run import parse_config
 from m6.data.codes import Codes
 from m6.data.manifest import Manifest
 from m6.errors import UserError
-from m6.export import IMAGE_TOKENIZER, export_hf
+from m6.export import export_hf
 from m6.generation.grid import GAP
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.tokenizers.image import load_image_tokenizer
-from m6.training.initial_weights import check_initial_weights, load_finetuning_config, load_initial_weights
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import IMAGE_SIDE, TINY_NUM_CODES, build_tiny_codes
 from tests.fixtures.tiny_run import tiny_document

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from m6.training.gradients import clip_gradients
+from m6.training.engine.clipping import clip_gradients
 
 
 def model_with_gradients(scale: float = 1.0) -> nn.Module:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6.training.delinked_reader import DelinkedReader
-from m6.training.engine import build_model
-from m6.training.layers import LayerGradients, layer_divergence
+from m6.checkpoints.delinked import DelinkedReader
+from m6.training.engine.build import build_model
 from m6.training.loop import Trainer
+from m6.training.stages.layers import LayerGradients, layer_divergence
 
 MakeTrainer = Callable[..., Trainer]
 LAYERS = 4

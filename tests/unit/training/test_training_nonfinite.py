@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from m6.errors import UserError
-from m6.training.fragments import fragments
+from m6.training.engine.fragments import fragments
 from m6.training.loop import Trainer
 
 STAGES = [0, 1, 2, 3]

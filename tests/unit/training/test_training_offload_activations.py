@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from m6.config import parse_config
+from m6.config.run import parse_config
 from m6.errors import UserError
-from m6.training.engine import build_model
+from m6.training.engine.build import build_model
 from m6.training.loop import Trainer
 from offload import ActivationOffload
 from tests.fixtures.offload_sections import LARGE, SMALL, assert_equal, experts_of, metrics, state

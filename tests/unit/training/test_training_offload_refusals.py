@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from m6.config import parse_config
+from m6.config.run import parse_config
 from m6.errors import UserError
-from m6.training.engine import build_model
+from m6.training.engine.build import build_model
 from m6.training.loop import Trainer
 from tests.fixtures.offload_sections import ALL_HOST, SMALL, experts_of
 from tests.fixtures.tiny_run import tiny_document
@@ -60,7 +60,7 @@ def test_bad_settings(folder: Any, changes: dict[str, Any], message: str):
 def test_a_short_host_is_found_before_the_training(folder: Any, monkeypatch: pytest.MonkeyPatch):
     """By what is available, though nobody stated a budget; divided among the ranks of the host."""
     config = parse_config(tiny_document(folder, m6__offload=ALL_HOST))
-    monkeypatch.setattr("m6.training.offload_setup.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("m6.training.offloading.setup.available_bytes", lambda: 2**20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"the host's budget of 249036 bytes is too small: the experts need \d+"):
         build_model(config, torch.device("cpu"))

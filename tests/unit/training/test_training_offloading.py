@@ -10,13 +10,14 @@ import torch
 from PIL import Image
 
 import offload.slots
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
-from m6.plotting_memory import plot_memory
-from m6.training.checkpoint import all_fragments, complete_checkpoints
-from m6.training.checkpoint_format import CheckpointReader
+from m6.plots.memory import plot_memory
+from m6.training.checkpointing import all_fragments
 from m6.training.loop import Trainer
-from m6.training.offload_report import MEMORY_RECORD
-from m6.training.offloading import offloaded_experts
+from m6.training.offloading.experts import offloaded_experts
+from m6.training.offloading.report import MEMORY_RECORD
 from offload import WorkerFailure
 from tests.fixtures.offload_sections import ALL_HOST, LARGE, SMALL, TIGHT, assert_equal, experts_of, metrics, state
 

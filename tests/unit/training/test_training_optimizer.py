@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from m6.config import RunConfig, parse_config
-from m6.training.engine import build_model
-from m6.training.optimizer import build_optimizer, parameter_groups, set_learning_rate
+from m6.config.run import RunConfig, parse_config
+from m6.model.parameter_groups import parameter_groups
+from m6.training.engine.build import build_model
+from m6.training.engine.optimizer import build_optimizer, set_learning_rate
 from tests.fixtures.tiny_run import tiny_document
 
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 0.01}}

@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from m6.checkpoints.delinked import DelinkedReader
+from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.storages import engine_state_bytes
 from m6.planning.prediction import predict_memory
-from m6.training import checkpoint, loop
-from m6.training.checkpoint import restore
-from m6.training.checkpoint_format import CheckpointReader
-from m6.training.delinked_reader import DelinkedReader
-from m6.training.engine import build_engine
-from m6.training.fragments import base_optimizer, optimizer_step
+from m6.training import checkpointing as checkpoint
+from m6.training import loop
+from m6.training.checkpointing import restore
+from m6.training.engine.build import build_engine
+from m6.training.engine.fragments import base_optimizer, optimizer_step
 from m6.training.loop import Trainer
-from m6.training.pseudo_to_real import Stage
+from m6.training.stages.stage import Stage
 
 MakeTrainer = Callable[..., Trainer]
 LAYERS = 4

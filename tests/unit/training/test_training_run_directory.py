@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from m6.config import RunConfig, parse_config
+from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
-from m6.training.run_directory import RunDirectory
+from m6.runs.directory import RunDirectory
 from tests.fixtures.command import contents
 from tests.fixtures.tiny_run import tiny_document
 

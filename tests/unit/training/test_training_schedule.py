@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from m6.config import ScheduleSettings
+from m6.config.sections import ScheduleSettings
 from m6.training.schedule import learning_rate_factor
 
 

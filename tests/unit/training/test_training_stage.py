@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from m6.config import RunConfig, parse_config
+from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
-from m6.training.pseudo_to_real import Stage
+from m6.training.stages.stage import Stage
 from tests.fixtures.tiny_run import tiny_document
 
 MODEL = {"m6__model__num_layers": 4}

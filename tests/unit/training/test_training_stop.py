@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from m6.training.checkpoint import complete_checkpoints
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.runs.signals import StopFlag
 from m6.training.loop import Trainer
-from m6.training.signals import StopFlag
 
 
 @pytest.fixture

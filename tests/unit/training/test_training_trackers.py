@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from m6.config import LoggingSettings
-from m6.training.run_directory import RunDirectory
-from m6.training.trackers import Trackers
+from m6.config.sections import LoggingSettings
+from m6.runs.directory import RunDirectory
+from m6.runs.trackers import Trackers
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from m6.checkpoints.loading import load_run_model
 from m6.data.objectives import MATCH, NO_MATCH, OBJECTIVES, Example
 from m6.evaluation.downstream.classification import predict_by_likelihood
 from m6.evaluation.downstream.matching import match_by_model
-from m6.export import load_run_model
 from m6.generation.likelihood import target_log_likelihoods
 from m6.tokenizers.processor import decode_picture, pixel_values
 from tests.fixtures.command import m6, user_error

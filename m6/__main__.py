@@ -1,0 +1,6 @@
+"""``python -m m6``: the same as the command ``m6``, for launchers that start a module."""
+
+from m6.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: their format, finding, reading, delinking and loading them."""

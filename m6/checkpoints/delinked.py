@@ -1,0 +1,64 @@
+"""A checkpoint of a Pseudo model, read as one of the Real model: delinking is renaming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.fragment import WEIGHT
+from m6.model.sharing import Sharing
+
+STATE = "pseudo_to_real"
+"""The key of the stage in a checkpoint's state; a run without a Pseudo stage has none."""
+
+
+def is_pseudo(reader: CheckpointReader) -> bool:
+    """Whether the checkpoint holds the weights of a Pseudo model."""
+    return reader.state.get(STATE, {}).get("stage") == "pseudo"
+
+
+class DelinkedReader(CheckpointReader):
+    """A checkpoint of a Pseudo model as if it were of the Real one: every layer has its copy of what is shared.
+
+    Args:
+        folder: a complete checkpoint of a Pseudo model.
+        optimizer_state: ``copy``: every layer has the moments, too; ``reset``: all moments are zero and the
+            optimizer has made no step, as before the first one.
+    """
+
+    def __init__(self, folder: Path, optimizer_state: str = "copy") -> None:
+        super().__init__(folder)
+        self.reset = optimizer_state == "reset"
+        self.sharing = sharing_of(self)
+        self._ranges = {
+            (real, kind): places
+            for (name, kind), places in self._ranges.items()
+            for real in self.sharing.real_names(name)
+        }
+        self.shapes = {key: places[0].shape for key, places in self._ranges.items()}
+        self.state = real_state(self.state, self.reset)
+
+    def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
+        """As for any checkpoint; moments that are reset are zeros."""
+        if self.reset and kind != WEIGHT:
+            target.zero_()
+        else:
+            super().read_into(name, kind, offset, target)
+
+
+def sharing_of(reader: CheckpointReader) -> Sharing:
+    saved = reader.state[STATE]["sharing"]
+    return Sharing(saved["num_layers"], saved["num_groups"], tuple(saved["parts"]))
+
+
+def real_state(state: dict[str, Any], reset: bool) -> dict[str, Any]:
+    """The state of a Pseudo checkpoint as that of the Real one at the same step."""
+    optimizer_step = 0 if reset else state["optimizer_step"]
+    return {
+        **state,
+        "optimizer_step": optimizer_step,
+        STATE: {**state[STATE], "stage": "real", "switch_step": state["step"]},
+    }

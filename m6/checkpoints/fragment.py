@@ -1,0 +1,41 @@
+"""A named range of a flat global tensor: the unit in which checkpoints are written and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A range of one flat global tensor that this rank holds.
+
+    Attributes:
+        name: the parameter's name in the model.
+        kind: ``weight``, or the optimizer's name of the state (``exp_avg``, ``row_var``, ...).
+        offset: first element of the range in the flat global tensor.
+        data: [numel], a view into the live state; writing to it changes the training state.
+        shape: the global tensor's shape.
+        replica: this rank's place among the ranks that hold the same range, and how many they are.
+    """
+
+    name: str
+    kind: str
+    offset: int
+    data: Tensor
+    shape: tuple[int, ...]
+    replica: tuple[int, int] = (0, 1)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.data.numel()
+
+    def owned(self) -> Fragment:
+        """The part that this rank saves: an equal share of a replicated range."""
+        index, count = self.replica
+        numel = self.data.numel()
+        begin, end = numel * index // count, numel * (index + 1) // count
+        return replace(self, offset=self.offset + begin, data=self.data[begin:end], replica=(0, 1))

@@ -1,0 +1,121 @@
+"""The model that a run begins with when it fine-tunes another: that of a run, or an exported one."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from m6.checkpoints.delinked import DelinkedReader, is_pseudo
+from m6.checkpoints.discovery import open_together
+from m6.checkpoints.format import CheckpointReader, WeightReader
+from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.loading import INDEX, is_exported, newest_complete_checkpoint
+from m6.config.run import RunConfig, load_config, parse_document
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
+from m6.training.checkpointing import restore_weights
+from m6.validation import read_document
+
+
+def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Reads a run's JSON that leaves the model to ``init``.
+
+    What the JSON does say in m6.model and m6.moe, such as a rate of dropout, goes before what ``init`` says. The
+    configuration that comes out is whole: it no longer depends on the folder ``init``.
+
+    Args:
+        path: the JSON file.
+        init: a run, or a folder that ``m6 export`` wrote.
+        overrides: see ``load_config``.
+
+    Raises:
+        UserError: as ``load_config``; or ``init`` is neither.
+    """
+    document = read_document(path, overrides)
+    section = document.get("m6")
+    if isinstance(section, dict):
+        section["init"] = str(init)
+        for name, inherited in _model_sections(init).items():
+            section[name] = {**inherited, **(section.get(name) or {})}
+    return parse_document(path, document)
+
+
+def check_initial_weights(init: Path, tokenizer: M6Tokenizer) -> None:
+    """Raises if ``init`` has no weights, or was trained with another tokenizer; writes nothing."""
+    if is_exported(init):
+        fingerprint = load_text_tokenizer(init).fingerprint
+    else:
+        fingerprint = newest_complete_checkpoint(init).state["tokenizer"]
+    if fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"m6.data.tokenizer is not the one that {init} was trained with (fingerprint "
+            f"{tokenizer.fingerprint[:12]} instead of {fingerprint[:12]}): its ids would mean other words"
+        )
+
+
+def load_initial_weights(engine: Any, init: Path) -> None:
+    """Fills the engine's weights with those of ``init``; the layouts and optimizers of the two need not agree.
+
+    Raises:
+        UserError: ``init`` is damaged, or holds another model.
+    """
+    restore_weights(engine, ExportedWeights(init) if is_exported(init) else _open_checkpoint(init))
+
+
+class ExportedWeights(WeightReader):
+    """The safetensors of an exported model, read in ranges as a checkpoint is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            self._open = {file: safe_open(folder / file, framework="pt") for file in set(self._files.values())}
+            self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UserError(f"{folder}: not a whole exported model: {error}") from None
+
+    def names(self, kind: str) -> list[str]:
+        return list(self._files) if kind == WEIGHT else []
+
+    def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
+        """Fills ``target`` (1-D) with a range of the flat tensor; no more of a file is read than whole first rows."""
+        shape = self.shapes[name, kind]
+        if not shape:
+            target.copy_(self._open[self._files[name]].get_tensor(name).view(1))
+            return
+        row = math.prod(shape[1:])
+        first, last = offset // row, -(-(offset + target.numel()) // row)
+        begin = offset - first * row
+        target.copy_(self._slice(name)[first:last].reshape(-1)[begin : begin + target.numel()])
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._files[name]].get_slice(name)
+
+
+def _open_checkpoint(run: Path) -> CheckpointReader:
+    reader, problems = open_together(newest_complete_checkpoint(run).folder)
+    if reader is None:
+        raise UserError("; ".join(problems))
+    return DelinkedReader(reader.folder) if is_pseudo(reader) else reader
+
+
+def _model_sections(init: Path) -> dict[str, dict[str, Any]]:
+    """The sections "model" and, if the model is sparse, "moe" of a run or of an exported model."""
+    if is_exported(init):
+        document = json.loads((init / "config.json").read_text(encoding="utf-8"))
+        own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__}
+        sections = {
+            "model": {key: document[key] for key in own - {"moe"} if key in document},
+            "moe": document.get("moe"),
+        }
+    else:
+        document = load_config(init / "config.json").document["m6"]
+        sections = {name: document.get(name) for name in ("model", "moe")}
+    return {name: section for name, section in sections.items() if section is not None}

@@ -1,0 +1,135 @@
+"""The model, the processor and the image tokenizer of a run or of an exported folder, for inference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from m6.checkpoints.delinked import DelinkedReader, is_pseudo
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.fragment import WEIGHT
+from m6.config.run import RunConfig, load_config
+from m6.errors import UserError
+from m6.model import M6Config, M6ForConditionalGeneration
+from m6.runs.directory import RunDirectory
+from m6.tokenizers.processor import M6ImageProcessor, M6Processor
+from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
+
+if TYPE_CHECKING:
+    from m6.tokenizers.image import ImageTokenizer
+
+INDEX = "model.safetensors.index.json"
+IMAGE_TOKENIZER = "image_tokenizer"
+"""The folder inside of an exported model that holds the image tokenizer."""
+
+
+def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditionalGeneration, M6Processor]:
+    """The model and processor of a run's newest checkpoint, or of an exported folder, for inference.
+
+    Args:
+        folder: a run (its config.json has the section "m6") or what ``export_hf`` wrote.
+
+    Raises:
+        UserError: the folder is neither, or its weights are missing or damaged.
+    """
+    if is_exported(folder):
+        try:
+            model = M6ForConditionalGeneration.from_pretrained(folder)
+            return model.to(device).eval(), M6Processor.from_pretrained(folder)  # type: ignore[arg-type]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder}: not a whole exported model: {error}") from None
+    config = load_config(folder / "config.json")
+    reader = open_newest_checkpoint(folder)
+    processor = run_processor(config, reader)
+    with torch.device("meta"):
+        model = M6ForConditionalGeneration(config.model)
+    model.to_empty(device=device)
+    load_weights(model, reader)
+    return model.eval(), processor
+
+
+def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
+    """The image tokenizer of a run, or of an exported folder.
+
+    Raises:
+        UserError: the model has not learned to draw, or the run's image tokenizer is no longer the one it learned from.
+    """
+    from m6.tokenizers.image import load_image_tokenizer
+
+    if is_exported(folder):
+        if not (folder / IMAGE_TOKENIZER).is_dir():
+            raise UserError(f"{folder}: the model does not draw: it has no folder {IMAGE_TOKENIZER}")
+        return load_image_tokenizer(folder / IMAGE_TOKENIZER)
+    path = load_config(folder / "config.json").m6.data.image_tokenizer
+    trained_with = newest_complete_checkpoint(folder).state.get("image_tokenizer")
+    if path is None or trained_with is None:
+        raise UserError(f"{folder}: the model does not draw: it has not been trained with m6.objectives.text_to_image")
+    image_tokenizer = load_image_tokenizer(path)
+    if image_tokenizer.checksum != trained_with:
+        raise UserError(f"{path}: not the image tokenizer that {folder} was trained with")
+    return image_tokenizer
+
+
+def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
+    """The newest complete checkpoint, its files checked against their checksums; one of a Pseudo model is read as the
+    Real model, which computes the same."""
+    reader = newest_complete_checkpoint(run_dir)
+    problems = reader.verify()
+    if problems:
+        raise UserError("; ".join(problems))
+    return DelinkedReader(reader.folder) if is_pseudo(reader) else reader
+
+
+def newest_complete_checkpoint(run_dir: Path) -> CheckpointReader:
+    """The newest complete checkpoint of a run, its shards not yet checked; UserError when there is none."""
+    root = RunDirectory(run_dir).checkpoints
+    folders = complete_checkpoints(root)
+    if not folders:
+        raise UserError(f"{root} holds no complete checkpoint")
+    return CheckpointReader(folders[-1])
+
+
+def load_weights(model: M6ForConditionalGeneration, reader: CheckpointReader) -> None:
+    """Fills every parameter and buffer, one tensor at a time."""
+    for name, tensor in model.state_dict().items():
+        check_shape(reader, name, tensor)
+        reader.read_into(name, WEIGHT, 0, tensor.view(-1))
+
+
+def check_shape(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
+    stored = reader.shapes.get((name, WEIGHT))
+    if stored != tuple(tensor.shape):
+        raise UserError(f"{reader.folder}: {name} has shape {stored}, the model has {tuple(tensor.shape)}")
+
+
+def run_processor(config: RunConfig, reader: CheckpointReader) -> M6Processor:
+    """What turns prompts into the inputs of a run's model; UserError if the tokenizer is no longer the run's."""
+    tokenizer = load_text_tokenizer(config.m6.data.tokenizer)
+    if tokenizer.fingerprint != reader.state["tokenizer"]:
+        raise UserError(f"{config.m6.data.tokenizer}: not the tokenizer that {reader.folder} was trained with")
+    return make_processor(config, tokenizer)
+
+
+def make_processor(config: RunConfig, tokenizer: M6Tokenizer) -> M6Processor:
+    """The processor of a run's model."""
+    side = config.model.image_size
+    image_processor = M6ImageProcessor(size={"height": side, "width": side})
+    return M6Processor(image_processor, tokenizer, num_patches=config.model.num_patches)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether the folder holds an exported model, not a run; UserError if neither."""
+    file = folder / "config.json"
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{folder}: neither a run nor an exported model (no readable config.json)") from None
+    if not isinstance(content, dict) or not ("m6" in content or content.get("model_type") == M6Config.model_type):
+        raise UserError(f"{file}: belongs neither to a run nor to an exported model")
+    return "m6" not in content

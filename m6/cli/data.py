@@ -1,0 +1,155 @@
+"""``m6 data``: builds data folders, trains their text tokenizers, turns their pictures into codes."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from m6.data.build import BuildSettings
+from m6.data.build import build as build_folder
+from m6.data.sources import BUILT_IN, SourceOptions, find_source
+from m6.errors import UserError
+
+app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_help=True)
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/m6-recipes``, or the same under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _parse_limit(text: str) -> tuple[str, int]:
+    """``N`` or ``SOURCE=N``: the source, empty for all others, and its rows."""
+    source, _, rows = text.rpartition("=")
+    if not rows.isdigit():
+        raise UserError(f"--limit {text}: expected N or SOURCE=N, as in 500 or emoji=500")
+    return source, int(rows)
+
+
+@app.command()
+def build(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            help=f"Built-in sources ({', '.join(BUILT_IN)}), or your own data: a folder of pictures with captions, "
+            "Parquet or JSONL files, WebDataset tars, or hf:NAME[:SPLIT]. CALLED=PATH chooses its name."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The data folder to make.")],
+    image_size: Annotated[int, typer.Option(help="Longest side of a stored picture, in pixels.")] = 64,
+    passage_chars: Annotated[int, typer.Option(help="Longest passage or caption, in characters.")] = 256,
+    limit: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Use the first N rows of each source only; SOURCE=N: of that source. May be given often."),
+    ] = None,
+    validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
+    test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
+    max_bad_share: Annotated[float, typer.Option(help="More bad rows than this share are an error.")] = 0.01,
+    text_column: Annotated[str, typer.Option(help="Your own data: the column of captions or texts.")] = "text",
+    image_column: Annotated[
+        str | None, typer.Option(help='Your own data: the column of pictures ("image" where there is one).')
+    ] = None,
+    label_column: Annotated[
+        str | None, typer.Option(help="Your own tables: the column of labels, for classification of their texts.")
+    ] = None,
+    licence: Annotated[str | None, typer.Option(help="Your own data: its licence, kept in the manifest.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where fetched packages are kept.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
+) -> None:
+    """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
+    limits = dict(_parse_limit(text) for text in limit or [])
+    settings = BuildSettings(
+        image_size=image_size,
+        passage_chars=passage_chars,
+        limit=limits.pop("", None),
+        limits=limits,
+        validation_share=validation_share,
+        test_share=test_share,
+        max_bad_share=max_bad_share,
+    )
+    options = SourceOptions(
+        cache=cache or default_cache(),
+        passage_chars=passage_chars,
+        text_column=text_column,
+        image_column=image_column,
+        label_column=label_column,
+        licence=licence,
+    )
+    sources = [find_source(specifier, options) for specifier in source]
+    manifest, built = build_folder(sources, out, settings, workers or _usable_cores())
+    typer.echo(f"{out} {'is built' if built else 'holds this data set already'}")
+    for name, entry in manifest.sources.items():
+        rows = ", ".join(f"{split} {part.rows:,}" for split, part in entry.splits.items())
+        size = sum(part.bytes for part in entry.splits.values()) / 1e6
+        typer.echo(f"  {name}: {rows} rows, {size:.1f} MB, {entry.licence}, skipped {sum(entry.skipped.values())}")
+
+
+@app.command()
+def tokenizer(
+    data: Annotated[Path, typer.Argument(help='The data folder, made by "m6 data build".')],
+    out: Annotated[Path, typer.Option(help="The tokenizer folder to make.")],
+    vocab_size: Annotated[int, typer.Option(min=258, help="Text pieces, 256 of them for single bytes.")] = 21128,
+    image_vocab_size: Annotated[int, typer.Option(min=0, help="Image codes in the joint vocabulary.")] = 8192,
+    character_coverage: Annotated[
+        float, typer.Option(min=0.9, max=1.0, help="Share of the characters that get pieces; the rest becomes bytes.")
+    ] = 0.9998,
+    sample_megabytes: Annotated[int, typer.Option(min=1, help="Text to train on, a random sample of rows.")] = 256,
+) -> None:
+    """Trains a SentencePiece tokenizer on the train split of a data folder."""
+    from m6.data.manifest import Manifest
+    from m6.training.tokenizers.text import train_text_tokenizer
+
+    trained = train_text_tokenizer(
+        Manifest.load(data),
+        out,
+        vocab_size,
+        image_vocab_size=image_vocab_size,
+        character_coverage=character_coverage,
+        sample_bytes=sample_megabytes << 20,
+    )
+    typer.echo(
+        f"{out} holds {trained.text_vocab_size:,} text pieces; with special tokens and {image_vocab_size:,} image "
+        f"codes the vocabulary is {trained.vocab_size:,}, fingerprint {trained.fingerprint[:12]}"
+    )
+
+
+@app.command()
+def codes(
+    data: Annotated[Path, typer.Argument(help='The data folder, made by "m6 data build".')],
+    image_tokenizer: Annotated[
+        str, typer.Option(help="Folder of an image tokenizer, or the name of a VQModel of the Hub.")
+    ],
+    source: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
+        typer.Option(help="A source to encode; may be given often; default all with pictures and captions."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Pictures encoded at once.")] = 64,
+    max_bad_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="More bad pictures than this share are an error.")
+    ] = 0.01,
+) -> None:
+    """Writes the codes of the pictures beside the shards, bound to the tokenizer's checksum."""
+    from m6.data.codes import write_codes
+    from m6.data.manifest import Manifest
+    from m6.runs.processes import default_device
+    from m6.tokenizers.image import load_image_tokenizer
+
+    manifest = Manifest.load(data)
+    device = default_device()
+    tokenizer = load_image_tokenizer(image_tokenizer).to(device)
+    folder, written = write_codes(
+        manifest, tokenizer, source, batch_size=batch_size, max_bad_share=max_bad_share, device=device
+    )
+    typer.echo(
+        f"{folder} holds {written.num_codes} codes of [0, {written.codebook_size:,}) for each picture, tokenizer "
+        f"{written.tokenizer[:16]}"
+    )
+    for name, splits in written.sources.items():
+        rows = ", ".join(f"{split} {entry.rows:,}" for split, entry in splits.items())
+        typer.echo(f"  {name}: {rows} rows, skipped {sum(written.skipped.get(name, {}).values())}")

@@ -1,0 +1,55 @@
+"""``m6 evaluate-pictures``: what generated pictures are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def evaluate_pictures(
+    generated: Annotated[Path, typer.Argument(help="folder of PNG files with captions.jsonl, from generate --out-dir")],
+    data: Annotated[Path, typer.Option(help='the data folder with real pictures, made by "m6 data build"')],
+    source: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="a source of real pictures; may be given often; default all with pictures and captions"),
+    ] = None,
+    held_out_style: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="the drawing style that is kept from the judge: the last part of rows' ids, such as twemoji"),
+    ] = None,
+    judge: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="folder to keep the judge in; one that is there is used if it fits"),
+    ] = None,
+    judge_steps: Annotated[int, typer.Option(min=1, help="steps of 32 pictures that the judge is trained for")] = 1500,
+    inception: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="weights of Inception-v3 in torch-fidelity's format, for FID and KID on its features too"),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Markdown report, with JSON beside it; default GENERATED/report.md"),
+    ] = None,
+) -> None:
+    """Judges generated pictures by a network trained on real ones; FID and KID; a search for copies."""
+    from m6.data.manifest import Manifest
+    from m6.evaluation.pictures.generated import load_generated
+    from m6.evaluation.pictures.judge import JudgeSettings, obtain_judge
+    from m6.evaluation.pictures.real import load_real
+    from m6.evaluation.pictures.report import evaluate_pictures as compare
+    from m6.evaluation.pictures.report import markdown
+    from m6.files import write_json, write_text
+    from m6.runs.processes import default_device
+
+    settings = JudgeSettings(total_steps=judge_steps)
+    pictures, skipped = load_generated(generated, settings.image_size)
+    real = load_real(Manifest.load(data), source, held_out_style, settings.image_size)
+    device = default_device()
+    network = obtain_judge(real.judged, settings, judge, device)
+    report = compare(pictures, skipped, real, network, device, inception)
+    out = out or generated / "report.md"
+    write_json(out.with_suffix(".json"), report.document())
+    write_text(out, markdown(report))
+    print(markdown(report), end="")

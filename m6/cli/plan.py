@@ -1,0 +1,255 @@
+"""``m6 plan``: the commands of the planner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from m6.planning.machine.cluster import Cluster
+    from m6.planning.search.planner import Planner
+
+_DEFAULT = "best"
+
+
+class _PlanGroup(TyperGroup):
+    """``m6 plan CONFIG`` is ``m6 plan best CONFIG``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = [_DEFAULT, *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(no_args_is_help=True, cls=_PlanGroup)
+
+ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON")]
+ClusterFile = Annotated[
+    Path, typer.Option("--cluster", help="a cluster's JSON, or the name of one in configs/clusters")
+]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON")]
+Forced = Annotated[
+    list[str] | None, typer.Option("--force", help="NAME=VALUE that the layout must have, as zero_stage=2")
+]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="what m6 plan calibrate wrote")]
+Stage = Annotated[
+    Literal["pseudo", "real"], typer.Option(help="pseudo: what m6.pseudo_to_real trains first, with shared weights")
+]
+World = Annotated[int | None, typer.Option("--world", min=1, help="use so many of the cluster's devices")]
+Fraction = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0, help="share of memory to plan for")]
+MEMORY_FRACTION = 0.9
+
+
+@app.command(name=_DEFAULT)
+def best(
+    config: ConfigFile,
+    cluster: ClusterFile,
+    overrides: Overrides = None,
+    force: Forced = None,
+    profile: ProfileFile = None,
+    world: World = None,
+    memory_fraction: Fraction = MEMORY_FRACTION,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for the run's JSON with the plan in it, the job's, and an sbatch header")
+    ] = None,
+    time_limit_min: Annotated[int, typer.Option(min=1, help="of the job")] = 1440,
+) -> None:
+    """Finds the fastest layout that runs and fits, and says why each other is not better; of both stages, if there are
+    two."""
+    from m6.errors import UserError
+    from m6.files import write_json, write_text
+    from m6.planning.reports import search_report
+    from m6.planning.search.job_files import job_description, run_document, sbatch_header
+    from m6.planning.search.planner import training_stages
+
+    planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
+    for stage in training_stages(planner):  # the last one holds the whole model: its layout is that of the JSON
+        planner, result = stage, stage.search()
+        print(search_report(planner, result), end="\n\n")
+    if not result.plans:
+        raise UserError(f"{config}: no layout fits on {planner.cluster.name}")
+    if out is not None:
+        job = job_description(planner, result.best, time_limit_min)
+        write_json(out / config.name, run_document(planner, result.best))
+        write_json(out / f"{config.stem}.job.json", job.model_dump(exclude_defaults=True))
+        write_text(out / f"{config.stem}.sbatch", sbatch_header(job, config.stem))
+        print(f"\nwrote {out / config.stem}.json, .job.json and .sbatch; to submit it:")
+        print(f"m6 submit {out / config.name} --cluster {out / config.stem}.job.json --run-dir RUN")
+
+
+@app.command()
+def explain(
+    config: ConfigFile,
+    cluster: ClusterFile,
+    overrides: Overrides = None,
+    force: Forced = None,
+    profile: ProfileFile = None,
+    stage: Stage = "real",
+    world: World = None,
+    memory_fraction: Fraction = MEMORY_FRACTION,
+) -> None:
+    """Prices one layout in full: that of the JSON, changed by --force; and what the engine can do at all."""
+    from dataclasses import replace
+
+    from m6.planning.reports import explanation
+    from m6.planning.search.configuration import layout_of, parse_forced
+    from m6.planning.search.feasibility import capability_matrix
+
+    planner = _planner(config, cluster, overrides, None, profile, memory_fraction, stage)(world)
+    layout = layout_of(planner.config, planner.cluster.num_devices)
+    layout = replace(layout, **parse_forced(tuple(force or ())))
+    print(explanation(planner, planner.evaluate(layout)))
+    print(f"\nWhat the engine runs of this optimizer and precision:\n\n{capability_matrix(planner.config)}")
+
+
+@app.command()
+def frontier(
+    config: ConfigFile,
+    cluster: ClusterFile,
+    overrides: Overrides = None,
+    force: Forced = None,
+    profile: ProfileFile = None,
+    stage: Stage = "real",
+    memory_fraction: Fraction = MEMORY_FRACTION,
+    out: Annotated[Path | None, typer.Option(help="PNG to draw")] = None,
+) -> None:
+    """Lists the layouts that none beats in step time, device memory, host memory and number of devices together."""
+    from m6.planning.reports import frontier_table
+    from m6.planning.search.frontier import device_counts, draw_frontier
+    from m6.planning.search.frontier import frontier as find
+
+    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
+    planner = make(None)
+    plans = find(lambda part: make(part.num_devices), planner.cluster, device_counts(planner.cluster))
+    print(frontier_table(planner, plans))
+    if out is not None:
+        print(draw_frontier(plans, out))
+
+
+@app.command()
+def curve(
+    config: ConfigFile,
+    cluster: ClusterFile,
+    overrides: Overrides = None,
+    force: Forced = None,
+    profile: ProfileFile = None,
+    stage: Stage = "real",
+    memory_fraction: Fraction = MEMORY_FRACTION,
+) -> None:
+    """Shows the best layout and its speed on 1, 2, 4, ... devices of the cluster."""
+    from m6.planning.reports import curve_table
+    from m6.planning.search.frontier import curve as find
+    from m6.planning.search.frontier import device_counts
+
+    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
+    whole = make(None).cluster
+    print(curve_table(find(lambda part: make(part.num_devices), whole, device_counts(whole))))
+
+
+@app.command(name="dry-run")
+def dry_run(
+    config: ConfigFile,
+    world: Annotated[int, typer.Option(min=1, help="ranks of the job")],
+    rank: Annotated[int, typer.Option(min=0, help="the one to be")] = 0,
+    cluster: Annotated[
+        Path | None, typer.Option(help="whose nodes say which ranks are neighbours; default: all are")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Trains one step as one rank of a large job, by the real code over numbers that do not exist."""
+    from m6.config.run import load_config
+    from m6.planning.machine.cluster import load_cluster
+    from m6.training.dry_run import dry_run as run
+    from m6.training.dry_run import report
+
+    settings = load_config(config, tuple(overrides or ()))
+    nodes = None if cluster is None else load_cluster(cluster).first(world).nodes[0]
+    print(report(run(settings, world, rank), world, rank, nodes))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="the profile to write; one that is there keeps what is not measured anew")],
+    disk: Annotated[
+        Path | None, typer.Option(help="folder of checkpoints, to measure how fast the ranks write together")
+    ] = None,
+) -> None:
+    """Measures this machine: products, memory, the optimizer; under a launcher the links between its ranks."""
+    import torch
+
+    import m6.training.loop  # noqa: F401 - what a run imports is part of its process's memory
+    from m6.planning.machine.calibration import calibrate as measure
+    from m6.planning.machine.profile import load_profile, save_profile
+    from m6.runs.processes import start
+    from m6.training.engine.optimizer import Adafactor
+
+    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, fused=True)
+
+    runtime = start()
+    previous = load_profile(out) if out.exists() else None
+    profile = measure(runtime.device, {"AdamW": adamw, "Adafactor": Adafactor}, previous, disk)
+    if runtime.is_main:
+        save_profile(profile, out)
+        print(f"{out}: {profile.source}; {len(profile.matmul)} products, {len(profile.collectives)} collectives")
+
+
+@app.command()
+def validate(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs that ended")],
+    profile: ProfileFile = None,
+    refit: Annotated[Path | None, typer.Option(help="profile to write, with the factors that these runs show")] = None,
+) -> None:
+    """Compares what runs were predicted to need with what they needed; a profile's factors are applied."""
+    from m6.planning.machine.profile import Profile, load_profile, save_profile
+    from m6.planning.prediction import read_outcome, validation_table
+    from m6.planning.prediction import refit as fit
+
+    calibration = Profile() if profile is None else load_profile(profile)
+    outcomes = [read_outcome(run) for run in runs]
+    if refit is not None:
+        calibration = fit(calibration, outcomes)
+        save_profile(calibration, refit)
+    print(validation_table(outcomes, calibration))
+
+
+def _planner(
+    config: Path,
+    cluster: Path,
+    overrides: list[str] | None,
+    force: list[str] | None,
+    profile: Path | None,
+    memory_fraction: float,
+    stage: Literal["pseudo", "real"] = "real",
+) -> Callable[[int | None], Planner]:
+    """Reads everything once; the function returned plans for a number of the cluster's devices.
+
+    Raises:
+        UserError: a file or a value is wrong, or the run has no Pseudo stage.
+    """
+    from m6.config.run import load_config
+    from m6.errors import UserError
+    from m6.planning.machine.cluster import load_cluster
+    from m6.planning.machine.profile import Profile, load_profile
+    from m6.planning.search.configuration import parse_forced
+    from m6.planning.search.planner import Planner, pseudo_sharing
+
+    settings = load_config(config, tuple(overrides or ()))
+    whole: Cluster = load_cluster(cluster)
+    calibration = Profile() if profile is None else load_profile(profile)
+    if stage == "pseudo" and settings.m6.pseudo_to_real is None:
+        raise UserError(f"--stage pseudo: {config} has no section m6.pseudo_to_real")
+    sharing = pseudo_sharing(settings) if stage == "pseudo" else None
+    forced: dict[str, Any] = parse_forced(tuple(force or ()))
+
+    @functools.cache
+    def make(world: int | None) -> Planner:
+        part = whole if world is None else whole.first(world)
+        return Planner(settings, part, calibration, None, sharing, memory_fraction, forced)
+
+    return make

@@ -1,0 +1,1 @@
+"""A run's JSON: its sections, DeepSpeed's keys, and what may be combined."""

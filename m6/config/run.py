@@ -1,0 +1,190 @@
+"""One JSON per run: DeepSpeed's keys at the top level, everything of ours under ``"m6"``.
+
+A fact stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys and
+are read from there; the model, the data and the schedule are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+from pydantic import TypeAdapter
+
+from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
+from m6.config.offload import OffloadSettings, check_offload
+from m6.config.sections import M6Settings, PseudoToRealSettings
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from m6.validation import check_keys, describe, read_document, validate
+from moe.config import MoEConfig
+from moe.expert_parallel import exchange_steps
+
+if TYPE_CHECKING:
+    from m6.tokenizers.text import M6Tokenizer
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A validated run: ours, DeepSpeed's, and the model they describe."""
+
+    m6: M6Settings
+    deepspeed: DeepSpeedSettings
+    model: M6Config
+    document: dict[str, Any]
+    """The JSON as given, with overrides applied: what RUN/config.json records."""
+
+    @property
+    def offload(self) -> OffloadSettings | None:
+        """Where experts are in our own store; None also where DeepSpeed offloads."""
+        settings = self.m6.offload
+        return None if settings is None or settings.policy == "deepspeed" else settings
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Reads and validates a run's JSON.
+
+    Args:
+        path: the JSON file.
+        overrides: ``key.path=value`` strings; the value is JSON, or else a plain string.
+
+    Raises:
+        UserError: for a missing file, broken JSON, or any key or value that is wrong; the message names it.
+    """
+    return parse_document(path, read_document(path, overrides))
+
+
+def parse_document(path: Path, document: dict[str, Any]) -> RunConfig:
+    """Validates a document that came from the file ``path``, which errors name."""
+    try:
+        return parse_config(document)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def parse_config(document: dict[str, Any]) -> RunConfig:
+    """Validates a run's JSON that is already in memory."""
+    if "m6" not in document:
+        raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
+    deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})
+    settings = validate(M6Settings, document["m6"], "m6")
+    model = _model_config(settings)
+    if settings.training.ep_size > 1 and settings.moe is None:
+        raise UserError(
+            f"m6.training.ep_size is {settings.training.ep_size} but the model is dense; add m6.moe or leave it at 1"
+        )
+    deepspeed.check_experts(settings.training.ep_size)
+    if settings.offload is not None:
+        switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
+        checkpointing = settings.training.activation_checkpointing
+        deepspeed = check_offload(settings.offload, deepspeed, model, switch, checkpointing)
+    if settings.data.sequence_length > model.max_position_embeddings:
+        raise UserError(
+            f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
+            f"{model.max_position_embeddings}"
+        )
+    schedule, total = settings.schedule, settings.training.total_steps
+    if schedule.warmup_steps + (schedule.decay_steps or 0) > total:
+        raise UserError(
+            f"m6.schedule: warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps or 0} "
+            f"exceed m6.training.total_steps {total}"
+        )
+    if (schedule.decay == "wsd") != (schedule.decay_steps is not None):
+        raise UserError(
+            f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
+        )
+    if settings.pseudo_to_real is not None:
+        _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
+    _check_pictures(settings)
+    return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+
+
+def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: M6Settings) -> None:
+    total_steps = run.training.total_steps
+    if run.init is not None:
+        raise UserError("m6.pseudo_to_real: a run that begins with the weights of m6.init has no Pseudo stage")
+    if settings.switch_step >= total_steps:
+        raise UserError(
+            f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
+            f"m6.training.total_steps {total_steps}: nothing would be left for the Real model"
+        )
+    if (settings.learning_rate == "rewarm") != (settings.rewarm_steps is not None):
+        raise UserError(
+            'm6.pseudo_to_real.rewarm_steps belongs to "learning_rate": "rewarm" and is required there; '
+            f'learning_rate is "{settings.learning_rate}"'
+        )
+    try:
+        settings.sharing(model.num_layers).check(model)
+    except UserError as error:
+        raise UserError(f"m6.pseudo_to_real: {error}") from None
+
+
+def _check_pictures(settings: M6Settings) -> None:
+    draws = settings.objectives.text_to_image.weight > 0
+    if draws and settings.data.image_tokenizer is None:
+        raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to write")
+    if settings.samples is not None and not draws:
+        raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
+
+
+def check_world_size(config: RunConfig, world_size: int) -> int:
+    """Checks the run against a number of ranks; returns the gradient accumulation steps."""
+    accumulation = config.deepspeed.accumulation_steps(world_size)
+    if config.offload is not None and config.offload.update == "backward" and accumulation > 1:
+        raise UserError(
+            'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
+            f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
+        )
+    ep_size = config.m6.training.ep_size
+    if world_size % ep_size:
+        raise UserError(
+            f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
+        )
+    if config.m6.moe is not None:
+        try:
+            exchange_steps(config.model.moe_config(), ep_size)
+        except ValueError as error:
+            raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
+    return accumulation
+
+
+def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
+    """Raises if the tokenizer's ids are not those of the model's embeddings."""
+    for name in ("text_vocab_size", "image_vocab_size"):
+        expected, found = getattr(config.model, name), getattr(tokenizer, name)
+        if expected != found:
+            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
+
+
+def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:
+    """Raises if a model has no room for an image tokenizer's codes, or another grid of them."""
+    if codebook_size > model.image_vocab_size:
+        raise UserError(
+            f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
+            f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
+            f"{codebook_size} or more"
+        )
+    if model.code_grid_size and model.code_grid_size**2 != num_codes:
+        raise UserError(
+            f"the image tokenizer has a grid of {num_codes} codes, but the model's code_grid_size is "
+            f"{model.code_grid_size}: pretrain one with {math.isqrt(num_codes)}"
+        )
+
+
+def _model_config(settings: M6Settings) -> M6Config:
+    own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
+    check_keys(settings.model, own, "m6.model")
+    if settings.moe is not None:
+        check_keys(settings.moe, {field.name for field in fields(MoEConfig)}, "m6.moe")
+        try:
+            TypeAdapter(MoEConfig).validate_json(json.dumps(settings.moe), strict=True)
+        except pydantic.ValidationError as error:
+            raise UserError(describe(error, None, "m6.moe")) from None
+    try:
+        return M6Config(**settings.model, moe=settings.moe)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"m6.model: {error}") from None

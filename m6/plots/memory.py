@@ -1,0 +1,87 @@
+"""The device's memory over a step of a run with offloaded experts: planned against actual."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m6.errors import UserError
+from m6.plots.run import STYLE, save_figure
+from m6.training.offloading.report import MEMORY_RECORD
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TIDE, _CHUNKS, _ACTUAL, _BUDGET = "#56B4E9", "#E69F00", "#000000", "#D55E00"
+_MIB = 2**20
+
+
+def plot_memory(run_dir: Path, out: Path | None = None) -> Path:
+    """Draws, for each use of a chunk of experts in a step, what was planned to lie on the device and what did.
+
+    Args:
+        run_dir: a run with ``m6.offload`` that has done two steps since it last started.
+        out: the PNG; default RUN/memory.png.
+
+    Returns:
+        the PNG's path.
+
+    Raises:
+        UserError: there is nothing to draw, or the record is damaged.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    record = _read(run_dir / MEMORY_RECORD)
+    out = out or run_dir / "memory.png"
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(12, 4.8), layout="constrained")
+        _draw(axes, record)
+        axes.set_title(f"{run_dir.absolute().name}   device memory over step {record['step'] + 1}, rank 0, MiB")
+        save_figure(figure, out)
+    return out
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if record["planned"] and record["actual"] and record["budget_bytes"] + record["step"] >= 0:
+            return record
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such file; a run with m6.offload writes it after its second step since it started"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path}: corrupt, or not the memory of a run")
+
+
+def _draw(axes: Axes, record: dict[str, Any]) -> None:
+    planned, actual = record["planned"], record["actual"]
+    try:
+        tide = [moment["nonmodel_bytes"] / _MIB for moment in planned]
+        chunks = [moment["chunk_bytes"] / _MIB for moment in planned]
+        totals = [moment["total_bytes"] / _MIB for moment in actual]
+        others = [moment["nonmodel_bytes"] / _MIB for moment in actual]
+        backward = [moment["backward"] for moment in planned]
+    except (KeyError, TypeError):
+        raise UserError(f"{MEMORY_RECORD.name}: corrupt: a moment has no bytes") from None
+    labels = ["planned: all but experts", "planned: experts owned, kept, in use"]
+    axes.stackplot(range(len(planned)), tide, chunks, labels=labels, colors=[_TIDE, _CHUNKS], alpha=0.5, step="mid")
+    axes.step(range(len(totals)), totals, where="mid", color=_ACTUAL, label="actual peak, copies in flight included")
+    axes.step(
+        range(len(others)), others, where="mid", color=_ACTUAL, linestyle="dotted", label="actual: all but experts"
+    )
+    budget = record["budget_bytes"] / _MIB
+    highest = max([*totals, *(low + high for low, high in zip(tide, chunks, strict=True))])
+    if budget < 3 * highest:  # a budget that is never near would press everything else to the ground
+        axes.axhline(budget, color=_BUDGET, label=f"budget {budget:,.0f}")
+    if True in backward:
+        axes.axvline(backward.index(True) - 0.5, color="grey", linewidth=0.8)
+        axes.text(backward.index(True), 0, " first gradient", va="bottom", color="grey")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("uses of chunks in order")
+    axes.legend(loc="lower right")

@@ -1,0 +1,194 @@
+"""A run's curves in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m6.data.objectives import OBJECTIVES
+from m6.errors import UserError
+from m6.evaluation.baselines import ORDERS, read_baselines
+from m6.files import atomic_path
+from m6.plots.stages import draw_layers, draw_losses, staged
+from m6.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart.
+_COLOURS = dict(
+    zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999"), strict=True)
+)
+_GREY = "#5a5a5a"
+_BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "figure.constrained_layout.h_pad": 0.1,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+}
+_EXPERT_PANELS = {
+    "load_cv": "load of the experts: deviation / mean",
+    "dropped_fraction": "choices beyond capacity, share",
+    "unused_experts": "experts without a token",
+    "router_entropy": "router entropy, nats",
+}
+Entries = list[dict[str, Any]]
+
+
+def plot_run(run_dir: Path, out: Path | None = None) -> Path:
+    """Draws losses, schedule, speed and, for a sparse model, the health of the experts; for a Pseudo-to-Real run
+    its loss over steps, tokens and time with the switch marked, and how the layers part.
+
+    Args:
+        run_dir: a run with at least one line in metrics.jsonl. With RUN/baselines.json (``m6 evaluate`` makes it)
+            the losses of the n-gram models are drawn too.
+        out: the PNG; default RUN/curves.png.
+
+    Returns:
+        the PNG's path.
+
+    Raises:
+        UserError: there is nothing to draw.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogFormatter
+
+    run = RunDirectory(run_dir)
+    metrics = run.read_metrics()
+    training = [entry for entry in metrics if "loss" in entry]
+    validation = [entry for entry in metrics if "validation" in entry]
+    if not training:
+        raise UserError(f"{run.metrics}: holds no training metrics yet")
+    objectives = [name for name in OBJECTIVES if any(name in entry["objectives"] for entry in training)]
+    experts = [entry for entry in training if "experts" in entry]
+    stages = staged(training)
+    baselines = read_baselines(run_dir)
+    out = out or run_dir / "curves.png"
+    with pyplot.rc_context(STYLE):
+        rows = 2 + bool(experts) + bool(stages)
+        figure = pyplot.figure(figsize=(14, 1.0 + 3.2 * rows), layout="constrained")
+        last = training[-1]
+        figure.suptitle(
+            f"{run_dir.absolute().name}   step {last['step']:,}   {last['tokens_seen']:,} tokens",
+            x=0.01,
+            ha="left",
+            fontweight="bold",
+        )
+        grid = figure.add_gridspec(rows, 1, height_ratios=[1.25, *[1] * (rows - 1)])
+        top = grid[0].subgridspec(1, len(objectives))
+        for column, name in enumerate(objectives):
+            _draw_loss(figure.add_subplot(top[column]), name, training, validation, baselines.get(name, {}))
+        middle = grid[1].subgridspec(1, 3)
+        rate, norm, speed = (figure.add_subplot(middle[column]) for column in range(3))
+        rate.plot([entry["step"] for entry in training], [entry["learning_rate"] for entry in training], color=_GREY)
+        rate.set_title("learning rate")
+        rate.yaxis.set_major_formatter("{x:g}")
+        _draw_series(norm, training, "grad_norm", "gradient norm")
+        norm.set_yscale("log")
+        norm.yaxis.set_major_formatter(LogFormatter())
+        norm.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
+        _draw_series(speed, training, "tokens_per_second", "tokens per second")
+        speed.yaxis.set_major_formatter("{x:,.0f}")
+        for axes in (rate, speed):
+            axes.set_ylim(bottom=0)
+        if experts:
+            bottom = grid[2].subgridspec(1, len(_EXPERT_PANELS))
+            for column, (key, title) in enumerate(_EXPERT_PANELS.items()):
+                _draw_layers(figure.add_subplot(bottom[column]), experts, key, title, legend=column == 0)
+        for axes in figure.axes:
+            axes.set_xlabel("step")
+        if stages:
+            last_row = grid[rows - 1].subgridspec(1, 5)
+            panels = [figure.add_subplot(last_row[column]) for column in range(5)]
+            draw_losses(panels[:3], stages)
+            draw_layers(panels[3], stages, "gradient_correlation", "correlation of gradients")
+            draw_layers(panels[4], stages, "layer_divergence", "distance from the mean layer")
+            for axes in panels[3:]:
+                axes.set_xlabel("step")
+        save_figure(figure, out)
+    return out
+
+
+def save_figure(figure: Figure, out: Path) -> None:
+    """Writes ``out`` as a PNG, atomically, and closes the figure; UserError where that cannot be done."""
+    from matplotlib import pyplot
+
+    try:
+        with atomic_path(out) as temporary:
+            figure.savefig(temporary, format="png", dpi=130)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entries, baselines: dict[str, float]) -> None:
+    colour = _COLOURS[objective]
+    entries = [entry for entry in training if entry["objectives"].get(objective) is not None]
+    steps = [entry["step"] for entry in entries]
+    losses = [entry["objectives"][objective] for entry in entries]
+    axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smoothed(losses), color=colour, linewidth=1.6, label="training, smoothed")
+    points = [
+        (entry["step"], entry["validation"][objective]) for entry in validation if objective in entry["validation"]
+    ]
+    if points:
+        label = f"validation, last {points[-1][1]:.2f}"
+        axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4, label=label)
+    for name, loss in baselines.items():
+        style = _BASELINE_STYLES[name]
+        axes.axhline(loss, color=_GREY, linestyle=style, linewidth=1.1, label=f"{name} {loss:.2f}")
+    axes.set_title(objective.replace("_", " "), fontweight="bold", color=colour)
+    axes.set_ylabel("nats per target")
+    # A loss falls, so that this corner is empty; a box keeps a baseline out of the text.
+    axes.legend(loc="upper right", fontsize=8, framealpha=0.9, edgecolor="none")
+
+
+def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:
+    entries = [entry for entry in entries if entry[key] is not None]  # null: not finite, the step was skipped
+    steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
+    axes.plot(steps, values, color=_GREY, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6)
+    axes.set_title(title)
+
+
+def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: bool) -> None:
+    from matplotlib import colormaps
+
+    steps = [entry["step"] for entry in entries]
+    values = np.array([entry["experts"][key] for entry in entries], dtype=np.float64)
+    layers = values.shape[1]
+    for layer in range(layers):
+        shade = colormaps["viridis"](0.9 * layer / max(1, layers - 1))
+        # The first and the last are enough to read the others' colours by.
+        label = f"sparse layer {layer + 1} of {layers}" if layer in (0, layers - 1) else None
+        axes.plot(steps, values[:, layer], color=shade, linewidth=1.2, label=label)
+    axes.set_title(title)
+    axes.set_ylim(bottom=0)
+    if legend:
+        axes.legend(frameon=False)
+
+
+def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
+    """A centred mean over about a twentieth of the curve, narrower at its ends; leaves out what is not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(array)
+    half = len(array) // 40
+    kernel = np.hanning(2 * half + 3)[1:-1]
+    weight = np.convolve(finite, kernel, mode="same")
+    total = np.convolve(np.where(finite, array, 0.0), kernel, mode="same")
+    return np.divide(total, weight, out=np.full(len(array), np.nan), where=weight > 0)

@@ -1,0 +1,1 @@
+"""A run from outside of the training: its folder, processes, signals, data and trackers."""

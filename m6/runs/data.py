@@ -1,0 +1,26 @@
+"""The data of a run."""
+
+from __future__ import annotations
+
+from m6.config.run import RunConfig, check_codes_fit, check_tokenizer
+from m6.data.pretraining import PretrainingData
+from m6.generation.text_to_image import check_captions
+
+
+def open_data(config: RunConfig) -> PretrainingData:
+    """The run's data: micro-batches to train on, and fixed ones to validate on."""
+    settings = config.m6
+    data = PretrainingData(
+        settings.data,
+        settings.objectives,
+        seed=settings.training.seed,
+        micro_batch_size=config.deepspeed.micro_batch_size,
+        image_size=config.model.image_size,
+        patch_size=config.model.patch_size,
+    )
+    check_tokenizer(config, data.tokenizer)
+    if data.codes is not None:
+        check_codes_fit(config.model, data.codes.codebook_size, data.codes.num_codes)
+        captions = [] if settings.samples is None else settings.samples.captions
+        check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
+    return data

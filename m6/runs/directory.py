@@ -1,0 +1,225 @@
+"""The run directory: the contract between the trainer, the scripts and people.
+
+RUN/config.json      the JSON of the run, as validated
+RUN/provenance/      one folder per attempt: git commit and patch, command, environment, package versions
+RUN/metrics.jsonl    one line per log interval; restarts leave neither duplicates nor holes
+RUN/checkpoints/     see checkpoint_format.py
+RUN/progress         the last finished step and its time
+RUN/DONE RUN/FATAL   how the run ended; FATAL says why, and is not worth another attempt
+RUN/STOP             made by a person: save, then end
+RUN/SAVE             made by a person: save, then go on; goes when the checkpoint is complete
+RUN/slurm/           what the job scripts keep, see scripts/slurm/README.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from m6.config.run import RunConfig
+from m6.errors import StorageError, UserError
+from m6.files import cut_lines_after, sync, write_json, write_text
+from m6.runs.snapshot import SNAPSHOT, git
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
+_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
+# What may change between two attempts at the same run: not the model, the data order or the schedule.
+_MAY_CHANGE = ("offload", "checkpoint", "logging", "evaluation", "samples")
+_IDENTIFYING = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
+    "torch_autocast",
+)  # fmt: skip
+
+
+class RunDirectory:
+    """One run's folder. Only the main rank writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.metrics = root / "metrics.jsonl"
+        self._progress_time = float("-inf")
+
+    def check(self, config: RunConfig) -> None:
+        """Raises if the folder holds another run or cannot be written; writes nothing."""
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"{self.root} is a file; --run-dir takes a folder")
+        recorded = self.root / "config.json"
+        if recorded.exists():
+            difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
+            if difference:
+                raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
+        elif self.root.is_dir() and any(path.name != "slurm" for path in self.root.iterdir()):
+            raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
+        existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise UserError(f"{self.root} cannot be made: {existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"{self.root} cannot be written: {existing} is read-only")
+        if (self.root / "FATAL").exists():
+            reason = (self.root / "FATAL").read_text(encoding="utf-8").strip()
+            raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
+
+    def open(self, config: RunConfig, world_size: int) -> None:
+        """Makes the folder and records this attempt."""
+        with self._writing():
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_json(self.root / "config.json", config.document)
+            self._record_attempt(config, world_size)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full or failing disk is told in a line that names the folder; a write itself does not know its file."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.root} cannot be written: {error.strerror or error}") from None
+
+    def _record_attempt(self, config: RunConfig, world_size: int) -> None:
+        parent = self.root / "provenance"
+        parent.mkdir(exist_ok=True)
+        numbers = [int(path.name.removeprefix("attempt_")) for path in parent.glob("attempt_[0-9]*")]
+        attempt = parent / f"attempt_{max(numbers, default=-1) + 1:03d}"
+        attempt.mkdir()
+        source = Path(__file__).resolve().parents[2]
+        commit, patch = _commit_and_patch(source)
+        record = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": sys.argv,
+            "world_size": world_size,
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "git_commit": commit,
+            "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if not _SECRET.search(name) and not _URL_WITH_PASSWORD.search(value)
+            },
+        }
+        write_json(attempt / "attempt.json", record)
+        write_json(attempt / "config.json", config.document)
+        if patch:
+            write_text(attempt / "patch.diff", patch)
+
+    def cut_metrics_after(self, step: int) -> None:
+        """Drops the lines of steps that a resumed run will do again, and a line that a crash left half-written."""
+        with self._writing():
+            cut_lines_after(self.metrics, step)
+
+    def append_metrics(self, entry: dict[str, Any]) -> None:
+        with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_without_nonfinite(entry), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def sync_metrics(self) -> None:
+        """Carries the lines to the disk, for a checkpoint must not outlive the metrics that led to it."""
+        if self.metrics.exists():
+            sync(self.metrics)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of RUN/metrics.jsonl, without a last one that is still being written, or never was in full."""
+        if not self.metrics.exists():
+            raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
+        entries = []
+        for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise UserError(f"{self.metrics}, line {number}: corrupt: {error}") from None
+        return entries
+
+    def write_progress(self, step: int, total_steps: int) -> None:
+        """Records the last finished step, at most once a second.
+
+        It is a sign of life, not a record: a power cut may take it, so that no sync to the disk holds up the training.
+        """
+        now = time.monotonic()
+        if now - self._progress_time < 1.0 and step < total_steps:
+            return
+        self._progress_time = now
+        with self._writing():
+            temporary = self.root / ".progress.tmp"
+            entry = {"step": step, "total_steps": total_steps, "time": time.time()}
+            temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
+            temporary.replace(self.root / "progress")
+
+    def finish(self, step: int) -> None:
+        with self._writing():
+            write_text(self.root / "DONE", f"{step}\n")
+
+    def fail(self, reason: str) -> None:
+        with self._writing():
+            write_text(self.root / "FATAL", reason + "\n")
+
+    def stop_requested(self) -> bool:
+        return (self.root / "STOP").exists()
+
+    def save_requested(self) -> bool:
+        return (self.root / "SAVE").exists()
+
+    def save_granted(self) -> None:
+        (self.root / "SAVE").unlink(missing_ok=True)
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(document["m6"], dict):
+            return document
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """The value with null for what JSON has no number for: the loss or the norm of a step that was skipped."""
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_nonfinite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _identity(document: dict[str, Any]) -> dict[str, Any]:
+    """The part of a run's JSON that makes it this run."""
+    m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
+    m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
+    m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
+    m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
+    if m6.get("moe"):
+        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in ("exchange", "ranks_per_node")}
+    return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}
+
+
+def _difference(old: Any, new: Any, path: str = "") -> str:
+    """The first key at which two documents differ, with both values; empty if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            found = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
+
+
+def _commit_and_patch(source: Path) -> tuple[str | None, str]:
+    """Of the repository, or as recorded where ``m6 submit`` made the sources' copy."""
+    if (source / SNAPSHOT).exists():
+        patch = source / "patch.diff"
+        commit = json.loads((source / SNAPSHOT).read_text(encoding="utf-8"))["git_commit"]
+        return commit, patch.read_text(encoding="utf-8") if patch.exists() else ""
+    return git(source, "rev-parse", "HEAD").strip() or None, git(source, "diff", "HEAD")

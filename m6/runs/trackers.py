@@ -1,0 +1,79 @@
+"""Where metrics go: RUN/metrics.jsonl always, Weights & Biases and TensorBoard when asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m6.config.sections import LoggingSettings
+from m6.errors import UserError
+from m6.runs.directory import RunDirectory
+
+
+def check_trackers(settings: LoggingSettings) -> None:
+    """Raises if a tracker is asked for whose package is not installed; imports nothing."""
+    for package, wanted in (("wandb", settings.wandb != "off"), ("tensorboard", settings.tensorboard)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(f'm6.logging.{package} needs the package {package}: pip install "m6-recipes[tracking]"')
+
+
+class Trackers:
+    """Writes one entry to every tracker that is on. Used on the main rank only."""
+
+    def __init__(self, run: RunDirectory, settings: LoggingSettings, document: dict[str, Any]) -> None:
+        self._run = run
+        self._wandb: Any = None
+        self._tensorboard: Any = None
+        if settings.wandb != "off":
+            import wandb
+
+            self._wandb = wandb.init(
+                project=settings.wandb_project,
+                name=run.root.name,
+                id=run.root.name,
+                resume="allow",
+                mode=settings.wandb,
+                dir=str(run.root),
+                config=document,
+            )
+        if settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(run.root / "tensorboard"))
+
+    def write(self, entry: dict[str, Any]) -> None:
+        self._run.append_metrics(entry)
+        flat = dict(_flatten(entry))
+        if self._wandb is not None:
+            self._wandb.log(flat, step=entry["step"])
+        if self._tensorboard is not None:
+            for key, value in flat.items():
+                self._tensorboard.add_scalar(key, value, entry["step"])
+
+    def show(self, name: str, picture: Path, step: int) -> None:
+        """Shows a PNG to the trackers that can."""
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({name: wandb.Image(str(picture))}, step=step)
+        if self._tensorboard is not None:
+            from PIL import Image
+
+            self._tensorboard.add_image(name, np.asarray(Image.open(picture)), step, dataformats="HWC")
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _flatten(value: Any, name: str = "") -> list[tuple[str, float]]:
+    if isinstance(value, dict):
+        return [item for key, entry in value.items() for item in _flatten(entry, f"{name}/{key}" if name else key)]
+    if isinstance(value, list):
+        return [item for index, entry in enumerate(value) for item in _flatten(entry, f"{name}/{index}")]
+    return [(name, float(value))] if isinstance(value, (int, float)) else []

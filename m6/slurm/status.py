@@ -1,0 +1,91 @@
+"""How a run is doing, from its folder and from Slurm's queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.errors import UserError
+from m6.runs.directory import RunDirectory
+
+
+def describe_status(root: Path) -> str:
+    """A line for each thing that a person who looks after a run wants to know.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    run = RunDirectory(root)
+    if not (root / "slurm").is_dir() and not (root / "config.json").is_file():
+        raise UserError(f"{root}: holds no run")
+    lines = [("run", os.path.abspath(root)), ("state", _state(root)), ("jobs", _jobs(root))]
+    attempts = sorted((root / "slurm" / "attempts").glob("[0-9]*"))
+    if attempts:
+        lines.append(("attempts", f"{len(attempts)}, the last in {attempts[-1]}"))
+    progress = _read_json(root / "progress")
+    if progress:
+        age = _age(time.time() - progress["time"])
+        lines.append(("step", f"{progress['step']} of {progress['total_steps']}, {age} ago"))
+    entries = [entry for entry in run.read_metrics() if "loss" in entry] if run.metrics.exists() else []
+    if entries:
+        last = entries[-1]
+        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+        lines.append(("loss", f"{loss} at step {last['step']}"))
+        lines.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['step_time_s']:.3f} s/step"))
+    checkpoints = complete_checkpoints(run.checkpoints)
+    if checkpoints:
+        age = _age(time.time() - (checkpoints[-1] / "manifest.json").stat().st_mtime)
+        lines.append(("checkpoint", f"step {int(checkpoints[-1].name.removeprefix('step_'))}, {age} ago"))
+    disk = shutil.disk_usage(root)
+    lines.append(("disk", f"{disk.free / 2**30:,.1f} GiB left of {disk.total / 2**30:,.1f}"))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _state(root: Path) -> str:
+    for name, meaning in (("FATAL", "failed"), ("DONE", "finished at step"), ("STOP", "to stop, asked by a person")):
+        if (root / name).exists():
+            return f"{meaning} {(root / name).read_text(encoding='utf-8').strip()}".strip()
+    return "under way"
+
+
+def _jobs(root: Path) -> str:
+    """The jobs of this run that are not over: those that carry it as their comment, and the one it was last in."""
+    last = root / "slurm" / "job"
+    own = last.read_text().strip() if last.exists() else ""
+    # id | state | reason | nodes | time left | comment
+    try:
+        queue = subprocess.run(
+            ["squeue", "--noheader", "--format=%i|%T|%r|%D|%L|%k"], capture_output=True, text=True, timeout=60
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return "unknown: squeue does not answer here"
+    if queue.returncode:
+        return f"unknown: {' '.join(queue.stderr.split())}"
+    found = []
+    for line in queue.stdout.splitlines():
+        job, state, reason, nodes, left, comment = line.strip().split("|", 5)
+        if job == own or comment == os.path.abspath(root):
+            detail = f"{nodes} nodes, {left} left" if state == "RUNNING" else reason
+            found.append(f"{job} {state} ({detail})")
+    return "; ".join(found) or "none in the queue"
+
+
+def _read_json(path: Path) -> dict[str, float]:
+    try:
+        value: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return value
+    except (OSError, ValueError):
+        return {}
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,141 @@
+"""From a run's JSON and a cluster description to jobs in the queue; what cannot work is refused here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from m6.config.run import RunConfig, check_world_size, load_config
+from m6.errors import UserError
+from m6.files import write_text
+from m6.runs.directory import RunDirectory
+from m6.runs.snapshot import checkout, take_snapshot
+from m6.slurm.description import ClusterDescription, load_cluster
+from m6.slurm.filesystem import check_shared
+
+_SCRIPT = "scripts/slurm/pretrain.sbatch"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that is known before Slurm is asked.
+
+    Attributes:
+        options: of sbatch, as a job that replaces one of these has to give them too.
+        placement: the options that only these jobs have: their order, or their number.
+        jobs: how often the command is given; each job waits for the one before.
+    """
+
+    config: RunConfig
+    run: Path
+    snapshot: Path
+    options: list[str]
+    placement: list[str]
+    jobs: int
+
+    @property
+    def command(self) -> list[str]:
+        script = self.snapshot / _SCRIPT
+        return ["sbatch", "--parsable", *self.options, *self.placement, str(script), str(self.snapshot / "config.json")]
+
+
+def plan_submission(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    cluster_path: Path,
+    run: Path,
+    chain: int,
+    array: int,
+    init: Path | None = None,
+) -> Submission:
+    """Checks a run against a cluster and works out the jobs; writes nothing.
+
+    Args:
+        run: the folder of the run.
+        chain: number of jobs that follow each other; 1 is a single job, which requeues itself.
+        array: number of tasks of a job array that follow each other; 0 for no array.
+        init: the run or exported model that the run begins with, if it fine-tunes one.
+
+    Raises:
+        UserError: names what cannot work, and the values that contradict each other.
+    """
+    cluster = load_cluster(cluster_path)
+    if init is None:
+        config = load_config(config_path, overrides)
+    else:
+        from m6.checkpoints.initial import load_finetuning_config
+
+        config = load_finetuning_config(config_path, init.absolute(), overrides)
+    check_world_size(config, cluster.world_size)
+    run = Path(os.path.abspath(run))  # as the job scripts name it: without "..", with symbolic links
+    _check_run(config, run, cluster)
+    if chain > 1 and array:
+        raise UserError(f"--chain {chain} and --array {array}: both make jobs that follow each other; choose one")
+    checkout()
+    snapshot = run / "slurm" / "code" / time.strftime("%Y%m%d_%H%M%S")
+    follows = chain > 1 or array > 0
+    options = [
+        f"--job-name=m6_{run.name}",
+        f"--comment={run}",
+        *cluster.options(),
+        f"--output={run}/slurm/%x_{'%A_%a' if array else '%j'}.log",
+        "--open-mode=append",
+        "--no-requeue" if follows else "--requeue",
+        f"--export=ALL,M6_ROOT={snapshot},RUN_DIR={run}",
+    ]
+    placement = ["--dependency=singleton"]
+    if array:
+        placement.append(f"--array=1-{array}%1")
+    return Submission(config, run, snapshot, options, placement, jobs=chain)
+
+
+def submit(submission: Submission) -> list[str]:
+    """Takes the snapshot, gives the command to Slurm and records it; returns the ids of the jobs.
+
+    Raises:
+        UserError: Slurm is not there, or refuses; jobs that it took before stay in the queue and are recorded.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch: no such command; m6 submit runs where Slurm is, --dry-run anywhere")
+    take_snapshot(submission.snapshot, submission.config.document)
+    write_text(submission.run / "slurm" / "sbatch_options", "".join(f"{option}\n" for option in submission.options))
+    jobs: list[str] = []
+    try:
+        for _ in range(submission.jobs):
+            jobs.append(_sbatch(submission.command))
+    finally:
+        record = {"time": time.time(), "command": shlex.join(submission.command), "jobs": jobs}
+        with (submission.run / "slurm" / "submissions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    return jobs
+
+
+def _check_run(config: RunConfig, run: Path, cluster: ClusterDescription) -> None:
+    from m6.checkpoints.discovery import complete_checkpoints
+    from m6.checkpoints.initial import check_initial_weights
+    from m6.runs.data import open_data
+
+    if any(character in str(run) for character in ",\n"):
+        raise UserError(f"{run}: Slurm's --export takes no folder with a comma or a line break in its name")
+    RunDirectory(run).check(config)
+    for name, meaning in (("DONE", "the run is finished"), ("STOP", "a person stopped the run; remove the file")):
+        if (run / name).exists():
+            raise UserError(f"{run / name} exists: {meaning}")
+    if cluster.nodes > 1:
+        check_shared(run, cluster.shared_folders)
+    tokenizer = open_data(config).tokenizer
+    if config.m6.init is not None and not complete_checkpoints(run / "checkpoints"):
+        check_initial_weights(config.m6.init, tokenizer)
+
+
+def _sbatch(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise UserError(f"sbatch refused: {' '.join(result.stderr.split())}")
+    return result.stdout.strip().split(";")[0]

@@ -1,0 +1,1 @@
+"""Experts in the store of ``offload``, outside of DeepSpeed's engine."""

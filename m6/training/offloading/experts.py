@@ -1,0 +1,260 @@
+"""Experts outside of DeepSpeed: in an ``OffloadRuntime`` that takes part in the step and in checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.config.run import RunConfig
+from m6.errors import UserError
+from m6.model.initialization import initialize_part
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.sharing import Sharing
+from m6.planning.cost.storages import engine_state
+from m6.training.engine.fragments import create_moments, optimizer_step, set_optimizer_step
+from m6.training.engine.groups import expert_group
+from m6.training.offloading.modules import experts_of, stream, take_activations
+from m6.training.offloading.report import memory_map, write_memory_record
+from m6.training.offloading.setup import ActivationTraffic, prepare
+from offload import OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
+
+_MEASURED_STEPS = 2
+"""Of an attempt: the first is what the others are planned by, the second shows what became of the plan."""
+
+
+class OffloadedExperts:
+    """This rank's experts of a model, their gradients and optimizer state.
+
+    Gradients are averaged over the ranks that hold the same experts as they come. DeepSpeed does not see the experts.
+
+    Args:
+        model: on the meta device, with this rank's share of the experts; they stay there, and are replaced by ones
+            that stream.
+        torch_device: where the model will be.
+        sharing: what its layers share.
+
+    Raises:
+        UserError: a budget is too small.
+    """
+
+    def __init__(
+        self,
+        model: M6ForConditionalGeneration,
+        config: RunConfig,
+        torch_device: torch.device,
+        sharing: Sharing | None = None,
+    ) -> None:
+        settings = config.offload
+        assert settings is not None
+        self.settings = settings
+        self._max_norm = config.deepspeed.gradient_clipping
+        self._squares = 0.0
+        self._ep_size = config.m6.training.ep_size
+        uses = experts_of(model)
+        self._setup = setup = prepare(uses, config, torch_device, sharing)
+        try:
+            self.runtime = OffloadRuntime(
+                [use.stack(name) for name, use in uses.items()],
+                setup.device,
+                setup.optimizer,
+                dtype=setup.dtype,
+                chunk_bytes=setup.chunk_bytes,
+                gradient_dtype=setup.gradient_dtype,
+                num_threads=settings.num_threads,
+                host_budget_bytes=setup.host_budget_bytes,
+                update_in_backward=settings.update == "backward",
+                plan=setup.plan,
+                reduce=self._average if dist.is_initialized() and dist.get_world_size() > 1 else None,
+            )
+        except ValueError as error:
+            raise UserError(f"m6.offload: {error}") from None
+        self._num_steps = 0
+        self._meter: StorageMeter | None = None
+        self._stacks: dict[str, tuple[int, int]] = {}
+        mean = config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean"
+        for name, use in uses.items():
+            experts = use.experts
+            attributes = experts.parameter_attributes
+            self._stacks[name] = (int(attributes["first_expert"]), int(attributes["num_global_experts"]))
+            experts.to_empty(device="cpu")  # one layer at a time: all experts together need not fit
+            initialize_part(experts, name, config.model, config.m6.training.seed)
+            self.runtime.write(WEIGHT, name, {key: value.detach() for key, value in experts.named_parameters()})
+            experts.to("meta")
+            stream(use, self.runtime, name, len(use.layers) if mean else 1)
+        take_activations(model, self.runtime.activations, setup.activations)
+
+    def join(self, zero: Any) -> None:
+        """Makes DeepSpeed's optimizer (ZeRO stages 1 and 2, 0.19.8) count the experts in its norm and its overflow."""
+        own_norm, own_check = zero.scaled_global_norm, zero.check_overflow
+
+        def scaled_global_norm(norm_type: int = 2) -> Tensor:
+            norm = own_norm(norm_type)
+            return torch.where(norm < 0, norm, (norm.square() + self._squares).sqrt())  # below 0: not finite
+
+        def check_overflow(partition_gradients: bool = True) -> None:
+            own_check(partition_gradients=partition_gradients)
+            zero.overflow = zero.overflow or not math.isfinite(self._squares)
+
+        zero.scaled_global_norm, zero.check_overflow = scaled_global_norm, check_overflow
+
+    # A step
+
+    def watching(self, engine: Any) -> AbstractContextManager[Any]:
+        """Around a step: measures the tide on the CPU, where no device does, in the steps that the plan needs."""
+        device = self.runtime.device
+        if not isinstance(device, SimulatedDevice) or self._num_steps >= _MEASURED_STEPS:
+            return nullcontext()
+        if self._meter is None:
+            if optimizer_step(engine) == 0:
+                # The first step would make the optimizer's state when the tide has been measured.
+                create_moments(engine)
+                set_optimizer_step(engine, 0)
+            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            held = [tensor for tensors in engine_state(engine).values() for tensor in tensors]
+            self._meter = device.meter = StorageMeter([*held, *gradients], device.storages)
+        return self._meter
+
+    def begin(self, learning_rate: float) -> None:
+        """To be called before the first forward pass of a step."""
+        if self.runtime.update_in_backward:
+            self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale)
+
+    def measure(self) -> float:
+        """The sum of squares of the experts' gradients, loss scale included; equal on all ranks."""
+        squares = torch.tensor(self.runtime.sum_of_squares(), dtype=torch.float64)
+        if self._ep_size > 1:
+            squares = squares.to(self.runtime.device.torch_device)
+            dist.all_reduce(squares, group=expert_group("expert_parallel", self._ep_size))
+        self._squares = float(squares)
+        return self._squares
+
+    def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
+        """Updates the experts, or ends the step without an update where the norm of all gradients is not finite.
+
+        Raises:
+            UserError: the norm is not finite, and experts were updated before it was known.
+        """
+        if self.runtime.update_in_backward:
+            self.runtime.skip()
+            if not math.isfinite(norm):
+                raise UserError(
+                    'm6.offload: gradients are not finite, and with "update": "backward" experts were updated by them '
+                    "before that was known: go on from the last checkpoint, which is before that step, with "
+                    '"update": "next_forward"'
+                )
+        elif math.isfinite(norm):
+            clip = max(1.0, (norm + 1e-6) / self._max_norm) if self._max_norm > 0 else 1.0
+            self.runtime.step(learning_rate * self._setup.learning_rate_scale, 1.0 / (clip * loss_scale))
+        else:
+            self.runtime.skip()
+
+    # Plans
+
+    def memory_map(self) -> str:
+        """What lies where by the dry trace, before the first step."""
+        if self._setup.plan is None:
+            return f"offloaded experts: by the dry trace no plan fits ({self._setup.shortage}); the first step decides"
+        return memory_map(self.runtime, self._setup.plan, "a dry trace", self._setup.traffic)
+
+    def settle(self, root: Path, step: int) -> str | None:
+        """After a step: plans the following ones by the first of this attempt, and records what became of the plan.
+
+        Args:
+            root: the run's folder.
+            step: the number of the step that ended.
+
+        Returns:
+            the memory map, where there is a new one.
+
+        Raises:
+            UserError: a budget is too small.
+        """
+        self._num_steps += 1
+        runtime = self.runtime
+        if self._num_steps == 1:
+            host = self._setup.host_budget_bytes
+            try:
+                plan = solve(
+                    # Other batches may be fuller than the first; none is fuller than those of the dry trace.
+                    runtime.trace.with_tide_of(self._setup.trace),
+                    runtime.sizes,
+                    runtime.device.budget_bytes,
+                    self.settings.prefetch_depth,
+                    runtime.device.rates,
+                    None if host is None else host - staging_bytes(runtime.sizes),
+                    self._setup.wishes,
+                )
+            except ValueError as error:
+                raise UserError(f"m6.offload: {error}") from None
+            runtime.adopt(plan)
+            found = runtime.activations
+            traffic = ActivationTraffic(found.host_bytes, found.downloaded_bytes, found.uploaded_bytes)
+            return memory_map(runtime, plan, "the first step", traffic)
+        if self._num_steps == _MEASURED_STEPS:
+            assert runtime.plan is not None
+            write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
+            if isinstance(runtime.device, SimulatedDevice):
+                # From here on it takes the tide for what it was, and refuses what is beyond the budget.
+                trace = runtime.plan.trace
+                runtime.device.meter, self._meter = None, None
+                runtime.device.tide = [*(moment.nonmodel_bytes for moment in trace.moments), trace.outside_bytes]
+                runtime.device.tide_bytes = trace.outside_bytes
+        return None
+
+    # State
+
+    @property
+    def names(self) -> set[str]:
+        """Of the experts' parameters."""
+        return {f"{stack}.{name}" for stack in self._stacks for name in self.runtime.matrices_of(stack)}
+
+    @property
+    def state_bytes(self) -> int:
+        """Of weights, masters and optimizer state on this rank, wherever they lie, and of what holds gradients."""
+        return sum(size.owned for size in self.runtime.sizes)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Every expert's values in fp32, a layer at a time; what is written to them is taken over."""
+        group = expert_group("expert_data_parallel", self._ep_size)
+        replica = (dist.get_rank(group), dist.get_world_size(group))
+        for stack, (first_expert, num_experts) in self._stacks.items():
+            for kind in self.runtime.kinds:
+                values = self.runtime.read(kind, stack)
+                for name, value in values.items():
+                    offset, shape = first_expert * value[0].numel(), (num_experts, *value.shape[1:])
+                    yield Fragment(f"{stack}.{name}", kind, offset, value.view(-1), shape, replica)
+                self.runtime.write(kind, stack, values)
+
+    def _average(self, gradient: Tensor) -> None:
+        """Adds up over the ranks with the same experts and divides by all ranks, as DeepSpeed does."""
+        dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
+        gradient.div_(dist.get_world_size())
+
+    def close(self) -> None:
+        """Ends the host's threads and gives all memory back."""
+        self.runtime.close()
+
+
+def offloaded_experts(engine: Any) -> OffloadedExperts | None:
+    """The experts that belong to an engine but are not in it."""
+    return getattr(engine.module, "offloaded_experts", None)
+
+
+def evaluating(engine: Any) -> AbstractContextManager[None]:
+    """While an engine computes outside of a training step."""
+    experts = offloaded_experts(engine)
+    return nullcontext() if experts is None else experts.runtime.evaluating()
+
+
+def watching(engine: Any) -> AbstractContextManager[Any]:
+    """Around a training step; see ``OffloadedExperts.watching``."""
+    experts = offloaded_experts(engine)
+    return nullcontext() if experts is None else experts.watching(engine)

@@ -1,0 +1,95 @@
+"""What lies where and what moves, for people: the memory map, and the record that ``m6 plot --memory`` draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from m6.files import write_json
+from m6.training.offloading.setup import ActivationTraffic
+from offload import OffloadRuntime, Plan, predict_times
+
+MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
+"""In the run's folder; each rank writes its own."""
+
+
+def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: ActivationTraffic) -> str:
+    """Where the experts lie under ``plan``, and what a step moves.
+
+    Args:
+        source: from which trace the plan was made.
+        traffic: of activations.
+    """
+    sizes, device = runtime.sizes, runtime.device
+    owned = sum(sizes[number].owned for number in plan.owned)
+    tide = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
+    peak = max(
+        (
+            resident + moment.nonmodel_bytes
+            for resident, moment in zip(plan.resident_bytes(sizes), plan.trace.moments, strict=True)
+        ),
+        default=0,
+    )
+    times = predict_times(plan, sizes, device.rates)
+    lines = [
+        f"offloaded experts, planned by {source}: {len(sizes)} chunks of at most "
+        f"{_mib(max(size.weight for size in sizes))}, {_mib(sum(size.owned for size in sizes))} with "
+        f"{'' if runtime.update_in_backward else 'gradients and '}optimizer state",
+        f"  device, budget {_mib(device.budget_bytes)}: owns {len(plan.owned)} chunks, {_mib(owned)}; everything else "
+        f"of the model at most {_mib(tide)}; with the chunks that stay and the one in use at most {_mib(peak)}",
+        f"  host: {_mib(runtime.host_bytes)}"
+        + (f", of which {_mib(device.pageable_bytes)} could not be pinned" if device.pageable_bytes else ""),
+        f"  moved per step: {_mib(plan.upload_bytes)} up, {_mib(plan.download_bytes)} down; no plan moves less than "
+        f"{_mib(plan.bound_bytes)}",
+        f"  predicted time of the copies per step: {times.uploads:.3f} s up, {times.downloads:.3f} s down"
+        + (
+            f"; exposed beside {times.computation:.3f} s of computation: {times.exposed:.3f} s"
+            if times.computation
+            else ""
+        ),
+    ]
+    if traffic.host_bytes:
+        down, up = traffic.downloaded_bytes, traffic.uploaded_bytes
+        lines.append(
+            f"  activations on the host: {_mib(traffic.host_bytes)}; moved per step: {_mib(up)} up, {_mib(down)} down "
+            f"in {up / device.rates.upload:.3f} and {down / device.rates.download:.3f} s"
+        )
+    if device.pageable_bytes:
+        slow = device.pageable_bytes / (device.pageable_bytes + device.pinned_bytes) * plan.moved_bytes
+        more = slow * (1 / device.rates.pageable - 1 / device.rates.upload)
+        lines.append(f"  what could not be pinned costs about {more:.3f} s more per step")
+    return "\n".join(lines)
+
+
+def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Plan, step: int) -> None:
+    """Records the step that ended: what was planned for each use of a chunk, and what was there.
+
+    Args:
+        root: the run's folder.
+        step: its number, from 0.
+    """
+    stacks = {chunk.number: name for name in runtime.stacks for chunk in runtime.chunks_of(name)}
+    record: dict[str, Any] = {
+        "step": step,
+        "device": type(runtime.device).__name__,
+        "budget_bytes": runtime.device.budget_bytes,
+        "activations": {"host_bytes": runtime.activations.host_bytes},
+        "planned": [
+            {
+                "chunk": moment.chunk,
+                "stack": stacks[moment.chunk],
+                "backward": moment.backward,
+                "nonmodel_bytes": moment.nonmodel_bytes,
+                "chunk_bytes": resident,
+            }
+            for moment, resident in zip(plan.trace.moments, plan.resident_bytes(runtime.sizes), strict=True)
+        ],
+        "actual": [{"nonmodel_bytes": peaks.nonmodel, "total_bytes": peaks.total} for peaks in runtime.peaks],
+    }
+    folder = root / MEMORY_RECORD.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"memory_rank_{rank:05d}.json", record)
+
+
+def _mib(number: float) -> str:
+    return f"{number / 2**20:,.1f} MiB"

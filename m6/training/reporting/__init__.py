@@ -1,0 +1,1 @@
+"""What a run reports: losses, speed, experts, samples, non-finite steps."""

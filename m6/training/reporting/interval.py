@@ -1,0 +1,80 @@
+"""One line of metrics from the steps of a log interval."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from m6.config.run import RunConfig
+from m6.runs.processes import Runtime
+from m6.training.reporting.throughput import memory_bytes, peak_flops, training_flops
+from m6.training.train_step import StepOutcome
+
+
+class IntervalReport:
+    """Collects outcomes; ``finish`` returns the means over the interval and starts the next one.
+
+    The interval's clock leaves out validation (``exclude``) and nothing else: waiting for data and the stall
+    of checkpoints are part of ``tokens_per_second`` and are also reported on their own.
+    """
+
+    def __init__(self, config: RunConfig, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._peak = peak_flops(runtime.device.type) * runtime.world_size
+        self._restart()
+
+    def _restart(self) -> None:
+        self._outcomes: list[StepOutcome] = []
+        self._begin = time.perf_counter()
+        self._excluded_s = self._data_wait_s = self._checkpoint_stall_s = 0.0
+
+    def add(self, outcome: StepOutcome, data_wait_s: float) -> None:
+        self._outcomes.append(outcome)
+        self._data_wait_s += data_wait_s
+
+    def exclude(self, seconds: float) -> None:
+        self._excluded_s += seconds
+
+    def add_checkpoint_stall(self, seconds: float) -> None:
+        self._checkpoint_stall_s += seconds
+
+    def finish(self, step: int, samples_seen: int, tokens_seen: int) -> dict[str, Any]:
+        """The entry for RUN/metrics.jsonl: losses in nats per target, times in seconds, memory in bytes."""
+        outcomes = self._outcomes
+        elapsed = time.perf_counter() - self._begin - self._excluded_s
+        tokens = sum(outcome.tokens for outcome in outcomes)
+        sums: dict[str, float] = {}
+        targets: dict[str, float] = {}
+        for outcome in outcomes:
+            for name, count in outcome.result.targets.items():
+                sums[name] = sums.get(name, 0.0) + outcome.result.loss_sums[name]
+                targets[name] = targets.get(name, 0.0) + count
+        sequence_length = self._config.m6.data.sequence_length
+        flops = training_flops(self._config.model, tokens, sum(targets.values()), sequence_length)
+        entry = {
+            "step": step,
+            "time": time.time(),
+            "samples_seen": samples_seen,
+            "tokens_seen": tokens_seen,
+            "loss": _mean([outcome.loss for outcome in outcomes]),
+            "aux_loss": _mean([outcome.aux_loss for outcome in outcomes]),
+            "objectives": {name: sums[name] / count for name, count in targets.items() if count},
+            "learning_rate": outcomes[-1].learning_rate,
+            "grad_norm": outcomes[-1].grad_norm,
+            "skipped_steps": sum(outcome.skipped for outcome in outcomes),
+            "bad_rows": sum(outcome.bad_rows for outcome in outcomes),
+            "step_time_s": elapsed / len(outcomes),
+            "data_wait_s": self._data_wait_s / len(outcomes),
+            "checkpoint_stall_s": self._checkpoint_stall_s / len(outcomes),
+            "tokens_per_second": tokens / elapsed,
+            "samples_per_second": sum(outcome.samples for outcome in outcomes) / elapsed,
+            "mfu": flops / elapsed / self._peak,
+            "memory_bytes": memory_bytes(self._runtime.device),
+        }
+        self._restart()
+        return entry
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

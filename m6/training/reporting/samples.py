@@ -1,0 +1,70 @@
+"""Pictures of fixed captions that a run draws on its way, so that people see what it has learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from m6.config.sections import SampleSettings
+from m6.files import atomic_path
+from m6.generation.grid import picture_grid
+from m6.generation.pipeline import paint
+from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
+from m6.runs.processes import Runtime
+from m6.tokenizers.image import ImageTokenizer
+from m6.tokenizers.processor import M6Processor
+from m6.training.offloading.experts import evaluating
+
+
+class SampleGrids:
+    """Draws the grid of a step: a row for each caption, from the same random numbers every time.
+
+    All ranks draw the same pictures, since layers may communicate; the main rank writes them.
+
+    Args:
+        folder: RUN/samples.
+    """
+
+    def __init__(
+        self,
+        settings: SampleSettings,
+        processor: M6Processor,
+        image_tokenizer: ImageTokenizer,
+        folder: Path,
+        runtime: Runtime,
+    ) -> None:
+        self.settings, self.processor, self.folder, self.runtime = settings, processor, folder, runtime
+        self.image_tokenizer = image_tokenizer.to(runtime.device)
+        self.sampling = Sampling(settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p)
+        self.captions = [caption for caption in settings.captions for _ in range(settings.num_images)]
+        self.uniform = torch.stack(
+            [
+                uniform_numbers(0, caption, index, image_tokenizer.num_codes)
+                for caption in settings.captions
+                for index in range(settings.num_images)
+            ]
+        )
+
+    def draw(self, engine: Any, step: int) -> Path | None:
+        """Draws with the engine's weights; returns the PNG, on the main rank."""
+        was_training = engine.module.training
+        engine.eval()
+        with evaluating(engine):
+            codes = draw_codes(
+                engine.module,
+                self.processor,
+                self.captions,
+                self.uniform,
+                codebook_size=self.image_tokenizer.codebook_size,
+                sampling=self.sampling,
+            )
+        engine.train(was_training)
+        if not self.runtime.is_main:
+            return None
+        grid = picture_grid(paint(self.image_tokenizer, codes), self.settings.num_images)
+        file = self.folder / f"step_{step:08d}.png"
+        with atomic_path(file) as temporary:
+            grid.save(temporary, format="PNG")
+        return file

@@ -1,0 +1,1 @@
+"""The trainers of the text tokenizer and of the image tokenizer."""

@@ -1,0 +1,194 @@
+"""``m6 train-image-tokenizer``: trains a VQ autoencoder on the pictures of a data folder.
+
+OUT/config.json, model.safetensors   the tokenizer, as of the newest measurement; what from_pretrained reads
+OUT/training/settings.json           the run's JSON
+OUT/training/state.safetensors       weights and optimizer, from which the same command goes on
+OUT/training/metrics.jsonl           one line per log interval
+OUT/training/report.json             measures on held-out pictures
+OUT/training/reconstructions.png     held-out pictures above what came back
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from m6.config.image_tokenizer import ImageTokenizerTraining, OptimizerSettings
+from m6.data.manifest import Manifest
+from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
+from m6.errors import UserError
+from m6.evaluation.reconstruction import Measures, measure
+from m6.files import cut_lines_after, write_json
+from m6.tokenizers.image.modeling import M6ImageTokenizer
+from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
+from m6.training.tokenizers.sheet import draw_sheet
+from m6.training.tokenizers.state import load_state, save_state
+
+FINAL_LR_RATIO = 0.1
+
+
+class Trainer:
+    """The networks, their optimizers and the number of the next step."""
+
+    def __init__(self, settings: ImageTokenizerTraining, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        torch.manual_seed(settings.optimizer.seed)
+        self.tokenizer = M6ImageTokenizer(settings.model).to(device)
+        self.perceptual = PerceptualLoss().to(device) if settings.loss.perceptual else None
+        self.discriminator = PatchDiscriminator().to(device) if settings.loss.adversarial else None
+        self.optimizer = _adamw(self.tokenizer)
+        self.judge_optimizer = _adamw(self.discriminator) if self.discriminator else None
+        self.step = 0
+
+    def train_step(self, pixels: Tensor) -> dict[str, float]:
+        """One update on pictures ``[B, 3, H, H]`` in [0, 1]; the parts of the loss.
+
+        Raises:
+            UserError: the loss is not finite.
+        """
+        options, weights = self.settings.optimizer, self.settings.loss
+        # Random numbers are a function of the step, so that a resumed run draws the same ones.
+        torch.manual_seed(options.seed * 1_000_003 + self.step)
+        self.tokenizer.train()
+        reconstruction = self.tokenizer(pixels)
+        difference = 2 * (reconstruction.pixels - pixels)
+        parts = {
+            "l2": weights.l2 * difference.square().mean(),
+            "l1": weights.l1 * difference.abs().mean(),
+            "commitment": reconstruction.commitment_loss,
+        }
+        if self.perceptual is not None:
+            parts["perceptual"] = weights.perceptual * self.perceptual(reconstruction.pixels, pixels)
+        discriminator = self.discriminator if self.step >= weights.adversarial_start_step else None
+        if discriminator is not None:
+            parts["adversarial"] = -weights.adversarial * discriminator(reconstruction.pixels).mean()
+        loss = torch.stack(list(parts.values())).sum()
+        if not torch.isfinite(loss):
+            raise UserError(f"the loss is not finite at step {self.step}; lower optimizer.learning_rate")
+        _update(self.optimizer, loss, options, self.step)
+        if discriminator is not None and self.judge_optimizer is not None:
+            reconstructed = reconstruction.pixels.detach()
+            _update(
+                self.judge_optimizer,
+                discriminator_loss(discriminator(pixels), discriminator(reconstructed)),
+                options,
+                self.step,
+            )
+        self.step += 1
+        return {"loss": loss.item()} | {name: part.item() for name, part in parts.items()}
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What a later process needs to go on to the bit, by part."""
+        parts = {"tokenizer": self.tokenizer.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.discriminator is not None and self.judge_optimizer is not None:
+            parts["discriminator"] = self.discriminator.state_dict()
+            parts["judge_optimizer"] = self.judge_optimizer.state_dict()
+        return parts
+
+    def load_state(self, parts: dict[str, dict[str, Any]], step: int) -> None:
+        self.tokenizer.load_state_dict(parts["tokenizer"])
+        self.optimizer.load_state_dict(parts["optimizer"])
+        if self.discriminator is not None and self.judge_optimizer is not None:
+            self.discriminator.load_state_dict(parts["discriminator"])
+            self.judge_optimizer.load_state_dict(parts["judge_optimizer"])
+        self.step = step
+
+
+def train_image_tokenizer(
+    settings: ImageTokenizerTraining, out: Path, device: torch.device, stopped: Callable[[], bool] = lambda: False
+) -> Measures | None:
+    """Trains into ``out``, or goes on there; the measures at the end, None when ``stopped`` said so before.
+
+    Raises:
+        UserError: ``out`` holds a run with other settings or something else, or the pictures cannot be used.
+    """
+    _check_out(settings, out)
+    manifest = Manifest.load(settings.data.path)
+    pictures, held_out = (
+        PictureSet(manifest, settings.data.sources, split, settings.model.image_size)
+        for split in ("train", settings.report.split)
+    )
+    trainer = Trainer(settings, device)
+    folder = out / "training"
+    load_state(folder, trainer)
+    write_json(folder / "settings.json", settings.model_dump(mode="json"))
+    cut_lines_after(folder / "metrics.jsonl", trainer.step)
+    options, bad = settings.optimizer, BadPictures(settings.data.max_bad_row_share)
+    batches = TrainingBatches(pictures, options.batch_size, options.seed)
+    steps = range(trainer.step, options.total_steps)
+    loader: Iterable[Any] = DataLoader(
+        batches, batch_size=None, sampler=steps, num_workers=settings.data.num_workers, generator=torch.Generator()
+    )
+    progress = tqdm(loader, desc="image tokenizer", initial=steps.start, total=steps.stop, unit=" steps", disable=None)
+    started = time.monotonic()
+    for batch in progress:
+        bad.count(batch)
+        losses = trainer.train_step(to_unit_range(batch.pixels, device))
+        last = trainer.step == options.total_steps
+        if trainer.step % settings.report.log_interval_steps == 0 or last:
+            line = {"step": trainer.step, **losses, "bad_pictures": bad.num_bad}
+            line["pictures_per_second"] = (trainer.step - steps.start) * options.batch_size / _since(started)
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if trainer.step % settings.report.interval_steps == 0 and not last:
+            _report(trainer, held_out, out)
+        if stopped() and not last:
+            save_state(folder, trainer)
+            return None
+    return _report(trainer, held_out, out)
+
+
+def _report(trainer: Trainer, held_out: PictureSet, out: Path) -> Measures:
+    """Measures, draws and saves; the state comes last, so that a run that dies before repeats the step."""
+    trainer.tokenizer.eval()
+    measures = measure(trainer.tokenizer, held_out, trainer.device)
+    trainer.tokenizer.save_pretrained(out)
+    draw_sheet(
+        trainer.tokenizer, held_out, trainer.settings.report.sheet_pictures, out / "training/reconstructions.png"
+    )
+    checksum = trainer.tokenizer.checksum
+    write_json(out / "training/report.json", {"step": trainer.step, "checksum": checksum, **measures.document()})
+    save_state(out / "training", trainer)
+    return measures
+
+
+def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
+    recorded = out / "training/settings.json"
+    if recorded.is_file():
+        if json.loads(recorded.read_bytes()) != settings.model_dump(mode="json"):
+            raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
+
+
+def _adamw(module: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: OptimizerSettings, step: int) -> None:
+    group = optimizer.param_groups[0]
+    group["lr"] = options.learning_rate * lr_factor(step, options)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(group["params"], options.gradient_clipping)
+    optimizer.step()
+
+
+def lr_factor(step: int, options: OptimizerSettings) -> float:
+    """The learning rate of a step, from 0, over its peak."""
+    warm = min(1.0, (step + 1) / max(1, options.warmup_steps))
+    cosine = (1 + math.cos(math.pi * step / options.total_steps)) / 2
+    return warm * (FINAL_LR_RATIO + (1 - FINAL_LR_RATIO) * cosine)
+
+
+def _since(started: float) -> float:
+    return max(time.monotonic() - started, 1e-9)

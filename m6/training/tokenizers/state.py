@@ -1,0 +1,59 @@
+"""Saving and resuming the training of an image tokenizer: one safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m6.errors import UserError
+from m6.files import atomic_path
+
+if TYPE_CHECKING:
+    from m6.training.tokenizers.image import Trainer
+
+STATE_FILE = "state.safetensors"
+_OPTIMIZERS = ("optimizer", "judge_optimizer")
+
+
+def save_state(folder: Path, trainer: Trainer) -> None:
+    """Writes everything that a later process needs to go on to the bit, atomically."""
+    tensors: dict[str, Tensor] = {}
+    for part, values in trainer.state().items():
+        if part in _OPTIMIZERS:
+            for index, moments in values["state"].items():
+                tensors |= {f"{part}/{index}.{name}": value for name, value in moments.items()}
+        else:
+            tensors |= {f"{part}/{name}": value for name, value in values.items()}
+    with atomic_path(folder / STATE_FILE) as temporary:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary, metadata={"step": str(trainer.step)})
+
+
+def load_state(folder: Path, trainer: Trainer) -> None:
+    """Puts a saved state into the trainer, where there is one; UserError when it does not fit or is damaged."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        return
+    try:
+        with safe_open(path, framework="pt", device=str(trainer.device)) as file:
+            parts = trainer.state()
+            for part, values in parts.items():
+                prefix = f"{part}/"
+                found = {name[len(prefix) :]: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+                parts[part] = values | {"state": _moments(found)} if part in _OPTIMIZERS else found
+            trainer.load_state(parts, int(file.metadata()["step"]))
+    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not the state of this run: {str(error).splitlines()[0]}") from None
+
+
+def _moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        index, _, moment = name.partition(".")
+        state.setdefault(int(index), {})[moment] = tensor
+    return state

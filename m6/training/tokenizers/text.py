@@ -1,0 +1,142 @@
+"""Trains the SentencePiece model of the text tokenizer on a data folder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sentencepiece
+
+from m6.errors import UserError
+from m6.files import atomic_path, write_json
+
+if TYPE_CHECKING:
+    from m6.data.manifest import Manifest
+from m6.tokenizers.text import (
+    MAX_PIECE_CHARACTERS,
+    MODEL_FILE,
+    M6Tokenizer,
+    load_text_tokenizer,
+    normalize_text,
+    split_sentences,
+)
+
+TRAINING_FILE = "tokenizer_training.json"
+# SentencePiece drops lines of more than 4192 bytes; a character has at most 4.
+MAX_LINE_CHARACTERS = 1000
+
+
+def train_text_tokenizer(
+    manifest: Manifest,
+    out_dir: str | Path,
+    vocab_size: int,
+    *,
+    image_vocab_size: int = 8192,
+    character_coverage: float = 0.9998,
+    sample_bytes: int = 256 << 20,
+) -> M6Tokenizer:
+    """Trains a unigram model on the train split of every source and saves the tokenizer, each file atomically.
+
+    The same data and settings give the same bytes. Digits are split, spaces start a piece, a character that is
+    not in the vocabulary is spelled in bytes, and nothing becomes an unknown token.
+
+    Args:
+        manifest: the data folder; texts, captions, questions and answers of a random sample of rows are read.
+        out_dir: where ``from_pretrained`` will find the tokenizer, with ``tokenizer_training.json`` beside it.
+        vocab_size: number of text pieces, 256 byte pieces included.
+        image_vocab_size: number of image codes, a size of the joint vocabulary only.
+        character_coverage: share of the characters of the sample that get pieces of their own.
+        sample_bytes: the sample ends once it holds this much UTF-8.
+
+    Raises:
+        UserError: when the train split has no text, or the vocabulary size does not suit it.
+    """
+    out_dir = Path(out_dir)
+    options: dict[str, Any] = {
+        "model_type": "unigram",
+        "vocab_size": vocab_size,
+        "character_coverage": character_coverage,
+        "byte_fallback": True,
+        "split_digits": True,
+        "split_by_whitespace": True,
+        "split_by_unicode_script": True,
+        "max_sentencepiece_length": MAX_PIECE_CHARACTERS,
+        "normalization_rule_name": "identity",  # normalize_text has done it
+        "add_dummy_prefix": False,  # Chinese has no spaces: it would only put an extra piece before every text
+        "unk_id": 0,
+        "bos_id": -1,
+        "eos_id": -1,
+        "pad_id": -1,
+        "num_threads": 4,  # fixed, because the order of its sums decides the last digits of the scores
+    }
+    buffer = io.BytesIO()
+    lines = list(_training_lines(manifest, sample_bytes))
+    if not lines:
+        raise UserError(f"{manifest.folder}: the train split holds no text to train a tokenizer on")
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=buffer, minloglevel=2, **options
+        )
+    except RuntimeError as error:
+        raise UserError(f"vocab_size {vocab_size} does not suit the text: {_explain(str(error))}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        model_file = Path(folder, MODEL_FILE)
+        model_file.write_bytes(buffer.getvalue())
+        tokenizer = M6Tokenizer(str(model_file), image_vocab_size=image_vocab_size)
+        tokenizer.save_pretrained(str(Path(folder, "saved")))
+        for file in Path(folder, "saved").iterdir():
+            with atomic_path(out_dir / file.name) as temporary:
+                shutil.copyfile(file, temporary)
+    settings = options | {"image_vocab_size": image_vocab_size, "sample_bytes": sample_bytes}
+    sample = {"lines": len(lines), "characters": sum(map(len, lines)), "sources": sorted(manifest.sources)}
+    write_json(
+        out_dir / TRAINING_FILE,
+        {
+            "settings": settings,
+            "sample": sample,
+            "sentencepiece": sentencepiece.__version__,
+            "sha256": {MODEL_FILE: hashlib.sha256(buffer.getvalue()).hexdigest()},
+            "fingerprint": tokenizer.fingerprint,
+        },
+    )
+    return load_text_tokenizer(out_dir)
+
+
+def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
+    """Sentences of rows in a fixed random order over all sources, until the sample is full."""
+    import datasets
+
+    from m6.data.mixture import permuted
+    from m6.data.reader import open_split
+
+    columns = ["text", "question", "answer"]
+    sources = [source for source in sorted(manifest.sources) if manifest.files(source, "train")]
+    if not sources:
+        return
+    rows = datasets.concatenate_datasets([open_split(manifest, s, "train").select_columns(columns) for s in sources])
+    for position in range(len(rows)):
+        row = rows[permuted(position, len(rows), key=0)]
+        for text in filter(None, (row[column] for column in columns)):
+            for sentence in split_sentences(normalize_text(text)):
+                # A line break is always spelled as a byte.
+                line = sentence.strip()
+                yield from (line[i : i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
+                sample_bytes -= len(line.encode())
+        if sample_bytes <= 0:
+            return
+
+
+def _explain(message: str) -> str:
+    for pattern, text in (
+        (r"<= (\d+)", "it has material for at most {} pieces"),
+        (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes alone take {} pieces"),
+    ):
+        if found := re.search(pattern, message):
+            return text.format(found.group(1))
+    return message
