@@ -1,9 +1,9 @@
 """The bytes that a layout needs on its fullest rank and in the host memory of a node, as a closed form.
 
 The partitions are those of DeepSpeed 0.19.8 (ZeRO, arXiv 1910.02054, section 5). Weights and optimizer state are exact.
-So are gradients, except at ZeRO stage 2: DeepSpeed keeps the whole gradient of a parameter that crosses the boundary of
-a partition, and the formula adds the largest parameter once. Activations are a formula of their own. Layouts that the
-engine refuses have a price, too, so that the planner can say what they would need.
+So are gradients, except at ZeRO stage 2: there DeepSpeed keeps whole gradients of parameters that cross the boundary of
+a partition, for which the formula adds the largest parameter once. Activations are a formula of their own. Layouts that
+the engine refuses have a price, too, so that the planner can say what they would need.
 """
 
 from __future__ import annotations

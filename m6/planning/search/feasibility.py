@@ -37,8 +37,7 @@ class Feasibility:
     """Answers for one run which layouts the code can run.
 
     The validation of a run takes milliseconds, and a search visits thousands of layouts. But it does not depend on
-    sizes once these divide each other, so one answer serves all layouts with the same stage, switches and kind of
-    expert parallelism.
+    sizes once these divide each other, so one answer serves all layouts that differ in sizes alone.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -58,16 +57,15 @@ class Feasibility:
         if found is not None:
             return found
         layout = _without(layout, lifted)
-        one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
-        key = (
+        key: tuple[object, ...] = (
             layout.zero_stage,
             layout.ep_size > 1,
-            layout.checkpointing,
             layout.offload_optimizer,
             layout.offload_params,
-            layout.stream_experts,
-            one_micro_batch,
         )
+        if layout.stream_experts:  # m6.offload has conditions of its own
+            one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
+            key = (*key, layout.checkpointing, one_micro_batch)
         if key not in self._validated:
             self._validated[key] = _refused_by_validation(self.config, layout)
         return self._validated[key]

@@ -107,6 +107,7 @@ class Planner:
         sharing: what the layers share, to plan the Pseudo stage.
         memory_fraction: the share of each memory that a plan may use.
         forced: values that layouts must have, by the names of ``ParallelLayout``.
+        feasibility: of the same run, to share its answers; None: a new one.
     """
 
     def __init__(
@@ -118,13 +119,14 @@ class Planner:
         sharing: Sharing | None = None,
         memory_fraction: float = MEMORY_FRACTION,
         forced: dict[str, Any] | None = None,
+        feasibility: Feasibility | None = None,
     ) -> None:
         self.config, self.cluster, self.profile = config, cluster, profile or Profile()
         self.memory_fraction, self.forced = memory_fraction, forced or {}
         on_cpu = cluster.smallest.links.host is None
         self.memory = MemoryModel(config, self.profile, batch, sharing, on_cpu)
         self.time = TimeModel(config, cluster, self.profile, self.memory)
-        self.feasibility = Feasibility(config)
+        self.feasibility = feasibility or Feasibility(config)
 
     def changed(self, **changes: Any) -> Planner:
         """A planner with some arguments changed."""
@@ -136,6 +138,7 @@ class Planner:
             "sharing": self.memory.sharing,
             "memory_fraction": self.memory_fraction,
             "forced": self.forced,
+            "feasibility": None if "config" in changes else self.feasibility,
         }
         return Planner(**{**arguments, **changes})
 

@@ -69,7 +69,7 @@ def fastest_streamed(planner: Planner) -> tuple[PricedLayout, str] | None:
     forced = {"stream_experts": True, "pp_size": 1, "tp_size": 1}
     own = planner.config.offload
     for settings in [own] if own is not None else [OffloadSettings(), OffloadSettings(update="backward")]:
-        streaming = planner.changed(config=_with_offload(planner.config, settings))
+        streaming = planner.changed(config=with_offload(planner.config, settings))
         accepts = _has_one_micro_batch(planner.config) if settings.update == "backward" else _accepts_any
         plan = fastest_if_lifted(streaming, {"streamed experts"}, forced, accepts)
         if plan is not None:
@@ -86,5 +86,6 @@ def _accepts_any(layout: ParallelLayout) -> bool:
     return True
 
 
-def _with_offload(config: RunConfig, settings: OffloadSettings) -> RunConfig:
+def with_offload(config: RunConfig, settings: OffloadSettings) -> RunConfig:
+    """The run with the section ``m6.offload``, not validated: to price what the validation refuses."""
     return replace(config, m6=config.m6.model_copy(update={"offload": settings}))
