@@ -71,14 +71,15 @@ def _requirements(planner: Planner) -> list[str]:
     if smallest is not None:
         enough = f"{smallest.num_devices} such devices hold it ({smallest.nodes[0].count} nodes)"
     lines = [f"- {nodes.device.name}: {enough}."]
-    found = fastest_streamed(planner)
-    if found is not None:
-        streamed, update = found
-        on_host = streamed.footprint.host * planner.cluster.smallest.devices_per_node
+    streamed = fastest_streamed(planner)
+    if streamed is not None:
+        footprint = streamed.plan.footprint
+        on_host = footprint.host * planner.cluster.smallest.devices_per_node
+        refused = f" The run as it is cannot take it: {streamed.refusal}." if streamed.refusal else ""
         lines.append(
-            f'- Experts streamed from host memory by m6.offload with "update": "{update}": {streamed.layout} '
-            f"would need {format_gb(streamed.footprint.peak)} on the device and {format_gb(on_host)} in the host "
-            "memory of a node."
+            f'- Experts streamed from host memory by m6.offload with "update": "{streamed.update}": '
+            f"{streamed.plan.layout} would need {format_gb(footprint.peak)} on the device and {format_gb(on_host)} in "
+            f"the host memory of a node.{refused}"
         )
     if planner.memory.sharing is None and planner.config.m6.pseudo_to_real is None:  # otherwise it has its own report
         pseudo = planner.changed(sharing=pseudo_sharing(planner.config)).search()

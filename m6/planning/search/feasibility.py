@@ -81,7 +81,10 @@ class Feasibility:
         if layout.pp_size > 1 and "pipeline parallelism" not in lifted:
             return Refusal("pipeline parallelism", "the M6 model has no pipeline stages")
         if layout.stream_experts and self.config.offload is None and "streamed experts" not in lifted:
-            return Refusal("streamed experts", "experts are streamed only if the run has the section m6.offload")
+            return Refusal(
+                "streamed experts",
+                "experts are streamed only if the run has the section m6.offload, which has not run on a GPU yet",
+            )
         return _refused_by_arithmetic(self.config, layout)
 
 

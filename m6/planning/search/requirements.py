@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from m6.config.offload import OffloadSettings
-from m6.config.run import RunConfig
+from m6.config.run import RunConfig, check_world_size, parse_config
+from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.machine.cluster import Cluster
+from m6.planning.search.configuration import configure
 from m6.planning.search.feasibility import RefusalKind
 from m6.planning.search.planner import Planner, PricedLayout
 
@@ -58,8 +60,23 @@ def fastest_if_lifted(
     return found
 
 
-def fastest_streamed(planner: Planner) -> tuple[PricedLayout, str] | None:
-    """The fastest layout that fits with streamed experts, and the value of ``m6.offload.update`` that it needs.
+@dataclass(frozen=True)
+class StreamedPlan:
+    """A layout with streamed experts.
+
+    Attributes:
+        plan: the layout and its price.
+        update: the value of ``m6.offload.update`` that it needs.
+        refusal: what the validation says against this run with ``m6.offload``; "" where it accepts it.
+    """
+
+    plan: PricedLayout
+    update: str
+    refusal: str
+
+
+def fastest_streamed(planner: Planner) -> StreamedPlan | None:
+    """The fastest layout that fits with streamed experts, or None.
 
     Refusals of ``m6.offload`` do not count. Updates in the backward pass are tried last: they need the least host
     memory, but forbid gradient clipping and several micro-batches a step.
@@ -73,8 +90,18 @@ def fastest_streamed(planner: Planner) -> tuple[PricedLayout, str] | None:
         accepts = _has_one_micro_batch(planner.config) if settings.update == "backward" else _accepts_any
         plan = fastest_if_lifted(streaming, {"streamed experts"}, forced, accepts)
         if plan is not None:
-            return plan, settings.update
+            return StreamedPlan(plan, settings.update, _streaming_refusal(streaming.config, plan.layout))
     return None
+
+
+def _streaming_refusal(config: RunConfig, layout: ParallelLayout) -> str:
+    document = configure(config, layout)
+    document["m6"]["offload"] = config.m6.offload.model_dump(exclude_defaults=True) if config.m6.offload else {}
+    try:
+        check_world_size(parse_config(document), layout.world_size)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _has_one_micro_batch(config: RunConfig) -> Callable[[ParallelLayout], bool]:
