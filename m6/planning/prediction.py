@@ -95,6 +95,7 @@ def write_prediction(run: Path, plan: PricedLayout, profile: Profile) -> str:
             "process_bytes": process,
         },
     )
+    # The line stands in logs, far from the README that explains assumed efficiencies.
     stamp = "" if profile.calibrated else " (uncalibrated)"
     return (
         f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, "
@@ -168,11 +169,12 @@ def read_outcome(run: Path) -> Outcome:
     steps = [line for line in lines if "step_time_s" in line]
     if not steps:
         raise UserError(f"{run / 'metrics.jsonl'}: has no steps")
-    warm = steps[1:] or steps
+    warm = steps[1:] or steps  # the first step allocates memory and compiles kernels
     waits = ("data_wait_s", "checkpoint_stall_s")
     return Outcome(
         run=run,
         layout=plan["layout"],
+        # A refit starts from unfitted seconds, whatever profile the run had.
         parts={name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()},
         predicted_bytes=plan["memory_bytes"],
         activations=plan["bytes"]["activations"] / plan["activation_factor"],

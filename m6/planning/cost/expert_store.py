@@ -70,11 +70,13 @@ class ExpertStore:
         total, staging = 0, 0
         for block, _, stored in model.blocks:
             if block.experts:
+                # Layers are cut into chunks one by one, so one layer stands for all equal ones.
                 chunks = lay_out(
                     [_stack(block, ep_size)], self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer
                 )
                 sizes = sizes_of(chunks)
                 total += stored * sum(size.owned for size in sizes)
+                # Two blocks serve all chunks: the largest gradient counts.
                 staging = max(staging, staging_bytes(sizes))
         return total + staging
 
