@@ -6,22 +6,18 @@ are read from there; the model, the data and the schedule are ours.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pydantic
-from pydantic import TypeAdapter
-
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
-from m6.config.offload import OffloadSettings, check_offload
+from m6.config.offload import OffloadSettings
+from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.sections import M6Settings, PseudoToRealSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
-from m6.validation import check_keys, describe, read_document, validate
-from moe.config import MoEConfig
+from m6.validation import check_keys, read_document, validate
 from moe.expert_parallel import exchange_steps
 
 if TYPE_CHECKING:
@@ -39,8 +35,8 @@ class RunConfig:
     """The JSON as given, with overrides applied: what RUN/config.json records."""
 
     @property
-    def offload(self) -> OffloadSettings | None:
-        """Where experts are in our own store; None also where DeepSpeed offloads."""
+    def expert_store(self) -> OffloadSettings | None:
+        """The settings of the store of ``offload``; None if no experts are in it, also where DeepSpeed offloads."""
         settings = self.m6.offload
         return None if settings is None or settings.policy == "deepspeed" else settings
 
@@ -81,7 +77,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if settings.offload is not None:
         switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
         checkpointing = settings.training.activation_checkpointing
-        deepspeed = check_offload(settings.offload, deepspeed, model, switch, checkpointing)
+        deepspeed = apply_offload(settings.offload, deepspeed, model)
+        check_offload(settings.offload, deepspeed, model, switch, checkpointing)
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
@@ -131,10 +128,10 @@ def _check_pictures(settings: M6Settings) -> None:
         raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
 
 
-def check_world_size(config: RunConfig, world_size: int) -> int:
-    """Checks the run against a number of ranks; returns the gradient accumulation steps."""
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Raises UserError if the run cannot be trained on ``world_size`` ranks."""
     accumulation = config.deepspeed.accumulation_steps(world_size)
-    if config.offload is not None and config.offload.update == "backward" and accumulation > 1:
+    if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
         raise UserError(
             'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
             f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
@@ -149,7 +146,6 @@ def check_world_size(config: RunConfig, world_size: int) -> int:
             exchange_steps(config.model.moe_config(), ep_size)
         except ValueError as error:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
-    return accumulation
 
 
 def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
@@ -178,13 +174,8 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None
 def _model_config(settings: M6Settings) -> M6Config:
     own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
     check_keys(settings.model, own, "m6.model")
-    if settings.moe is not None:
-        check_keys(settings.moe, {field.name for field in fields(MoEConfig)}, "m6.moe")
-        try:
-            TypeAdapter(MoEConfig).validate_json(json.dumps(settings.moe), strict=True)
-        except pydantic.ValidationError as error:
-            raise UserError(describe(error, None, "m6.moe")) from None
     try:
         return M6Config(**settings.model, moe=settings.moe)
     except (ValueError, TypeError) as error:
-        raise UserError(f"m6.model: {error}") from None
+        # What is wrong in the mixture of experts begins with its section's name.
+        raise UserError(f"m6.{error}" if str(error).startswith("moe.") else f"m6.model: {error}") from None

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from m6.data.objectives import Example
 from m6.tokenizers.processor import pixel_values
-from m6.tokenizers.special_tokens import SOURCE, TARGET
+from m6.tokenizers.special_tokens import IGNORED_LABEL, SOURCE, TARGET
 from m6.tokenizers.text import M6Tokenizer
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +44,8 @@ class MicroBatch:
     num_tokens: int
     """tokens that are not padding"""
     num_samples: int
+    num_token_pairs: int
+    """the sum of the squared lengths of the samples, to which attention is proportional"""
     bad_rows: list[str] = field(default_factory=list)
     """``source:id: reason`` of each row that could not be used"""
 
@@ -159,5 +159,6 @@ class Collator:
             num_target_tokens=sum(len(example.target_ids) + 1 for example in examples),
             num_tokens=sum(lengths),
             num_samples=len(examples),
+            num_token_pairs=sum(length**2 for length in lengths),
             bad_rows=list(bad_rows),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 from types import FrameType
 
 
@@ -14,6 +15,14 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
     """
     asked = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
     return asked if "SLURM_STEP_ID" in os.environ else (*asked, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a rank was asked for during a step. The ranks act together on the request of any of them."""
+
+    stop: bool = False
+    save: bool = False
 
 
 class StopFlag:

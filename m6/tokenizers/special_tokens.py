@@ -13,5 +13,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 )
 NUM_SPECIAL_TOKENS = 16
 
+IGNORED_LABEL = -100
+"""The label of a position without a target; PyTorch's losses leave it out by default."""
+
 # What a position belongs to: a picture's patch (and padding), the source, the target from <bos> on.
 IMAGE, SOURCE, TARGET = 0, 1, 2

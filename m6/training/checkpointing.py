@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError, UserError
 from m6.files import write_text
 from m6.runs.processes import Runtime
-from m6.training.engine.fragments import create_moments, fragments, optimizer_step, publish_weights, set_optimizer_step
-from m6.training.offloading.experts import offloaded_experts
+from m6.training.engine.engine import Engine
 
 _POLL_S = 0.05
 
@@ -42,7 +41,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def save(self, engine: Any, step: int, state: dict[str, Any]) -> float:
+    def save(self, engine: Engine, step: int, state: dict[str, Any]) -> float:
         """Saves after ``step`` optimizer steps; returns the seconds for which training stood still."""
         begin = time.perf_counter()
         self.wait()
@@ -56,14 +55,8 @@ class Checkpointer:
         dist.barrier()
         if (folder / MANIFEST).exists():
             return time.perf_counter() - begin
-        create_moments(engine)
-        state = {**state, "step": step, "optimizer_step": optimizer_step(engine)}
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
-        if engine.fp16_enabled() and scaler is not None:
-            state["loss_scaler"] = {
-                key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))
-            }
-        pieces = [_copy_to_host(fragment.owned()) for fragment in all_fragments(engine)]
+        pieces = [_copy_to_host(fragment.owned()) for fragment in engine.fragments()]
+        state = {**state, "step": step, **engine.counters()}
         self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
         self._thread.start()
         if not self._async:
@@ -110,37 +103,27 @@ class Checkpointer:
             shutil.rmtree(old)
 
 
-def restore(engine: Any, reader: CheckpointReader) -> None:
+def restore(engine: Engine, reader: CheckpointReader) -> None:
     """Loads weights, moments and counters into the engine, whatever layout wrote them.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer.
     """
-    create_moments(engine)
-    _fill(engine, reader, all_fragments(engine))
-    set_optimizer_step(engine, reader.state["optimizer_step"])
-    offloaded = offloaded_experts(engine)
-    if offloaded is not None:
-        offloaded.runtime.num_updates = reader.state["optimizer_step"]
-    for key, value in reader.state.get("loss_scaler", {}).items():
-        setattr(engine.optimizer.loss_scaler, key, value)
-    engine.global_steps = reader.state["step"]
+    _fill(engine, reader, engine.fragments())
+    engine.load_counters(reader.state, reader.state["step"])
 
 
-def restore_weights(engine: Any, reader: WeightReader) -> None:
+def restore_weights(engine: Engine, reader: WeightReader) -> None:
     """Loads weights alone, for a run that begins with those of another.
 
     Raises:
         UserError: they are of another model.
     """
-    _fill(engine, reader, (fragment for fragment in all_fragments(engine) if fragment.kind == WEIGHT))
+    _fill(engine, reader, (fragment for fragment in engine.fragments() if fragment.kind == WEIGHT))
 
 
-def _fill(engine: Any, reader: WeightReader, wanted: Iterable[Fragment]) -> None:
-    names = {name for name, _ in (*engine.module.named_parameters(), *engine.module.named_buffers())}
-    offloaded = offloaded_experts(engine)
-    if offloaded is not None:
-        names |= offloaded.names
+def _fill(engine: Engine, reader: WeightReader, wanted: Iterable[Fragment]) -> None:
+    names = engine.tensor_names
     for name in reader.names(WEIGHT):
         if name not in names:
             raise UserError(f"{reader.folder}: holds {name}, which this model has not: it is of another model")
@@ -153,15 +136,7 @@ def _fill(engine: Any, reader: WeightReader, wanted: Iterable[Fragment]) -> None
                     raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {of_another}")
                 raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {of_another}")
             reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
-    publish_weights(engine)
-
-
-def all_fragments(engine: Any) -> Iterator[Fragment]:
-    """Those of the engine, and those of the experts that are offloaded."""
-    yield from fragments(engine)
-    offloaded = offloaded_experts(engine)
-    if offloaded is not None:
-        yield from offloaded.fragments()
+    engine.publish_weights()
 
 
 def _copy_to_host(fragment: Fragment) -> Fragment:

@@ -23,21 +23,19 @@ from m6.planning.prediction import announce, describe_memory, outcome_line, pred
 from m6.runs.data import open_data
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory
-from m6.runs.signals import StopFlag
+from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpointing import Checkpointer, restore
-from m6.training.engine.build import build_engine, release_engine
+from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
-from m6.training.offloading.experts import offloaded_experts, watching
 from m6.training.reporting.experts import loads_wanted
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy
 from m6.training.reporting.samples import SampleGrids
-from m6.training.reporting.sums import Wishes
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import TrainStep
+from m6.training.train_step import StepOutcome, TrainStep
 
 
 class Trainer:
@@ -57,7 +55,8 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.profile = profile or Profile()
-        self.accumulation = check_world_size(config, runtime.world_size)
+        check_world_size(config, runtime.world_size)
+        self.accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
         self.data = open_data(config)
         self.checkpoint, self.problems = open_newest(run.checkpoints)
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
@@ -71,10 +70,14 @@ class Trainer:
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
 
-    def train(self) -> bool:
-        """Runs to the end or to a stop; returns whether the run is done."""
+    def train(self, stop_after: int | None = None) -> bool:
+        """Runs to the end or to a stop; returns whether the run is done.
+
+        Args:
+            stop_after: stops after this step as if it had been asked to, on all ranks.
+        """
         self._resume()
-        self._say_memory()
+        self._announce_memory()
         total = self.settings.training.total_steps
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
@@ -86,30 +89,34 @@ class Trainer:
                 begin = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_s = time.perf_counter() - begin
-                with watching(self.engine), self.stage_metrics.watch(self.engine, self.step):
-                    outcome = self.train_step(self.step, micro_batches, self._wishes)
-                self._settle_offload()
+                with self.engine.measuring(), self.stage_metrics.watch(self.engine, self.step):
+                    outcome = self.run_step(micro_batches)
+                self._replan_offloading()
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
                 self._list_bad_rows(micro_batches)
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
-                wishes = outcome.result.wishes
-                stopped = wishes.stop
+                requests = outcome.result.requests
+                stopped = requests.stop or self.step == stop_after
                 self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
                 self._write_progress()
                 progress.update()
                 progress.set_postfix(loss=f"{outcome.loss:.3f}", refresh=False)
                 ending = stopped or self.step == total
-                self._at_intervals(report, save=wishes.save or ending or self.stage.is_due)
-                if wishes.save:
-                    self._grant_save()
+                self._at_intervals(report, save=requests.save or ending or self.stage.is_due)
+                if requests.save:
+                    self._answer_save_request()
                 if self.stage.is_due and not stopped:
                     self._delink()
         self.checkpointer.wait()
         dist.barrier()
         return self._finish()
+
+    def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
+        """Trains on this rank's micro-batches of the current step. A subclass may measure or record it."""
+        return self.train_step(self.step, micro_batches, self._read_requests)
 
     def _at_intervals(self, report: IntervalReport, save: bool) -> None:
         """Logs, validates, saves: in this order, so that a checkpoint never lies ahead of its metrics."""
@@ -162,7 +169,7 @@ class Trainer:
 
     def _resume(self) -> None:
         for problem in self.problems:
-            self._say(f"warning: checkpoint not used: {problem}")
+            self._print(f"warning: checkpoint not used: {problem}")
         if self.checkpoint is not None:
             state = self.checkpoint.state
             if state["tokenizer"] != self.data.tokenizer.fingerprint:
@@ -177,10 +184,10 @@ class Trainer:
             restore(self.engine, self.stage.reader(self.checkpoint))
             self.checkpoint = None
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
-            self._say(f"resumed {self.run.root} at step {self.step}")
+            self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
             load_initial_weights(self.engine, self.settings.init)
-            self._say(f"{self.run.root} begins with the weights of {self.settings.init}")
+            self._print(f"{self.run.root} begins with the weights of {self.settings.init}")
         if self.runtime.is_main:
             self.run.cut_metrics_after(self.step)
 
@@ -193,7 +200,7 @@ class Trainer:
         self.checkpointer.wait()
         dist.barrier()  # now the main rank's manifest is there
         # The Pseudo engine goes before the Real one comes, so that both are never held.
-        release_engine(self.engine)
+        self.engine.release()
         del self.engine, self.train_step
         free_memory(self.runtime.device)
         self.stage.enter_real()
@@ -202,27 +209,25 @@ class Trainer:
         if checkpoint is None:
             raise StorageError("; ".join(problems))
         restore(self.engine, self.stage.reader(checkpoint))
-        self.stage_metrics.delinked(time.perf_counter() - begin)
-        self._say(f"delinked {self.run.root} at step {self.step}: the Real model goes on")
+        self.stage_metrics.record_delinking(time.perf_counter() - begin)
+        self._print(f"delinked {self.run.root} at step {self.step}: the Real model goes on")
 
-    def _say_memory(self) -> None:
+    def _announce_memory(self) -> None:
         """Prints the memory that a few of the run's micro-batches will need."""
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.coming():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
-                self._say(f"{name}{describe_memory(prediction)}")
-            experts = offloaded_experts(self.engine)
-            if experts is not None:
-                self._say(experts.memory_map())
-            self._say(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
+                self._print(f"{name}{describe_memory(prediction)}")
+            if memory_map := self.engine.memory_map():
+                self._print(memory_map)
+            self._print(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
 
-    def _settle_offload(self) -> None:
-        """The first steps of an attempt show how experts are used, and whether that is as it was planned."""
-        experts = offloaded_experts(self.engine)
-        found = None if experts is None else experts.settle(self.run.root, self.step)
-        if found is not None:
-            self._say(found)
+    def _replan_offloading(self) -> None:
+        """After the first steps of an attempt, which show how experts are used and whether the plan holds."""
+        memory_map = self.engine.replan(self.run.root, self.step)
+        if memory_map is not None:
+            self._print(memory_map)
 
     def _save(self) -> float:
         if self.runtime.is_main:
@@ -249,19 +254,20 @@ class Trainer:
         if self.runtime.is_main and done:
             self.run.finish(self.step)
             if line := outcome_line(self.run.root):
-                self._say(line)
-        self._say(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
+                self._print(line)
+        self._print(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
 
-    def _wishes(self) -> Wishes:
+    def _read_requests(self) -> Requests:
+        """What this rank was asked for, by a signal or by a file in the run's folder."""
         main = self.runtime.is_main
-        return Wishes(
+        return Requests(
             stop=self.stop_flag.raised or (main and self.run.stop_requested()),
             save=main and self.run.save_requested(),
         )
 
-    def _grant_save(self) -> None:
-        """RUN/SAVE goes when the checkpoint is complete, so that whoever made it can see that."""
+    def _answer_save_request(self) -> None:
+        """Removes RUN/SAVE when the checkpoint is complete, so that whoever made the file can see that."""
         self.checkpointer.wait()
         if self.runtime.is_main:
             self.run.save_granted()
@@ -278,7 +284,7 @@ class Trainer:
         if self.trackers is not None and picture is not None:
             self.trackers.show("samples", picture, self.step)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.runtime.is_main:
             print(text, file=sys.stderr, flush=True)
 

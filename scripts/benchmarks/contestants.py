@@ -18,9 +18,9 @@ from m6.config.run import parse_config
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.objectives import OBJECTIVES
 from m6.runs.processes import start
+from m6.runs.signals import Requests
 from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS
 from m6.training.engine.build import build_engine
-from m6.training.reporting.sums import Wishes
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 
@@ -125,7 +125,7 @@ def our_step(hidden: int, layers: int, batch: MicroBatch, moe: dict[str, Any] | 
     config = parse_config(document)
     train_step = TrainStep(build_engine(config, runtime), config, runtime, 1, Stage(config, None))
     steps = itertools.count()
-    return lambda: train_step(next(steps), [batch], Wishes).loss
+    return lambda: train_step(next(steps), [batch], Requests).loss
 
 
 def gpt2_step(

@@ -15,7 +15,7 @@ import typer
 from contestants import CLIPPING, HEAD_SIZE, MOE, VOCAB_SIZE, Contestant, gpt2_step, language_modelling_batch, our_step
 from record import Recorder, spread
 
-from m6.config.run import check_world_size, load_config
+from m6.config.run import load_config
 from m6.data.collate import MicroBatch
 from m6.model import num_parameters
 from m6.planning.cost.activations import Activations
@@ -24,10 +24,9 @@ from m6.planning.cost.storages import SavedTensors, new_storages, storage_bytes
 from m6.planning.prediction import predict_memory
 from m6.runs.data import open_data
 from m6.runs.processes import start
+from m6.runs.signals import Requests
 from m6.training.checkpointing import Checkpointer
 from m6.training.engine.build import build_engine
-from m6.training.engine.fragments import base_optimizer
-from m6.training.reporting.sums import Wishes
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 
@@ -95,7 +94,7 @@ class Run:
 
     def __init__(self, file: Path, overrides: list[str] | None, num_workers: int) -> None:
         self.config, self.runtime = load_config(file, tuple(overrides or ())), start()
-        self.accumulation = check_world_size(self.config, self.runtime.world_size)
+        self.accumulation = self.config.deepspeed.accumulation_steps(self.runtime.world_size)
         self.data = open_data(self.config)
         self.engine = build_engine(self.config, self.runtime)
         self.step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, Stage(self.config, None))
@@ -106,7 +105,7 @@ class Run:
         return list(itertools.islice(self._loader, self.accumulation))
 
     def train(self, micro_batches: list[MicroBatch]) -> None:
-        self.step(self.number, micro_batches, Wishes)
+        self.step(self.number, micro_batches, Requests)
         self.number += 1
 
     def describe(self) -> str:
@@ -204,7 +203,7 @@ def memory(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None, ste
     settings = load_config(config, tuple(overrides or ()))
     if settings.deepspeed.zero_stage:
         raise typer.BadParameter("gradients are found at zero_optimization.stage 0 alone", param_hint="--config")
-    accumulation = check_world_size(settings, start().world_size)
+    accumulation = settings.deepspeed.accumulation_steps(start().world_size)
     loader = open_data(settings).loader(itertools.count(), 0)
     batches = [list(itertools.islice(loader, accumulation)) for _ in range(steps)]
     with PeakOfProcess() as peak:
@@ -235,33 +234,31 @@ when the libraries were loaded and the batches read; it also has what the alloca
 
 def measured_parts(run: Run, batches: list[list[MicroBatch]]) -> dict[str, int]:
     """Bytes of live storages by part, each the largest over ``batches``, and at the peak of a step."""
-    module, optimizer = run.engine.module, base_optimizer(run.engine)
-    activations = []
+    engine, activations = run.engine, []
     for batch in itertools.chain(*batches):
-        with SavedTensors(module) as saved:
-            output = run.engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+        with SavedTensors(engine.module) as saved:
+            output = engine.forward(batch)
             activations.append(saved.bytes)
         del output  # and with it the graph
-    gradients: list[int] = []
-    hook = optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(storage_bytes(*(p.grad for p in module.parameters() if p.grad is not None)))
-    )
-    run.train(batches[0])
-    hook.remove()
-    weights = [*module.parameters(), *module.buffers()]
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    run.train(batches[0])  # makes the optimizer's state
+    engine.begin_step(0.0)
+    engine.accumulate(batches[0], lambda _, output: output.target_losses.sum(), range(len(batches[0])))
+    gradients = engine.gradient_bytes()
+    engine.update()
+    held = engine.state_bytes()
+    existing = [tensor for tensors in engine.state_tensors().values() for tensor in tensors]
     peaks = []
     for micro_batches in batches:
         tensors = [tensor for batch in micro_batches for tensor in batch.tensors().values()]
-        with new_storages(*weights, *state, *tensors) as new:
+        with new_storages(*existing, *tensors) as new:
             run.train(micro_batches)
         peaks.append(new.take_peak())
     return {
-        "weights": storage_bytes(*weights),
-        "gradients": max(gradients),
-        "optimizer_state": storage_bytes(*state),
+        "weights": held["weights"],
+        "gradients": gradients,
+        "optimizer_state": held["optimizer_state"],
         "activations": max(activations),
-        "peak": storage_bytes(*weights, *state) + max(peaks),
+        "peak": storage_bytes(*existing) + max(peaks),
     }
 
 

@@ -17,7 +17,8 @@ from m6.planning.machine.profile import Profile
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
-from m6.training.engine.fragments import base_optimizer
+from m6.training.engine.engine import Engine
+from m6.training.engine.state import base_optimizer
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 
@@ -43,11 +44,10 @@ def forced(document: dict[str, Any], stage: int, optimizer: str = "AdamW", **sec
     return replace(config, deepspeed=config.deepspeed.model_copy(update=update))
 
 
-def one_step(config: RunConfig, engine: Any) -> None:
+def one_step(config: RunConfig, engine: Engine) -> None:
     batch = open_data(config).micro_batch(0)
-    output = engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-    engine.backward(output.target_losses.sum() + output.aux_loss, scale_wrt_gas=False)
-    engine.step()
+    engine.accumulate([batch], lambda _, output: output.target_losses.sum() + output.aux_loss, [0])
+    engine.update()
 
 
 def split_experts_at_stage_3(document: dict[str, Any]) -> None:
@@ -62,11 +62,11 @@ def test_stage_3_refuses_split_experts(folder):
 def ignored_offload(document: dict[str, Any]) -> None:
     host = {"device": "cpu"}
     plain = build_engine(forced(document, 0, offload_optimizer=host), start())
-    assert not hasattr(plain.optimizer, "cpu_offload"), "stage 0 has no optimizer of DeepSpeed that could offload"
+    assert not hasattr(plain._deepspeed.optimizer, "cpu_offload"), "stage 0 has no optimizer that could offload"
     below = build_engine(forced(document, 2, offload_param=host), start())
-    assert not below.optimizer.cpu_offload
+    assert not below._deepspeed.optimizer.cpu_offload
     assert not any(hasattr(parameter, "ds_tensor") for parameter in below.module.parameters())
-    assert build_engine(forced(document, 2, offload_optimizer=host), start()).optimizer.cpu_offload
+    assert build_engine(forced(document, 2, offload_optimizer=host), start())._deepspeed.optimizer.cpu_offload
 
 
 def test_offload_below_its_stage_is_ignored(folder):
@@ -78,7 +78,7 @@ def flat_adafactor(document: dict[str, Any]) -> None:
     config.deepspeed.keys["zero_allow_untested_optimizer"] = True
     engine = build_engine(config, start())
     one_step(config, engine)
-    states = list(base_optimizer(engine).state.values())
+    states = list(base_optimizer(engine._deepspeed).state.values())
     assert states
     assert all("row_var" not in state and state["variance"].dim() == 1 for state in states)
 
@@ -94,10 +94,9 @@ def host_census(document: dict[str, Any], accumulation: int) -> None:
     engine, data = build_engine(config, start()), open_data(config)
     for index in range(2 * accumulation):
         batch = data.micro_batch(index)
-        output = engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-        engine.backward(output.target_losses.sum() + output.aux_loss, scale_wrt_gas=False)
-        engine.step()
-        del output, batch
+        engine.accumulate([batch], lambda _, output: output.target_losses.sum() + output.aux_loss, [0])
+        engine._deepspeed.step()  # at the last micro-batch of a step an update
+        del batch
     del data
     gc.collect()
     weights = [parameter.data for parameter in engine.module.parameters()]

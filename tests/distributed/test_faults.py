@@ -45,8 +45,7 @@ def open_trainer(document: dict[str, Any], root: Path) -> Any:
 
 def train(document: dict[str, Any], root: Path, stop_at: int = STEPS) -> None:
     trainer = open_trainer(document, root)
-    trainer.run.stop_requested = lambda: trainer.step + 1 >= stop_at
-    trainer.train()
+    trainer.train(stop_after=stop_at)
 
 
 def train_all(runs: list[tuple[dict[str, Any], Path, int]]) -> None:

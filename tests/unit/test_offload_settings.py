@@ -5,14 +5,9 @@ from typing import Any
 import pytest
 
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
-from m6.config.offload import (
-    ExpertPlaces,
-    OffloadRule,
-    OffloadSettings,
-    check_offload,
-    resolve_activation_rules,
-    resolve_rules,
-)
+from m6.config.offload import OffloadRule, OffloadSettings
+from m6.config.offload_checks import apply_offload, check_offload
+from m6.config.offload_rules import ExpertPlaces, resolve_activation_rules, resolve_rules
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.validation import validate
@@ -139,7 +134,9 @@ def test_dense_optimizer_state_goes_as_a_whole():
             "zero_optimization": {"stage": stage},
         }
         settings = OffloadSettings(rules=[OffloadRule(**rule) for rule in rules])
-        return check_offload(settings, split_deepspeed(keys), model(), None, checkpointing=False)
+        applied = apply_offload(settings, split_deepspeed(keys), model())
+        check_offload(settings, applied, model(), None, checkpointing=False)
+        return applied
 
     states = {"tensor": "optimizer_state", "place": "host"}
     on_host = {"device": "cpu", "pin_memory": True}

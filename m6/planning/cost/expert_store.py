@@ -10,9 +10,7 @@ from m6.config.offload import OffloadOptimizer, OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
 from m6.planning.cost.precision import Precision
-from offload.chunks import Stack, lay_out
-from offload.sizes import sizes_of, staging_bytes
-from offload.update import OptimizerSettings
+from offload import OptimizerSettings, Stack, lay_out, sizes_of, staging_bytes
 
 _MIB = 2**20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,13 +44,13 @@ class ExpertStore:
             accumulation: micro-batches of a step.
             shared: whether layers share experts.
         """
-        settings = config.offload or OffloadSettings()
+        settings = config.expert_store or OffloadSettings()
         precision = config.deepspeed.precision
         if precision == "fp32" and Precision.of(config).compute == 2:
             precision = "bf16"
         dtype = _DTYPES[precision]
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
-        gradient = gradient_dtype(settings, dtype, accumulation, shared)
+        gradient = gradient_dtype_of(settings, dtype, accumulation, shared)
         return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB))
 
     @property
@@ -98,7 +96,7 @@ def shares_experts(model: FoldedModel) -> bool:
     return any(block.experts and computed > stored for block, computed, stored in model.blocks)
 
 
-def gradient_dtype(
+def gradient_dtype_of(
     settings: OffloadSettings, dtype: torch.dtype, accumulation: int, shared: bool
 ) -> torch.dtype | None:
     """The type in which the host keeps gradients: fp32 where several add up, otherwise that of the weights."""
@@ -109,7 +107,7 @@ def gradient_dtype(
 
 def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
     """The experts' optimizer, and the ratio of its learning rate to that of the other parameters."""
-    settings, params = config.offload or OffloadSettings(), config.deepspeed.optimizer_params
+    settings, params = config.expert_store or OffloadSettings(), config.deepspeed.optimizer_params
     own = settings.optimizer
     if own is None:
         own = OffloadOptimizer.model_validate({"type": config.deepspeed.optimizer_type, **params})

@@ -52,27 +52,6 @@ def storage_bytes(*tensors: Tensor) -> int:
     return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def engine_state_bytes(engine: Any) -> dict[str, int]:
-    """What a DeepSpeed engine holds on this rank between two steps: ``weights`` (with buffers) and
-    ``optimizer_state`` (with fp32 masters, where weights have them)."""
-    return {name: storage_bytes(*tensors) for name, tensors in engine_state(engine).items()}
-
-
-def engine_state(engine: Any) -> dict[str, list[Tensor]]:
-    """The tensors behind ``engine_state_bytes``."""
-    stage, parameters = engine.zero_optimization_stage(), list(engine.module.parameters())
-    weights = [parameter.data for parameter in parameters] + list(engine.module.buffers())
-    optimizer, masters = engine.optimizer, []
-    if stage == 3:
-        weights += [parameter.ds_tensor for parameter in parameters]
-        masters = optimizer.fp32_partitioned_groups_flat
-    elif stage > 0:
-        masters = optimizer.single_partition_of_fp32_groups
-    state = (optimizer if stage == 0 else optimizer.optimizer).state
-    moments = [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return {"weights": weights, "optimizer_state": [*moments, *masters]}
-
-
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # data_ptr is 0 on the meta device
 

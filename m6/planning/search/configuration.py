@@ -28,7 +28,7 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         checkpointing=config.m6.training.activation_checkpointing,
         offload_optimizer=_offloads(zero.get("offload_optimizer")),
         offload_params=_offloads(zero.get("offload_param")),
-        stream_experts=config.offload is not None,
+        stream_experts=config.expert_store is not None,
     )
 
 
@@ -40,7 +40,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     """
     if layout.tp_size > 1 or layout.pp_size > 1:
         raise UserError(f"{layout}: a run's JSON cannot ask for tensor or pipeline parallelism")
-    if layout.stream_experts and config.offload is None:
+    if layout.stream_experts and config.expert_store is None:
         raise UserError(
             f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"
         )

@@ -84,7 +84,7 @@ def fastest_streamed(planner: Planner) -> StreamedPlan | None:
     if planner.config.m6.moe is None:
         return None
     forced = {"stream_experts": True, "pp_size": 1, "tp_size": 1}
-    own = planner.config.offload
+    own = planner.config.expert_store
     for settings in [own] if own is not None else [OffloadSettings(), OffloadSettings(update="backward")]:
         streaming = planner.changed(config=with_offload(planner.config, settings))
         accepts = _has_one_micro_batch(planner.config) if settings.update == "backward" else _accepts_any

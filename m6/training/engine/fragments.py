@@ -11,95 +11,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.checkpoints.fragment import WEIGHT, Fragment
-from m6.training.engine.groups import named_expert_group
+from m6.training.engine.partitions import full_shape, is_expert, is_partitioned, partition_numel
+from m6.training.expert_groups import named_expert_group
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
-def fragments(engine: Any) -> Iterator[Fragment]:
+def fragments(deepspeed: DeepSpeedEngine) -> Iterator[Fragment]:
     """Every range of training state on this rank: weights in fp32 where masters exist, then the moments.
 
     The optimizer's moments must exist (``create_moments``).
     """
-    stage = engine.zero_optimization_stage()
-    for name, parameter in engine.module.named_parameters():
+    stage = deepspeed.zero_optimization_stage()
+    for name, parameter in deepspeed.module.named_parameters():
         place = _Place.of(name, parameter)
         if not parameter.requires_grad:
             yield from _frozen(place, parameter)
         elif stage == 0:
-            yield from _unpartitioned(place, parameter, engine.optimizer.state[parameter])
+            yield from _unpartitioned(place, parameter, deepspeed.optimizer.state[parameter])
         elif stage == 3:
-            yield from _stage_3(place, parameter, engine.optimizer)
+            yield from _stage_3(place, parameter, deepspeed.optimizer)
         else:
-            yield from _stage_1_2(place, parameter, engine.optimizer)
-    for name, buffer in engine.module.named_buffers():
-        if name in engine.module.state_dict(keep_vars=True):
+            yield from _stage_1_2(place, parameter, deepspeed.optimizer)
+    for name, buffer in deepspeed.module.named_buffers():
+        if name in deepspeed.module.state_dict(keep_vars=True):
             yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(None))
-
-
-def create_moments(engine: Any) -> None:
-    """Makes the optimizer allocate its state before the first step, by a step of zero length.
-
-    The learning rate is zero and so are the gradients, hence the weights do not change; the step counters
-    that this advances are overwritten by ``set_optimizer_step``.
-    """
-    optimizer = base_optimizer(engine)
-    flat = _flat_partitions(engine)
-    for parameter in flat:
-        if optimizer.state.get(parameter):
-            continue
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [parameter], "lr": 0.0}
-            for group in optimizer.param_groups[:1]
-        ]
-        kept_groups, kept_gradient = optimizer.param_groups, parameter.grad
-        optimizer.param_groups, parameter.grad = groups, torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.param_groups, parameter.grad = kept_groups, kept_gradient
-
-
-def optimizer_step(engine: Any) -> int:
-    """How many updates the optimizer has applied: Adam's bias correction and Adafactor's decay depend on it."""
-    state = base_optimizer(engine).state
-    return max((int(entry["step"]) for entry in state.values() if "step" in entry), default=0)
-
-
-def set_optimizer_step(engine: Any, step: int) -> None:
-    for entry in base_optimizer(engine).state.values():
-        if "step" in entry:
-            entry["step"].fill_(step)
-
-
-def publish_weights(engine: Any) -> None:
-    """Carries weights that were written into the fragments to the tensors that the forward pass reads."""
-    stage = engine.zero_optimization_stage()
-    zero = engine.optimizer
-    if stage in (1, 2):
-        zero.update_lp_params()
-    elif stage == 3:
-        for group in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(group)
-        # Small parameters stay gathered between steps: gather them again from the new partitions.
-        zero._post_step([])
-
-
-def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's."""
-    return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
-
-
-def _flat_partitions(engine: Any) -> list[Tensor]:
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-    if stage == 3:
-        return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return list(engine.optimizer.single_partition_of_fp32_groups)
 
 
 @dataclass(frozen=True)
@@ -114,8 +58,8 @@ class _Place:
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> _Place:
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if getattr(parameter, "allreduce", True):
+        shape = full_shape(parameter)
+        if not is_expert(parameter):
             return cls(name, shape, None, _replica(None))
         experts = (parameter.first_expert, parameter.num_global_experts)  # type: ignore[attr-defined]
         group = named_expert_group("expert_data_parallel", parameter.group_name)  # type: ignore[attr-defined]
@@ -139,8 +83,8 @@ def _replica(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def _frozen(place: _Place, parameter: nn.Parameter) -> Iterator[Fragment]:
-    if hasattr(parameter, "ds_tensor"):
-        yield from _stage_3_range(place, parameter, WEIGHT, parameter.ds_tensor)
+    if is_partitioned(parameter):
+        yield from _stage_3_range(place, parameter, WEIGHT, parameter.ds_tensor)  # type: ignore[attr-defined]
     else:
         yield place.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
 
@@ -178,6 +122,6 @@ def _stage_3(place: _Place, parameter: nn.Parameter, zero: Any) -> Iterator[Frag
 def _stage_3_range(place: _Place, parameter: nn.Parameter, kind: str, partition: Tensor) -> Iterator[Fragment]:
     """The partition without the padding with which stage 3 makes all ranks' partitions equally long."""
     start = partition.numel() * dist.get_rank()
-    numel = min(partition.numel(), parameter.ds_numel - start)  # type: ignore[attr-defined]
+    numel = partition_numel(parameter, partition.numel())
     if numel > 0:
         yield place.fragment(kind, start, partition[:numel], place.shape, replicated=False)

@@ -50,8 +50,3 @@ class Adafactor(torch.optim.Adafactor):
                 for values, part in zip(lists, parts, strict=True):
                     values.append(part)
         return has_complex
-
-
-def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,7 @@ from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing
-from m6.planning.cost.storages import engine_state
-from m6.training.engine.fragments import create_moments, optimizer_step, set_optimizer_step
-from m6.training.engine.groups import expert_group
+from m6.training.expert_groups import expert_group
 from m6.training.offloading.modules import experts_of, stream, take_activations
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, prepare
@@ -52,11 +50,11 @@ class OffloadedExperts:
         torch_device: torch.device,
         sharing: Sharing | None = None,
     ) -> None:
-        settings = config.offload
+        settings = config.expert_store
         assert settings is not None
         self.settings = settings
         self._max_norm = config.deepspeed.gradient_clipping
-        self._squares = 0.0
+        self.squares = 0.0
         self._ep_size = config.m6.training.ep_size
         uses = experts_of(model)
         self._setup = setup = prepare(uses, config, torch_device, sharing)
@@ -91,35 +89,19 @@ class OffloadedExperts:
             stream(use, self.runtime, name, len(use.layers) if mean else 1)
         take_activations(model, self.runtime.activations, setup.activations)
 
-    def join(self, zero: Any) -> None:
-        """Makes DeepSpeed's optimizer (ZeRO stages 1 and 2, 0.19.8) count the experts in its norm and its overflow."""
-        own_norm, own_check = zero.scaled_global_norm, zero.check_overflow
-
-        def scaled_global_norm(norm_type: int = 2) -> Tensor:
-            norm = own_norm(norm_type)
-            return torch.where(norm < 0, norm, (norm.square() + self._squares).sqrt())  # below 0: not finite
-
-        def check_overflow(partition_gradients: bool = True) -> None:
-            own_check(partition_gradients=partition_gradients)
-            zero.overflow = zero.overflow or not math.isfinite(self._squares)
-
-        zero.scaled_global_norm, zero.check_overflow = scaled_global_norm, check_overflow
-
     # A step
 
-    def watching(self, engine: Any) -> AbstractContextManager[Any]:
-        """Around a step: measures the tide on the CPU, where no device does, in the steps that the plan needs."""
+    def measuring(self, held: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
+        """Around a step: measures non-model memory on the CPU, where no device does, in the steps that the plan needs.
+
+        Args:
+            held: returns all tensors of the engine that exist before the step.
+        """
         device = self.runtime.device
         if not isinstance(device, SimulatedDevice) or self._num_steps >= _MEASURED_STEPS:
             return nullcontext()
         if self._meter is None:
-            if optimizer_step(engine) == 0:
-                # The first step would make the optimizer's state when the tide has been measured.
-                create_moments(engine)
-                set_optimizer_step(engine, 0)
-            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-            held = [tensor for tensors in engine_state(engine).values() for tensor in tensors]
-            self._meter = device.meter = StorageMeter([*held, *gradients], device.storages)
+            self._meter = device.meter = StorageMeter([*held()], device.storages)
         return self._meter
 
     def begin(self, learning_rate: float) -> None:
@@ -133,8 +115,8 @@ class OffloadedExperts:
         if self._ep_size > 1:
             squares = squares.to(self.runtime.device.torch_device)
             dist.all_reduce(squares, group=expert_group("expert_parallel", self._ep_size))
-        self._squares = float(squares)
-        return self._squares
+        self.squares = float(squares)
+        return self.squares
 
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
         """Updates the experts, or ends the step without an update where the norm of all gradients is not finite.
@@ -164,7 +146,7 @@ class OffloadedExperts:
             return f"offloaded experts: by the dry trace no plan fits ({self._setup.shortage}); the first step decides"
         return memory_map(self.runtime, self._setup.plan, "a dry trace", self._setup.traffic)
 
-    def settle(self, root: Path, step: int) -> str | None:
+    def replan(self, root: Path, step: int) -> str | None:
         """After a step: plans the following ones by the first of this attempt, and records what became of the plan.
 
         Args:
@@ -184,13 +166,13 @@ class OffloadedExperts:
             try:
                 plan = solve(
                     # Other batches may be fuller than the first; none is fuller than those of the dry trace.
-                    runtime.trace.with_tide_of(self._setup.trace),
+                    runtime.trace.with_nonmodel_bytes_of(self._setup.trace),
                     runtime.sizes,
                     runtime.device.budget_bytes,
                     self.settings.prefetch_depth,
                     runtime.device.rates,
                     None if host is None else host - staging_bytes(runtime.sizes),
-                    self._setup.wishes,
+                    self._setup.constraints,
                 )
             except ValueError as error:
                 raise UserError(f"m6.offload: {error}") from None
@@ -202,11 +184,14 @@ class OffloadedExperts:
             assert runtime.plan is not None
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
             if isinstance(runtime.device, SimulatedDevice):
-                # From here on it takes the tide for what it was, and refuses what is beyond the budget.
+                # From here on it takes the non-model memory for what it was, and refuses what is beyond the budget.
                 trace = runtime.plan.trace
                 runtime.device.meter, self._meter = None, None
-                runtime.device.tide = [*(moment.nonmodel_bytes for moment in trace.moments), trace.outside_bytes]
-                runtime.device.tide_bytes = trace.outside_bytes
+                runtime.device.nonmodel_trace = [
+                    *(moment.nonmodel_bytes for moment in trace.moments),
+                    trace.outside_bytes,
+                ]
+                runtime.device.assumed_nonmodel_bytes = trace.outside_bytes
         return None
 
     # State
@@ -241,20 +226,3 @@ class OffloadedExperts:
     def close(self) -> None:
         """Ends the host's threads and gives all memory back."""
         self.runtime.close()
-
-
-def offloaded_experts(engine: Any) -> OffloadedExperts | None:
-    """The experts that belong to an engine but are not in it."""
-    return getattr(engine.module, "offloaded_experts", None)
-
-
-def evaluating(engine: Any) -> AbstractContextManager[None]:
-    """While an engine computes outside of a training step."""
-    experts = offloaded_experts(engine)
-    return nullcontext() if experts is None else experts.runtime.evaluating()
-
-
-def watching(engine: Any) -> AbstractContextManager[Any]:
-    """Around a training step; see ``OffloadedExperts.watching``."""
-    experts = offloaded_experts(engine)
-    return nullcontext() if experts is None else experts.watching(engine)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m6.config.offload import Kind, Part
+from m6.config.offload import ModuleKind
+from m6.config.offload_rules import LayerModule
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
 from moe.dispatch import combine
 from moe.experts import Experts
@@ -17,7 +18,7 @@ from moe.kernels.experts_op import Pairs
 from moe.layer import MoELayer
 from moe.routing import Routing
 from offload import ActivationOffload, Stack, StreamedExperts
-from offload.experts import Holder
+from offload.runtime.experts import WeightProvider
 
 
 @dataclass
@@ -51,7 +52,7 @@ def experts_of(model: nn.Module) -> dict[str, ExpertUse]:
     return {names[key]: use for key, use in uses.items()}
 
 
-def stream(use: ExpertUse, holder: Holder, stack: str, divisor: int = 1) -> None:
+def stream(use: ExpertUse, holder: WeightProvider, stack: str, divisor: int = 1) -> None:
     """Makes the layers take their experts' weights from ``holder``. DeepSpeed then sees neither parameters nor, under
     expert parallelism, the class of layers by which it would ask for them.
 
@@ -65,7 +66,7 @@ def stream(use: ExpertUse, holder: Holder, stack: str, divisor: int = 1) -> None
 
 
 def take_activations(
-    model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[Part]
+    model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[LayerModule]
 ) -> None:
     """Takes what autograd saves in these parts to the host; to be called behind ``stream``.
 
@@ -85,8 +86,8 @@ def take_activations(
                 _take(module, activations)
 
 
-def _modules(block: M6Block) -> dict[Kind, list[nn.Module]]:
-    found: dict[Kind, list[nn.Module]] = {
+def _modules(block: M6Block) -> dict[ModuleKind, list[nn.Module]]:
+    found: dict[ModuleKind, list[nn.Module]] = {
         "attention": [block.attention],
         "norm": [block.attention_norm, block.ffn_norm],
     }
@@ -114,7 +115,7 @@ class _Streamed(nn.Module):
     Dropout is drawn for all rows at once, as resident experts do, so that chunks do not show in it.
     """
 
-    def __init__(self, experts: Experts, holder: Holder, stack: str, divisor: int) -> None:
+    def __init__(self, experts: Experts, holder: WeightProvider, stack: str, divisor: int) -> None:
         super().__init__()
         self._compute = _Compute(experts, divisor)
         self._streamed = StreamedExperts(self._compute, holder, stack)

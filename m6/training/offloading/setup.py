@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from m6.config.offload import (
-    OffloadOptimizer,
-    OffloadSettings,
-    Part,
-    offloads_states,
-    resolve_activation_rules,
-    resolve_rules,
-)
-from m6.config.run import RunConfig, check_world_size
+from m6.config.offload import OffloadSettings
+from m6.config.offload_checks import offloads_states
+from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
+from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of
 from m6.training.offloading.modules import ExpertUse, experts_of, stream, take_activations
 from moe.expert_parallel import apply_expert_parallelism
 from offload import (
@@ -28,10 +24,10 @@ from offload import (
     Device,
     DryRuntime,
     OptimizerSettings,
-    Plan,
+    PlacementConstraints,
+    PlacementPlan,
     SimulatedDevice,
     Trace,
-    Wishes,
     available_bytes,
     lay_out,
     search_chunk_bytes,
@@ -75,11 +71,11 @@ class OffloadSetup:
     learning_rate_scale: float
     chunk_bytes: int
     host_budget_bytes: int | None
-    wishes: Wishes
-    activations: frozenset[Part]
+    constraints: PlacementConstraints
+    activations: frozenset[LayerModule]
     traffic: ActivationTraffic
     trace: Trace
-    plan: Plan | None
+    plan: PlacementPlan | None
     shortage: str
 
 
@@ -91,24 +87,20 @@ def prepare(
     Raises:
         UserError: a budget is too small, or not known.
     """
-    settings = config.offload
+    settings = config.expert_store
     assert settings is not None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     stacks = [use.stack(name) for name, use in uses.items()]
     dtype = _DTYPES[config.deepspeed.precision]
     shared = any(len(use.layers) > 1 for use in uses.values())
-    gradient_dtype: torch.dtype | None = torch.float32
-    if settings.update == "backward":
-        gradient_dtype = None
-    elif check_world_size(config, world_size) == 1 and not shared:
-        gradient_dtype = dtype
-    optimizer, scale = _optimizer(config, settings)
+    gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), shared)
+    optimizer, scale = expert_optimizer(config)
     device = _device(settings, torch_device, world_size)
     dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
     host_budget_bytes = _host_budget(settings, world_size)
     places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)
 
-    def plan_with(activations: frozenset[Part]) -> OffloadSetup:
+    def plan_with(activations: frozenset[LayerModule]) -> OffloadSetup:
         if not isinstance(settings.chunk_mib, str):
             chunk_bytes = int(settings.chunk_mib * MIB)
         else:
@@ -124,7 +116,7 @@ def prepare(
             )
             chunk_bytes = _least(found, world_size)  # ranks measure other rates, but gradients meet chunk by chunk
         laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer)
-        wishes = _wishes(config, uses, [chunk.stack.name for chunk, _ in laid_out])
+        constraints = _constraints(config, uses, [chunk.stack.name for chunk, _ in laid_out])
         sizes = sizes_of(laid_out)
         trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
         for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
@@ -142,7 +134,7 @@ def prepare(
                 settings.prefetch_depth,
                 device.rates,
                 None if for_experts is None else for_experts - staging_bytes(sizes),
-                wishes,
+                constraints,
             )
         except ValueError as error:
             shortage = str(error)
@@ -154,7 +146,7 @@ def prepare(
             scale,
             chunk_bytes,
             for_experts,
-            wishes,
+            constraints,
             activations,
             traffic,
             trace,
@@ -167,7 +159,11 @@ def prepare(
 
 
 def dry_trace(
-    config: RunConfig, sharing: Sharing | None, dtype: torch.dtype, chunk_bytes: int, activations: Collection[Part]
+    config: RunConfig,
+    sharing: Sharing | None,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    activations: Collection[LayerModule],
 ) -> tuple[Trace, ActivationTraffic]:
     """One step of this rank by the model's own code over tensors without memory, on rows without padding.
 
@@ -178,7 +174,7 @@ def dry_trace(
     from m6.planning.cost.memory import BUCKET_NUMEL
     from m6.planning.machine.fake_world import FakeWorld, fake_tensors
     from m6.planning.prediction import predict_memory
-    from m6.training.dry_run import fake_batch
+    from m6.training.fake_batch import fake_batch
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     training, shape = config.m6.training, scale_batch(full_row(config), config.deepspeed.micro_batch_size)
@@ -221,7 +217,7 @@ def dry_trace(
         model.train()
         batch = fake_batch(config, shape, world)
         # The second micro-batch already has gradients to add to, and all later ones are as it.
-        accumulation = check_world_size(config, world_size)
+        accumulation = config.deepspeed.accumulation_steps(world_size)
         traced = min(2, accumulation)
         for _ in range(traced):
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
@@ -275,34 +271,16 @@ def _least(value: int, world_size: int) -> int:
     return min(found)
 
 
-def _wishes(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> Wishes:
+def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> PlacementConstraints:
     """Numbers of the chunks of the layers that rules name; where layers share experts, a rule for one is for all."""
-    assert config.offload is not None
-    places = resolve_rules(config.offload.rules, config.model, offloads_states(config.deepspeed))
+    assert config.expert_store is not None
+    places = resolve_rules(config.expert_store.rules, config.model, offloads_states(config.deepspeed))
 
     def chunks(layers: frozenset[int]) -> frozenset[int]:
         stacks = {name for name, use in uses.items() if layers & set(use.layer_indices)}
         return frozenset(number for number, stack in enumerate(chunk_stacks) if stack in stacks)
 
-    wishes = Wishes(chunks(places.owned), chunks(places.streamed), chunks(places.fetched))
-    if wishes.owned & wishes.never_owned:
+    constraints = PlacementConstraints(chunks(places.owned), chunks(places.streamed), chunks(places.fetched))
+    if constraints.owned & constraints.never_owned:
         raise UserError("m6.offload.rules: layers that share experts in the Pseudo stage have to lie in the same place")
-    return wishes
-
-
-def _optimizer(config: RunConfig, settings: OffloadSettings) -> tuple[OptimizerSettings, float]:
-    """The experts' optimizer, and its learning rate over that of the rest."""
-    params = config.deepspeed.optimizer_params
-    own = settings.optimizer
-    if own is None:
-        own = OffloadOptimizer.model_validate({"type": config.deepspeed.optimizer_type, **params})
-    if own.type == "Adafactor":
-        decay, threshold = own.beta2_decay, own.clipping_threshold
-        made = OptimizerSettings("adafactor", beta2_decay=decay, clipping_threshold=threshold)
-    elif own.type == "SGD":
-        made = OptimizerSettings("sgd", momentum=own.momentum)
-    else:
-        beta1, beta2 = own.betas
-        made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)
-    made = replace(made, weight_decay=own.weight_decay, split_master=settings.split_master)
-    return made, own.lr / params["lr"]
+    return constraints

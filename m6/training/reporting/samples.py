@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
 from m6.runs.processes import Runtime
 from m6.tokenizers.image import ImageTokenizer
 from m6.tokenizers.processor import M6Processor
-from m6.training.offloading.experts import evaluating
+from m6.training.engine.engine import Engine
 
 
 class SampleGrids:
@@ -47,11 +46,9 @@ class SampleGrids:
             ]
         )
 
-    def draw(self, engine: Any, step: int) -> Path | None:
+    def draw(self, engine: Engine, step: int) -> Path | None:
         """Draws with the engine's weights; returns the PNG, on the main rank."""
-        was_training = engine.module.training
-        engine.eval()
-        with evaluating(engine):
+        with engine.evaluating():
             codes = draw_codes(
                 engine.module,
                 self.processor,
@@ -60,7 +57,6 @@ class SampleGrids:
                 codebook_size=self.image_tokenizer.codebook_size,
                 sampling=self.sampling,
             )
-        engine.train(was_training)
         if not self.runtime.is_main:
             return None
         grid = picture_grid(paint(self.image_tokenizer, codes), self.settings.num_images)

@@ -9,16 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.data.objectives import OBJECTIVES
+from m6.runs.signals import Requests
 
 _COLUMNS = 2 * len(OBJECTIVES)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What a rank was asked for during a step; the ranks act on the wish of any of them, together."""
-
-    stop: bool = False
-    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,7 +22,7 @@ class StepResult:
     targets: dict[str, float]
     aux_loss_sum: float
     weighted_loss_sum: float
-    wishes: Wishes
+    requests: Requests
 
     def objective_losses(self) -> dict[str, float]:
         """Mean loss in nats per target of every objective that occurred."""
@@ -58,10 +51,10 @@ class StepSums:
         self._sums[_COLUMNS] += aux_loss.detach()
         self._sums[_COLUMNS + 1] += weighted_loss.detach()
 
-    def reduce(self, wishes: Wishes) -> StepResult:
-        """Sums over all ranks; the only host synchronisation of a step."""
-        self._sums[_COLUMNS + 2] = float(wishes.stop)
-        self._sums[_COLUMNS + 3] = float(wishes.save)
+    def reduce(self, requests: Requests) -> StepResult:
+        """Sums over all ranks in one collective, and waits for the result on the host."""
+        self._sums[_COLUMNS + 2] = float(requests.stop)
+        self._sums[_COLUMNS + 3] = float(requests.save)
         dist.all_reduce(self._sums)
         values = self._sums.tolist()
         objectives = len(OBJECTIVES)
@@ -70,5 +63,5 @@ class StepSums:
             targets=dict(zip(OBJECTIVES, values[objectives:_COLUMNS], strict=True)),
             aux_loss_sum=values[_COLUMNS],
             weighted_loss_sum=values[_COLUMNS + 1],
-            wishes=Wishes(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
+            requests=Requests(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
         )

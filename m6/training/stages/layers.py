@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
 from m6.model.sharing import Sharing
-from m6.training.engine.groups import Kind, named_expert_group
+from m6.training.engine.partitions import full_numel, is_expert, is_partitioned, local_part
+from m6.training.expert_groups import GroupKind, named_expert_group
 
 SAMPLE_SIZE = 1 << 16
 _INDEX_ARGUMENT = 3  # of M6Block.forward
@@ -45,7 +46,7 @@ class LayerGradients(contextlib.ExitStack):
             for path, parameter in block.named_parameters():
                 if parameter.requires_grad:
                     gradients[path] = self._sample(path, parameter)
-                    if not getattr(parameter, "allreduce", True):
+                    if is_expert(parameter):
                         self._experts[path] = parameter
             self._gradients.append(gradients)
             self._hook(block.register_forward_pre_hook(self._enter_block))
@@ -94,7 +95,7 @@ class LayerGradients(contextlib.ExitStack):
 
     def _sample(self, path: str, parameter: nn.Parameter) -> Tensor:
         """Zeros for the kept elements of a gradient; chooses which these are."""
-        numel = getattr(parameter, "ds_numel", parameter.numel())
+        numel = full_numel(parameter)
         if path not in self._places:
             places = None
             if numel > self._sample_size:
@@ -150,14 +151,14 @@ def layer_divergence(model: M6ForConditionalGeneration, sharing: Sharing) -> lis
         for path, parameter in parameters[first].items():
             if len(sharing.real_names(f"layers.{first}.{path}")) == 1:
                 continue
-            kind = 1 if hasattr(parameter, "ds_tensor") else 0
-            if not getattr(parameter, "allreduce", True):
+            kind = 1 if is_partitioned(parameter) else 0
+            if is_expert(parameter):
                 kind, experts[path] = 2, parameter
-            mean = torch.zeros_like(_local(parameter), dtype=torch.float32)
+            mean = torch.zeros_like(local_part(parameter), dtype=torch.float32)
             for layer in group:
-                mean.add_(_local(parameters[layer][path]), alpha=1 / len(group))
+                mean.add_(local_part(parameters[layer][path]), alpha=1 / len(group))
             for layer in group:
-                difference = _local(parameters[layer][path]).float() - mean
+                difference = local_part(parameters[layer][path]).float() - mean
                 sums[kind, layer] += torch.stack((difference.square().sum(), mean.square().sum())).double()
     dist.all_reduce(sums[1])
     if experts:
@@ -166,14 +167,5 @@ def layer_divergence(model: M6ForConditionalGeneration, sharing: Sharing) -> lis
     return (difference / mean).sqrt().tolist()
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    """The part of a parameter that this rank holds, flat: all of it but for ZeRO stage 3 and local experts."""
-    if not hasattr(parameter, "ds_tensor"):
-        return parameter.detach().reshape(-1)
-    partition: Tensor = parameter.ds_tensor
-    whole: int = parameter.ds_numel  # type: ignore[attr-defined]
-    return partition[: max(0, min(partition.numel(), whole - partition.numel() * dist.get_rank()))]
-
-
-def _group(kind: Kind, experts: dict[str, nn.Parameter]) -> dist.ProcessGroup:
+def _group(kind: GroupKind, experts: dict[str, nn.Parameter]) -> dist.ProcessGroup:
     return named_expert_group(kind, next(iter(experts.values())).group_name)  # type: ignore[attr-defined]

@@ -6,8 +6,7 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-from m6.planning.cost.storages import engine_state_bytes
-from m6.training.offloading.experts import offloaded_experts
+from m6.training.engine.engine import Engine
 from m6.training.stages.layers import LayerGradients, layer_divergence
 from m6.training.stages.stage import Stage
 
@@ -20,12 +19,12 @@ class StageMetrics:
         self._gradients: LayerGradients | None = None
         self._entry: dict[str, Any] = {}
 
-    def watch(self, engine: Any, step: int) -> AbstractContextManager[Any]:
+    def watch(self, engine: Engine, step: int) -> AbstractContextManager[Any]:
         """Around the step after ``step`` steps: collects the layers' gradients if they are due."""
         self._gradients = LayerGradients(engine.module) if self._stage.measures(step) else None
         return self._gradients or contextlib.nullcontext()
 
-    def measure(self, engine: Any) -> list[float] | None:
+    def measure(self, engine: Engine) -> list[float] | None:
         """After the step: how adjacent layers' gradients correlate; None if that was not due."""
         if self._gradients is None:
             return None
@@ -36,11 +35,11 @@ class StageMetrics:
             self._entry["layer_divergence"] = layer_divergence(engine.module, sharing)
         return correlations
 
-    def delinked(self, seconds: float) -> None:
-        """Takes note of how long the switch stopped the training."""
+    def record_delinking(self, seconds: float) -> None:
+        """Records for how many seconds the switch stopped the training."""
         self._entry["delink_s"] = seconds
 
-    def finish(self, engine: Any) -> dict[str, Any]:
+    def finish(self, engine: Engine) -> dict[str, Any]:
         """For the entry of a log interval, and starts the next one.
 
         Returns:
@@ -51,15 +50,11 @@ class StageMetrics:
         if self._stage.settings is None:
             return {}
         entry, self._entry = self._entry, {}
-        held = engine_state_bytes(engine)
-        offloaded = offloaded_experts(engine)
-        if offloaded is not None:
-            held["experts"] = offloaded.state_bytes
         return {
             "stage": {
                 "name": self._stage.name,
                 "switch_step": self._stage.switch_step,
-                "state_bytes": sum(held.values()),
+                "state_bytes": sum(engine.state_bytes().values()),
                 **entry,
             }
         }

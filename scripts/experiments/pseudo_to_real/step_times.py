@@ -25,9 +25,8 @@ from train import document_of
 from m6.config.run import parse_config
 from m6.runs.data import open_data
 from m6.runs.processes import start
+from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
-from m6.training.engine.fragments import create_moments
-from m6.training.reporting.sums import Wishes
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 
@@ -61,10 +60,8 @@ def main() -> None:
     engine: Any = None
     for name, sharing in (("Pseudo", Stage(config, None).sharing), ("Real", None)):
         engine = build_engine(config, runtime, sharing)
-        create_moments(engine)
         steps[name] = TrainStep(engine, config, runtime, 1, Stage(config, None))
-    states = [v for state in engine.optimizer.state.values() for v in state.values() if v.dim()]
-    disk = Disk(folder / "states", [*engine.module.parameters(), *states])
+    disk = Disk(folder / "states", [fragment.data for fragment in engine.fragments()])
     times: dict[str, list[float]] = {"Pseudo": [], "Real": [], "Real, offloaded": []}
     for number in range(rounds):
         batch = data.micro_batch(number)
@@ -72,7 +69,7 @@ def main() -> None:
             begin = time.perf_counter()
             if name == "Real, offloaded":
                 disk.load()
-            steps[name.split(",")[0]](number, [batch], Wishes)
+            steps[name.split(",")[0]](number, [batch], Requests)
             if name == "Real, offloaded":
                 disk.store()
             times[name].append(time.perf_counter() - begin)

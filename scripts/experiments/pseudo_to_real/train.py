@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from m6.config.run import parse_config
+from m6.data.collate import MicroBatch
 from m6.files import atomic_path
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import start
@@ -54,30 +55,18 @@ TOTAL_STEPS = {"long Pseudo": 2 * STEPS}
 SEEDS = {"real": (0, 1, 2), "switch 50 %": (0, 1, 2), "long Pseudo": (0, 1, 2)}
 
 
-class TimedStep:
-    """A training step that notes the CPU seconds of each call: on a shared machine the wall clock says little."""
-
-    def __init__(self, step: Any, seconds: list[float]) -> None:
-        self._step, self._seconds = step, seconds
-
-    def __call__(self, *arguments: Any) -> StepOutcome:
-        begin = time.process_time()
-        outcome: StepOutcome = self._step(*arguments)
-        self._seconds.append(time.process_time() - begin)
-        return outcome
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
-
-
 class TimedTrainer(Trainer):
     """Notes the CPU seconds of the steps of each stage in ``step_cpu_s``."""
 
-    def _build_engine(self) -> None:
-        super()._build_engine()
-        self.step_cpu_s: dict[str, list[float]] = getattr(self, "step_cpu_s", {})
-        seconds = self.step_cpu_s.setdefault(self.stage.name, [])
-        self.train_step = TimedStep(self.train_step, seconds)  # type: ignore[assignment]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.step_cpu_s: dict[str, list[float]] = {}
+
+    def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
+        begin = time.process_time()
+        outcome = super().run_step(micro_batches)
+        self.step_cpu_s.setdefault(self.stage.name, []).append(time.process_time() - begin)
+        return outcome
 
 
 def document_of(name: str, seed: int) -> dict[str, Any]:

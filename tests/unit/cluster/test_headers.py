@@ -50,7 +50,7 @@ def test_header_and_configuration(name: str):
     assert set(cluster.options()) <= options
     assert {"--requeue", "--open-mode=append"} <= options
     [config] = re.findall(r"configs/[\w/]+\.json", script(name))
-    assert check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size) >= 1
+    check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size)
 
 
 @pytest.mark.parametrize(("name", "machine"), [("100b", "a100_80g_x128"), ("1t", "v100_32g_x480")])

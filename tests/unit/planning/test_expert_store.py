@@ -14,8 +14,7 @@ from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.profile import Profile
 from m6.planning.search.planner import pseudo_sharing
 from m6.planning.search.requirements import with_offload
-from offload import OffloadRuntime, SimulatedDevice
-from offload.chunks import Stack
+from offload import OffloadRuntime, SimulatedDevice, Stack
 from tests.fixtures.tiny_run import tiny_document
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization__stage": 1}

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from m6.config.run import RunConfig, check_world_size, load_config, parse_config
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.model.sharing import PARTS, Sharing
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.storages import storage_bytes
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
 from m6.planning.search.configuration import configured, layout_of
@@ -21,7 +20,6 @@ from m6.planning.search.planner import pseudo_sharing
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
-from m6.training.engine.fragments import base_optimizer
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
 from tests.fixtures.tiny_run import tiny_document
@@ -41,32 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states_of_engine(config: RunConfig) -> dict[str, int]:
     """What an engine holds after the last micro-batch of its first step, and after the step; the fullest rank."""
     runtime = start()
-    accumulation, stage = check_world_size(config, runtime.world_size), config.deepspeed.zero_stage
+    accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
     engine, data = build_engine(config, runtime), open_data(config)
-    parameters = list(engine.module.parameters())
-    gradients = []
-    for index in range(accumulation):
-        batch = data.micro_batch(index * runtime.world_size + runtime.rank)
-        output = engine(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-        engine.backward(output.target_losses.sum() + output.aux_loss, scale_wrt_gas=False)
-        held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if stage in (1, 2):
-            for lists in (engine.optimizer.averaged_gradients, engine.optimizer.all_grad_tensors):
-                held += [gradient for group in lists.values() for gradient in group or ()]
-        elif stage == 3:
-            held.append(engine.optimizer.grad_partitions_flat_buffer)
-        gradients.append(storage_bytes(*held))
-        engine.step()
-    weights = [parameter.data for parameter in parameters] + list(engine.module.buffers())
-    if stage == 3:
-        weights += [parameter.ds_tensor for parameter in parameters]
-    state = [value for entry in base_optimizer(engine).state.values() for value in entry.values()]
-    masters = []
-    if stage == 3:
-        masters = engine.optimizer.fp32_partitioned_groups_flat
-    elif stage > 0:
-        masters = engine.optimizer.single_partition_of_fp32_groups
-    sums = torch.tensor([storage_bytes(*weights), max(gradients), storage_bytes(*state, *masters)])
+    batches = [data.micro_batch(index * runtime.world_size + runtime.rank) for index in range(accumulation)]
+    engine.begin_step(0.0)
+    engine.accumulate(batches, lambda _, output: output.target_losses.sum() + output.aux_loss, range(accumulation))
+    gradients = engine.gradient_bytes()
+    engine.update()
+    held = engine.state_bytes()
+    sums = torch.tensor([held["weights"], gradients, held["optimizer_state"]])
     dist.all_reduce(sums, dist.ReduceOp.MAX)
     return dict(zip(("weights", "gradients", "optimizer_state"), sums.tolist(), strict=True))
 

@@ -16,7 +16,6 @@ from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpo
 from m6.checkpoints.format import MANIFEST, CheckpointReader
 from m6.errors import UserError
 from m6.training.checkpointing import Checkpointer, restore
-from m6.training.engine.fragments import fragments
 from m6.training.loop import Trainer
 from tests.fixtures.command import contents
 
@@ -33,8 +32,7 @@ def steps(trainer: Trainer) -> list[int]:
 
 def train_until(trainer: Trainer, step: int) -> Trainer:
     """Trains as if a person had made RUN/STOP during ``step``."""
-    trainer.run.stop_requested = lambda: trainer.step + 1 >= step  # type: ignore[method-assign]
-    trainer.train()
+    trainer.train(stop_after=step)
     return trainer
 
 
@@ -234,7 +232,7 @@ def test_a_rank_that_writes_no_record_is_named(make_trainer: MakeTrainer, tmp_pa
 def test_training_goes_on_while_a_checkpoint_is_written(make_trainer: MakeTrainer, tmp_path: Path):
     """What is written is the state at the call, whatever the weights become meanwhile."""
     trainer = make_trainer()
-    before = {(f.name, f.kind): f.data.clone() for f in fragments(trainer.engine) if f.kind == "weight"}
+    before = {(f.name, f.kind): f.data.clone() for f in trainer.engine.fragments() if f.kind == "weight"}
     trainer.checkpointer.save(trainer.engine, 1, {})
     with torch.no_grad():
         for parameter in trainer.engine.module.parameters():
@@ -255,6 +253,6 @@ def test_a_checkpoint_can_be_moved_to_another_run(make_trainer: MakeTrainer):
     assert problems == []
     assert reader is not None
     restore(other.engine, reader)
-    assert (reader.state["step"], reader.state["samples_seen"], other.engine.global_steps) == (4, 32, 4)
-    for ours, theirs in zip(fragments(other.engine), fragments(trainer.engine), strict=True):
+    assert (reader.state["step"], reader.state["samples_seen"], other.engine._deepspeed.global_steps) == (4, 32, 4)
+    for ours, theirs in zip(other.engine.fragments(), trainer.engine.fragments(), strict=True):
         assert torch.equal(ours.data, theirs.data), (ours.name, ours.kind)

@@ -20,14 +20,13 @@ LAYERS = 4
 def pseudo_and_real(make_trainer: MakeTrainer, **changes: Any) -> tuple[Trainer, Any, Any]:
     """A trainer, its Pseudo model after a step, and the Real one with the same weights."""
     trainer = make_trainer(m6__model__num_layers=LAYERS, m6__pseudo_to_real={"switch_step": 3}, **changes)
-    trainer.run.stop_requested = lambda: trainer.step + 1 >= 1  # type: ignore[method-assign]
-    trainer.train()
-    real = build_model(trainer.config, torch.device("cpu"))
+    trainer.train(stop_after=1)
+    real, _ = build_model(trainer.config, torch.device("cpu"))
     reader = DelinkedReader(trainer.run.checkpoints / "step_00000001")
     with torch.no_grad():
         for name, parameter in real.named_parameters():
             parameter.copy_(reader.read(name, "weight"))
-    pseudo = build_model(trainer.config, torch.device("cpu"), trainer.stage.planned_sharing)
+    pseudo, _ = build_model(trainer.config, torch.device("cpu"), trainer.stage.planned_sharing)
     with torch.no_grad():
         for name, parameter in pseudo.named_parameters():
             parameter.copy_(reader.read(name, "weight"))

@@ -7,28 +7,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from m6.data.collate import MicroBatch
 from m6.errors import UserError
-from m6.training.engine.fragments import fragments
 from m6.training.loop import Trainer
+from m6.training.train_step import StepOutcome
 
 STAGES = [0, 1, 2, 3]
 
 
 def poison(trainer: Trainer, steps: set[int], value: float = float("nan")) -> list[list[torch.Tensor]]:
     """Makes the loss of some steps (counted from 1) not finite; returns the weights and moments after each step."""
-    train_step, backward, states = trainer.train_step, trainer.engine.backward, []
+    run_step, backward, states = trainer.run_step, trainer.engine.backward, []
 
-    def poisoned_backward(loss: torch.Tensor, **arguments: object) -> object:
-        return backward(loss * value if trainer.step + 1 in steps else loss, **arguments)
+    def poisoned_backward(loss: torch.Tensor) -> None:
+        backward(loss * value if trainer.step + 1 in steps else loss)
 
-    def recorded_step(*arguments: object) -> object:
-        outcome = train_step(*arguments)
-        states.append([fragment.data.clone() for fragment in fragments(trainer.engine)])
+    def recorded_step(micro_batches: list[MicroBatch]) -> StepOutcome:
+        outcome = run_step(micro_batches)
+        states.append([fragment.data.clone() for fragment in trainer.engine.fragments()])
         return outcome
 
     trainer.engine.backward = poisoned_backward
-    trainer.train_step = recorded_step
-    recorded_step.health = train_step.health
+    trainer.run_step = recorded_step
     return states
 
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-import offload.slots
+import offload.runtime.slots
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
 from m6.plots.memory import plot_memory
-from m6.training.checkpointing import all_fragments
 from m6.training.loop import Trainer
-from m6.training.offloading.experts import offloaded_experts
 from m6.training.offloading.report import MEMORY_RECORD
 from offload import WorkerFailure
 from tests.fixtures.offload_sections import ALL_HOST, LARGE, SMALL, TIGHT, assert_equal, experts_of, metrics, state
@@ -83,8 +81,7 @@ def test_resuming_under_another_budget(make_trainer: MakeTrainer, second: dict[s
     assert 0 < len(plan.owned) < 4
     assert plan.upload_bytes > 0
     halves = make_trainer("halves", m6__offload=SMALL)
-    halves.run.stop_requested = lambda: halves.step + 1 >= 2  # type: ignore[method-assign]
-    halves.train()
+    halves.train(stop_after=2)
     resumed = make_trainer("halves", m6__offload=second)
     assert resumed.train()
     assert len(metrics(resumed)) == 4
@@ -97,13 +94,12 @@ def test_resuming_under_another_budget(make_trainer: MakeTrainer, second: dict[s
 
 def test_a_plain_run_goes_on_offloaded(make_trainer: MakeTrainer):
     plain = make_trainer("run")
-    plain.run.stop_requested = lambda: plain.step + 1 >= 2  # type: ignore[method-assign]
-    plain.train()
+    plain.train(stop_after=2)
     saved = CheckpointReader(complete_checkpoints(plain.run.checkpoints)[-1])
     offloaded = make_trainer("run", m6__offload=SMALL)
     offloaded._resume()
     assert experts_of(offloaded).runtime.num_updates == 2
-    for fragment in all_fragments(offloaded.engine):
+    for fragment in offloaded.engine.fragments():
         expected = torch.empty_like(fragment.data)
         saved.read_into(fragment.name, fragment.kind, 0, expected)
         assert torch.equal(fragment.data, expected), (fragment.name, fragment.kind)
@@ -197,7 +193,7 @@ def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: Ma
     """Nothing is saved that was half updated; the checkpoint before stays whole."""
     trainer = make_trainer("run", m6__offload=SMALL, m6__training__total_steps=6)
     steps = []
-    update = offload.slots.update
+    update = offload.runtime.slots.update
 
     def fail(*arguments: Any) -> None:
         steps.append(arguments[1])
@@ -205,7 +201,7 @@ def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: Ma
             raise MemoryError("no memory left")
         update(*arguments)
 
-    monkeypatch.setattr(offload.slots, "update", fail)
+    monkeypatch.setattr(offload.runtime.slots, "update", fail)
     with pytest.raises(WorkerFailure, match="no memory left"):
         trainer.train()
     assert 4 in steps
@@ -226,7 +222,7 @@ def test_deepspeeds_own_offload(make_trainer: MakeTrainer):
     """The policy writes DeepSpeed's keys and nothing of ours: the run is the one with those keys."""
     changes = {"zero_optimization": {"stage": 2}}
     policy = make_trainer("policy", m6__offload={"policy": "deepspeed"}, **changes)
-    assert offloaded_experts(policy.engine) is None
+    assert policy.engine.offloaded is None
     assert policy.config.deepspeed.keys["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert policy.train()
     own = make_trainer(

@@ -10,7 +10,7 @@ from torch import nn
 from m6.config.run import RunConfig, parse_config
 from m6.model.parameter_groups import parameter_groups
 from m6.training.engine.build import build_model
-from m6.training.engine.optimizer import build_optimizer, set_learning_rate
+from m6.training.engine.optimizer import build_optimizer
 from tests.fixtures.tiny_run import tiny_document
 
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 0.01}}
@@ -21,7 +21,7 @@ def config_of(folder: Path, **changes: object) -> RunConfig:
 
 
 def model_and_optimizer(config: RunConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build_model(config, torch.device("cpu"))
+    model, _ = build_model(config, torch.device("cpu"))
     return model, build_optimizer(model, config.deepspeed, ep_size=1)
 
 
@@ -58,8 +58,6 @@ def test_adamw_gets_what_the_json_says(folder: Path):
     assert isinstance(optimizer, torch.optim.AdamW)
     group = optimizer.param_groups[0]
     assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (3e-4, (0.8, 0.95), 1e-6, 0.02)
-    set_learning_rate(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_every_matrix(folder: Path):
@@ -127,7 +125,8 @@ def test_a_zero_learning_rate_changes_nothing(folder: Path, optimizer: dict):
     """Making the moments before a checkpoint is loaded relies on it."""
     model, built = model_and_optimizer(config_of(folder, optimizer=optimizer))
     before = copy.deepcopy(model.state_dict())
-    set_learning_rate(built, 0.0)
+    for group in built.param_groups:
+        group["lr"] = 0.0
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     built.step()

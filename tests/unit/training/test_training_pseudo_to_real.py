@@ -12,16 +12,16 @@ from torch import Tensor
 
 from m6.checkpoints.delinked import DelinkedReader
 from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.fragment import WEIGHT
 from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.planning.cost.batch_shape import BatchShape
-from m6.planning.cost.storages import engine_state_bytes
 from m6.planning.prediction import predict_memory
 from m6.training import checkpointing as checkpoint
 from m6.training import loop
 from m6.training.checkpointing import restore
 from m6.training.engine.build import build_engine
-from m6.training.engine.fragments import base_optimizer, optimizer_step
+from m6.training.engine.state import base_optimizer
 from m6.training.loop import Trainer
 from m6.training.stages.stage import Stage
 
@@ -43,7 +43,7 @@ def entries(trainer: Trainer) -> list[dict[str, Any]]:
 
 def gradients(trainer: Trainer, engine: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Logits, loss and gradients of one micro-batch, without dropout."""
-    engine.eval()
+    engine.module.eval()
     batch = trainer.data.micro_batch(0)
     output = engine.module(**batch.model_inputs(), labels=batch.labels)
     output.loss.backward()
@@ -54,8 +54,7 @@ def gradients(trainer: Trainer, engine: Any) -> tuple[Tensor, Tensor, dict[str, 
 
 def both_engines(trainer: Trainer) -> tuple[Any, Any]:
     """The Pseudo engine of a run and the Real one, by way of a checkpoint of the former."""
-    trainer.run.stop_requested = lambda: trainer.step + 1 >= 1  # type: ignore[method-assign]
-    trainer.train()
+    trainer.train(stop_after=1)
     reader = DelinkedReader(trainer.run.checkpoints / "step_00000001")
     real = build_engine(trainer.config, trainer.runtime)
     restore(real, reader)
@@ -101,7 +100,7 @@ def test_copied_state_keeps_the_layers_equal_under_equal_gradients(make_trainer:
     for name, parameter in real.module.named_parameters():
         leader = sharing.pseudo_name(name)
         parameter.grad = same.setdefault(leader, torch.randn(parameter.shape, generator=generator)).clone()
-    base_optimizer(real).step()
+    base_optimizer(real._deepspeed).step()
     after = dict(real.module.named_parameters())
     for name, parameter in after.items():
         assert torch.equal(parameter, after[sharing.pseudo_name(name)]), name
@@ -113,12 +112,14 @@ def test_reset_state_is_that_of_a_new_optimizer(make_trainer: MakeTrainer):
     both_engines(trainer)
     real = build_engine(trainer.config, trainer.runtime)
     restore(real, DelinkedReader(trainer.run.checkpoints / "step_00000001", "reset"))
-    assert optimizer_step(real) == 0
-    assert all(not state["exp_avg"].any() and not state["exp_avg_sq"].any() for state in real.optimizer.state.values())
+    assert real.optimizer_step == 0
+    moments = [fragment.data for fragment in real.fragments() if fragment.kind != WEIGHT]
+    assert moments
+    assert not any(moment.any() for moment in moments)
     trainer.train_step.engine = real
     trainer = make_trainer(**changes(optimizer_state="reset"))
     trainer.train()
-    assert optimizer_step(trainer.engine) == trainer.settings.training.total_steps - 2
+    assert trainer.engine.optimizer_step == trainer.settings.training.total_steps - 2
 
 
 @pytest.mark.parametrize("model", [{}, DENSE], ids=["moe", "dense"])
@@ -144,12 +145,12 @@ def test_both_stages_hold_the_predicted_bytes(make_trainer: MakeTrainer, stage: 
     release = trainer._delink
 
     def look() -> None:
-        seen.append((trainer.stage.sharing, engine_state_bytes(trainer.engine)))
+        seen.append((trainer.stage.sharing, trainer.engine.state_bytes()))
         release()
 
     with mock.patch.object(trainer, "_delink", look):
         trainer.train()
-    seen.append((None, engine_state_bytes(trainer.engine)))
+    seen.append((None, trainer.engine.state_bytes()))
     assert seen[0][0] is not None
     for sharing, held in seen:
         predicted = predict_memory(trainer.config, 1, any_batch, sharing)
@@ -169,7 +170,7 @@ def test_the_pseudo_memory_is_free_before_the_real_engine_comes(make_trainer: Ma
         tensors: list[Tensor] = []
         for parameter in trainer.engine.module.parameters():
             tensors += [parameter.data, getattr(parameter, "ds_tensor", parameter.data)]
-        for parameter, state in base_optimizer(trainer.engine).state.items():
+        for parameter, state in base_optimizer(trainer.engine._deepspeed).state.items():
             tensors += [parameter.data, *(value for value in state.values() if torch.is_tensor(value))]
         held.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors if tensor.numel() > 1)
 
@@ -269,8 +270,7 @@ def test_a_checkpoint_knows_its_stage(make_trainer: MakeTrainer):
 
 def test_a_stop_in_the_step_of_the_switch_is_obeyed(make_trainer: MakeTrainer):
     trainer = make_trainer(**changes(2))
-    trainer.run.stop_requested = lambda: trainer.step + 1 >= 2  # type: ignore[method-assign]
-    assert trainer.train() is False
+    assert trainer.train(stop_after=2) is False
     assert trainer.stage.is_pseudo
     trainer = make_trainer(**changes(2))
     assert not trainer.stage.is_pseudo

@@ -1,0 +1,156 @@
+"""The rules of ``m6.offload.rules``: which parts of a model each of them names, and whether that can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from m6.config.offload import STORED_TENSORS, ModuleKind, OffloadRule, Place, TensorKind
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+
+LayerModule = tuple[ModuleKind, int | None]
+"""A kind of module and the layer that it is in; None outside of layers."""
+
+
+@dataclass(frozen=True)
+class ActivationPlaces:
+    """What of the model keeps its activations on the host, and what does so where no plan fits otherwise."""
+
+    host: frozenset[LayerModule]
+    auto: frozenset[LayerModule]
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """Layers whose experts are not left to the plan; see ``offload.PlacementConstraints``."""
+
+    owned: frozenset[int]
+    streamed: frozenset[int]
+    fetched: frozenset[int]
+
+
+def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_host: bool = False) -> ExpertPlaces:
+    """Which layers' experts go where.
+
+    Raises:
+        UserError: a rule matches nothing, asks for what cannot be done, or contradicts another one.
+    """
+    places = match_rules(rules, model)
+    for (kind, _, tensor), (index, place) in places.items():
+        _check_possible(f"m6.offload.rules.{index}", kind, tensor, place, dense_states_on_host)
+    found: dict[str, set[int]] = {"owned": set(), "streamed": set(), "fetched": set()}
+    for layer in [layer for kind, layer in layer_modules(model) if kind == "expert" and layer is not None]:
+        own = {tensor: places.get(("expert", layer, tensor), (-1, "auto")) for tensor in STORED_TENSORS}
+        on_device = [index for index, place in own.values() if place == "device"]
+        off_device = [index for index, place in own.values() if place in ("stream", "host")]
+        if on_device and off_device:
+            raise UserError(
+                f"m6.offload.rules.{off_device[0]} contradicts m6.offload.rules.{on_device[0]} in layer {layer}: what "
+                "the device owns of an expert it owns with its gradient and optimizer state"
+            )
+        if own["parameter"][1] == "host":
+            found["fetched"].add(layer)
+        elif off_device:
+            found["streamed"].add(layer)
+        elif on_device:
+            found["owned"].add(layer)
+    return ExpertPlaces(*(frozenset(found[name]) for name in ("owned", "streamed", "fetched")))
+
+
+def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpointing: bool) -> ActivationPlaces:
+    """Where autograd keeps what it saves.
+
+    Raises:
+        UserError: as ``resolve_rules``; also for a kind whose activations are computed anew.
+    """
+    found: dict[Place, set[LayerModule]] = {"host": set(), "auto": set()}
+    for (kind, layer, tensor), (index, place) in match_rules(rules, model).items():
+        if tensor != "activation":
+            continue
+        where = f"m6.offload.rules.{index}"
+        if place == "stream":
+            raise UserError(f'{where}: activations wait for the backward pass; "place" has to be device, host or auto')
+        if checkpointing and layer is not None and rules[index].kind is not None:
+            raise UserError(
+                f"{where}: under m6.training.activation_checkpointing a layer keeps its input alone, which is of no "
+                "kind; leave kind out"
+            )
+        if place != "device":
+            found[place].add((kind, layer))
+    return ActivationPlaces(frozenset(found["host"]), frozenset(found["auto"]))
+
+
+def match_rules(
+    rules: list[OffloadRule], model: M6Config
+) -> dict[tuple[ModuleKind, int | None, TensorKind], tuple[int, Place]]:
+    """What the last rule that names a part's tensors says, and that rule's number."""
+    parts = list(layer_modules(model))
+    places: dict[tuple[ModuleKind, int | None, TensorKind], tuple[int, Place]] = {}
+    for index, rule in enumerate(rules):
+        where = f"m6.offload.rules.{index}"
+        layers = None if rule.layers is None else _parse_layers(rule.layers, where)
+        matched = [
+            (kind, layer)
+            for kind, layer in parts
+            if rule.kind in (None, kind) and (layers is None or (layer is not None and layer in layers))
+        ]
+        if not matched:
+            raise UserError(f"{where}: {_nothing(rule, layers, parts, model.num_layers)}")
+        for kind, layer in matched:
+            for tensor in STORED_TENSORS if rule.tensor is None else (rule.tensor,):
+                places[kind, layer, tensor] = (index, rule.place)
+    return places
+
+
+def layer_modules(model: M6Config) -> Iterator[LayerModule]:
+    """Every part of the model with its layer."""
+    yield "embedding", None
+    moe = model.moe_config() if model.moe is not None else None
+    for layer in range(model.num_layers):
+        yield "attention", layer
+        yield "norm", layer
+        if moe is not None and model.is_moe_layer(layer):
+            yield "expert", layer
+            yield "router", layer
+        if moe is None or not model.is_moe_layer(layer) or moe.num_shared_experts:
+            yield "ffn", layer
+
+
+def _parse_layers(text: str, where: str) -> set[int]:
+    layers: set[int] = set()
+    for part in text.split(","):
+        begin, dash, end = part.strip().partition("-")
+        if not begin.isdigit() or (dash and not end.isdigit()) or (dash and int(end) < int(begin)):
+            raise UserError(f'{where}.layers: expected numbers and ranges as "0-11,14", found {text!r}')
+        layers.update(range(int(begin), int(end if dash else begin) + 1))
+    return layers
+
+
+def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[LayerModule], num_layers: int) -> str:
+    kinds = {kind for kind, _ in parts}
+    if rule.kind is not None and rule.kind not in kinds:
+        return f"matches nothing: the model has no {rule.kind}; it has {', '.join(sorted(kinds))}"
+    assert layers is not None
+    candidates = [layer for kind, layer in parts if rule.kind in (None, kind) and layer is not None]
+    if not candidates:
+        return f"matches nothing: {rule.kind} is outside of the layers; leave layers out"
+    nearest = min(candidates, key=lambda layer: min(abs(layer - other) for other in layers))
+    what = "of the model" if rule.kind is None else f"with {rule.kind}"
+    return (
+        f"matches nothing: no layer {what} is in {rule.layers!r}; the nearest is {nearest} (of 0 to {num_layers - 1})"
+    )
+
+
+def _check_possible(where: str, kind: ModuleKind, tensor: TensorKind, place: Place, dense_states_on_host: bool) -> None:
+    if kind == "expert" or tensor == "activation":
+        return
+    done = tensor == "optimizer_state" and place == "host" and dense_states_on_host
+    if place in ("stream", "host") and not done:
+        raise UserError(
+            f'{where}: {kind} is in DeepSpeed\'s engine, and only experts leave the device by rules: add "kind": '
+            '"expert"; of all other parameters the optimizer state can go, by {"tensor": "optimizer_state", "place": '
+            '"host"} for all of them'
+        )
+    if place == "device" and tensor == "optimizer_state" and dense_states_on_host:
+        raise UserError(f"{where}: contradicts zero_optimization.offload_optimizer, which takes {kind} to the host")

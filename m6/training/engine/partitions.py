@@ -1,0 +1,43 @@
+"""How a parameter lies on this rank: whole, as ZeRO stage 3's partition, or as local experts of a stack."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 has split the parameter over all ranks."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether the parameter holds only this rank's experts, so that DeepSpeed does not average it over all ranks."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def full_numel(parameter: nn.Parameter) -> int:
+    """The number of elements of the parameter without ZeRO's partitioning."""
+    numel: int = getattr(parameter, "ds_numel", parameter.numel())
+    return numel
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the parameter without ZeRO's partitioning."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def partition(parameter: nn.Parameter) -> Tensor:
+    """Stage 3: this rank's elements [numel], without the padding that makes all partitions equally long."""
+    padded: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    return padded[: partition_numel(parameter, padded.numel())]
+
+
+def partition_numel(parameter: nn.Parameter, padded_numel: int) -> int:
+    """Stage 3: how many of this rank's ``padded_numel`` elements belong to the parameter."""
+    return max(0, min(padded_numel, full_numel(parameter) - padded_numel * dist.get_rank()))
+
+
+def local_part(parameter: nn.Parameter) -> Tensor:
+    """The elements that this rank holds, flat: all of them but for stage 3 and for local experts."""
+    return partition(parameter) if is_partitioned(parameter) else parameter.detach().reshape(-1)

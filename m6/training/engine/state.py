@@ -1,0 +1,128 @@
+"""What DeepSpeed's engine holds on this rank: weights, gradients, optimizer state. Seen at DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def base_optimizer(deepspeed: DeepSpeedEngine) -> torch.optim.Optimizer:
+    """The PyTorch optimizer inside DeepSpeed's, which at stage 0 wraps none."""
+    return deepspeed.optimizer if deepspeed.zero_optimization_stage() == 0 else deepspeed.optimizer.optimizer
+
+
+def weights(deepspeed: DeepSpeedEngine) -> list[Tensor]:
+    """Parameters and buffers, and at stage 3 this rank's partitions of the parameters."""
+    parameters = list(deepspeed.module.parameters())
+    held = [parameter.data for parameter in parameters] + list(deepspeed.module.buffers())
+    if deepspeed.zero_optimization_stage() == 3:
+        held += [parameter.ds_tensor for parameter in parameters]
+    return held
+
+
+def fp32_masters(deepspeed: DeepSpeedEngine) -> list[Tensor]:
+    """The flat fp32 partitions that ZeRO's optimizer updates; none at stage 0."""
+    stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
+    if stage == 0:
+        return []
+    return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
+
+
+def moments(deepspeed: DeepSpeedEngine) -> list[Tensor]:
+    """The tensors of the optimizer's state: moments and step counters."""
+    states = base_optimizer(deepspeed).state.values()
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def gradients(deepspeed: DeepSpeedEngine) -> list[Tensor]:
+    """The gradients between the last backward pass of a step and its update."""
+    held = [parameter.grad for parameter in deepspeed.module.parameters() if parameter.grad is not None]
+    zero = deepspeed.optimizer
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        for group in getattr(zero, name, {}).values():
+            held += [gradient for gradient in group or () if gradient is not None]
+    if hasattr(zero, "grad_partitions_flat_buffer"):
+        held.append(zero.grad_partitions_flat_buffer)
+    return held
+
+
+def create_moments(deepspeed: DeepSpeedEngine) -> None:
+    """Makes the optimizer allocate its state before the first step, by an update with a learning rate of zero.
+
+    The gradients are zero, too, so the weights and the number of updates stay as they are.
+    """
+    optimizer, updates = base_optimizer(deepspeed), optimizer_step(deepspeed)
+    if deepspeed.zero_optimization_stage() == 0:
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    else:
+        updated = fp32_masters(deepspeed)
+    missing = [parameter for parameter in updated if not optimizer.state.get(parameter)]
+    for parameter in missing:
+        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        kept_groups, kept_gradient = optimizer.param_groups, parameter.grad
+        optimizer.param_groups = [{**options, "params": [parameter], "lr": 0.0}]
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.param_groups, parameter.grad = kept_groups, kept_gradient
+    if missing:
+        set_optimizer_step(deepspeed, updates)
+
+
+def optimizer_step(deepspeed: DeepSpeedEngine) -> int:
+    """How many updates the optimizer has applied: Adam's bias correction and Adafactor's decay depend on it."""
+    states = base_optimizer(deepspeed).state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
+def set_optimizer_step(deepspeed: DeepSpeedEngine, step: int) -> None:
+    """Overwrites the number of updates of every parameter."""
+    for state in base_optimizer(deepspeed).state.values():
+        if "step" in state:
+            state["step"].fill_(step)
+
+
+def publish_weights(deepspeed: DeepSpeedEngine) -> None:
+    """Copies the fp32 masters into the tensors that the forward pass reads."""
+    stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
+    if stage in (1, 2):
+        zero.update_lp_params()
+    elif stage == 3:
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        # Small parameters stay gathered between steps: gather them again from the new partitions.
+        zero._post_step([])
+
+
+def loss_scaler_state(deepspeed: DeepSpeedEngine) -> dict[str, Any]:
+    """The numbers of fp16's dynamic loss scale; empty for other precisions."""
+    scaler = getattr(deepspeed.optimizer, "loss_scaler", None)
+    if not deepspeed.fp16_enabled() or scaler is None:
+        return {}
+    return {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
+
+
+def release(deepspeed: DeepSpeedEngine) -> None:
+    """Takes the engine apart and frees its weights, gradients and optimizer state.
+
+    To drop the last reference is not enough: DeepSpeed 0.19.8 keeps a stage-3 engine in caches of its own.
+    """
+    stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
+    deepspeed.destroy()
+    held: list[Any] = [*deepspeed.module.parameters(), *deepspeed.module.buffers()]
+    if stage == 3:
+        held += [parameter.ds_tensor for parameter in deepspeed.module.parameters()]
+        held += [*zero.fp32_partitioned_groups_flat, *zero.fp16_partitioned_groups_flat]
+        held += [zero.lp_param_buffer, zero.grad_partitions_flat_buffer]
+    elif stage > 0:
+        held += [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat]
+    optimizer = zero if stage == 0 else zero.optimizer
+    for tensor in held:
+        if tensor is not None:
+            tensor.grad = None
+            tensor.data = tensor.new_empty(0)
+    optimizer.state.clear()

@@ -1,0 +1,39 @@
+"""A micro-batch without data, for steps under fake tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.fake_world import FakeWorld, to_fake
+from m6.tokenizers.special_tokens import IGNORED_LABEL
+
+
+def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroBatch:
+    """A micro-batch of rows of one sample each, of target tokens behind one picture."""
+    model = config.model
+    rows, length, patches = shape.rows, shape.sequence_length, model.num_patches if shape.pictures else 0
+    input_ids = torch.zeros(rows, length, dtype=torch.int64)
+    input_ids[:, :patches] = model.image_token_id
+    types = torch.full((rows, length), 2)
+    types[:, :patches] = 0
+    positions = torch.arange(length).repeat(rows, 1)
+    positions[:, patches:] -= patches
+    labels = torch.zeros(rows, length, dtype=torch.int64)
+    labels[:, 0] = IGNORED_LABEL  # the first token is predicted from nothing
+    return MicroBatch(
+        input_ids=input_ids,
+        token_type_ids=types,
+        position_ids=positions,
+        sample_ids=torch.ones(rows, length, dtype=torch.int64),
+        labels=labels,
+        loss_weights=torch.ones(rows, length, dtype=torch.int64),
+        objective_ids=torch.zeros(rows, length, dtype=torch.int64),
+        pixel_values=to_fake(world, torch.empty(shape.pictures, 3, model.image_size, model.image_size)),
+        num_target_tokens=rows * (length - 1),
+        num_tokens=rows * length,
+        num_samples=rows,
+        num_token_pairs=rows * length**2,
+    )
