@@ -47,7 +47,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         )
     document = copy.deepcopy(config.document)
     document["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
-    document.pop("gradient_accumulation_steps", None)
+    document.pop("gradient_accumulation_steps", None)  # follows from the batch sizes
     document["zero_optimization"] = _zero_section(document.get("zero_optimization", {}), layout)
     if not layout.stream_experts:
         document["m6"].pop("offload", None)
