@@ -120,8 +120,9 @@ def frontier(
 ) -> None:
     """Lists the layouts that none beats in step time, device memory, host memory and number of devices together."""
     from m6.planning.reports import layout_table
-    from m6.planning.search.frontier import device_counts, draw_frontier
+    from m6.planning.search.frontier import device_counts
     from m6.planning.search.frontier import frontier as find
+    from m6.plots.frontier import draw_frontier
 
     make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     planner = make(None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from m6.config.run import RunConfig, check_world_size, parse_config
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
 
