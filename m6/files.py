@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Atomic file writes: a reader sees the old file or the new one, never a part."""
 
 import contextlib
 import hashlib
@@ -12,14 +12,19 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``; on success it is synced and renamed to ``path``."""
+    """Yields a temporary path in the folder of ``path``; on success it is synced and renamed to ``path``.
+
+    After an exception the temporary file is removed and ``path`` is unchanged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # rename(2) is atomic only within one file system, so the temporary file is made in the same folder.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:
         yield temporary
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
@@ -28,6 +33,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
+    # The umask can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -43,16 +49,21 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON with a final line break, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def cut_lines_after(path: Path, step: int) -> None:
-    """Drops the lines of JSON whose ``step`` lies behind ``step``, and one that a crash left half-written."""
+    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and lines that a crash cut off.
+
+    A missing file stays missing.
+    """
     if not path.exists():
         return
     kept = []
@@ -67,7 +78,7 @@ def cut_lines_after(path: Path, step: int) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal, read in blocks."""
+    """Returns the SHA-256 of a file in hexadecimal. The file is read in blocks of 1 MiB."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
