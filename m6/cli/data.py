@@ -63,7 +63,7 @@ def build(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
 ) -> None:
     """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
-    limits = dict(_parse_limit(text) for text in limit or [])
+    limits = dict(_parse_limit(text) for text in limit or [])  # the empty name is the limit of all sources
     settings = BuildSettings(
         image_size=image_size,
         passage_chars=passage_chars,
@@ -102,6 +102,7 @@ def tokenizer(
     sample_megabytes: Annotated[int, typer.Option(min=1, help="Size of the random sample of rows to train on.")] = 256,
 ) -> None:
     """Trains a SentencePiece tokenizer on the train split of a data folder."""
+    # Imported here: "m6 data build" must not wait for torch.
     from m6.data.manifest import Manifest
     from m6.training.tokenizers.text import train_text_tokenizer
 

@@ -120,6 +120,7 @@ def _train(
     if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
         check_initial_weights(settings.m6.init, tokenizer)
     pretrain_run(settings, folder.root, start(), stop_flag, calibration)
+    # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()
 
 

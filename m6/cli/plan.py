@@ -254,6 +254,7 @@ def _planner(
     sharing = pseudo_sharing(settings) if stage == "pseudo" else None
     forced: dict[str, Any] = parse_forced(tuple(force or ()))
 
+    # Cached: frontier and curve ask for the same numbers of devices several times.
     @functools.cache
     def make(world: int | None) -> Planner:
         part = whole if world is None else whole.first(world)

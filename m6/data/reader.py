@@ -22,7 +22,7 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
     """
     import datasets
 
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # progress bars would fill the logs of cluster jobs
         datasets.disable_progress_bars()
     files = manifest.files(source, split)
     if not files:
@@ -32,6 +32,7 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
         raise UserError(f"{missing[0]} is missing, but the manifest lists it")
     features = datasets.Features.from_arrow_schema(SCHEMA)
     data = datasets.Dataset.from_parquet([str(file.resolve()) for file in files], features=features)
+    # Finds shards that were replaced without their manifest.
     if len(data) != manifest.split(source, split).rows:
         raise UserError(
             f'{manifest.folder}: source "{source}" has {len(data)} rows in split "{split}", '

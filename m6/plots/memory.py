@@ -63,7 +63,7 @@ def _draw(axes: Axes, record: dict[str, Any]) -> None:
         nonmodel = [moment["nonmodel_bytes"] / _MIB for moment in planned]
         chunks = [moment["chunk_bytes"] / _MIB for moment in planned]
         totals = [moment["total_bytes"] / _MIB for moment in actual]
-        others = [moment["nonmodel_bytes"] / _MIB for moment in actual]
+        actual_nonmodel = [moment["nonmodel_bytes"] / _MIB for moment in actual]
         backward = [moment["backward"] for moment in planned]
     except (KeyError, TypeError):
         raise UserError(f"{MEMORY_RECORD.name}: corrupt: an entry has no bytes") from None
@@ -73,7 +73,12 @@ def _draw(axes: Axes, record: dict[str, Any]) -> None:
     )
     axes.step(range(len(totals)), totals, where="mid", color=_ACTUAL, label="actual peak, copies in flight included")
     axes.step(
-        range(len(others)), others, where="mid", color=_ACTUAL, linestyle="dotted", label="actual: all but experts"
+        range(len(actual_nonmodel)),
+        actual_nonmodel,
+        where="mid",
+        color=_ACTUAL,
+        linestyle="dotted",
+        label="actual: all but experts",
     )
     budget = record["budget_bytes"] / _MIB
     highest = max([*totals, *(low + high for low, high in zip(nonmodel, chunks, strict=True))])

@@ -151,6 +151,7 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
     ]
     if points:
         label = f"validation, last {points[-1][1]:.2f}"
+        # Above the curves: validation is rare, and its points would be covered.
         axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4, label=label)
     for name, loss in baselines.items():
         style = _BASELINE_STYLES[name]

@@ -27,6 +27,7 @@ def clocks(entries: Entries) -> dict[str, list[float]]:
     minutes, sum_s = [], 0.0
     for before, entry in pairwise([{"step": 0}, *entries]):
         sum_s += (entry["step"] - before["step"]) * entry["step_time_s"]
+        # step_time_s is the mean over the steps since the previous entry.
         minutes.append(sum_s / 60)
     return {"step": steps, "tokens": [entry["tokens_seen"] for entry in entries], "minutes": minutes}
 

@@ -65,7 +65,7 @@ class JobDescription(Section):
             f"--nodes={self.nodes}",
             f"--ntasks-per-node={self.ranks_per_node}",
             f"--cpus-per-task={self.cpus_per_rank}",
-            f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",
+            f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",  # 0: all memory of a node
             f"--time={self.time_limit_min}",
             f"--signal=B:USR2@{self.signal_lead_s}",
         ]

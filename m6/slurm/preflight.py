@@ -44,9 +44,10 @@ def check_clock(reports: Path) -> list[str]:
 
 def check_memory() -> list[str]:
     """Checks free host memory, free space in /dev/shm (for data workers) and the limit of pinned memory (for GPUs)."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    # MemAvailable, not MemFree: the page cache can be given back.
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     problems = []
-    free = int(found[1]) * 1024 / _GIB if found else 0.0
+    free = int(available[1]) * 1024 / _GIB if available else 0.0
     if free < limit("MIN_HOST_MEMORY_GB", 1):
         problems.append(f"{free:.1f} GiB of host memory are free, {limit('MIN_HOST_MEMORY_GB', 1):g} are required")
     shared = shutil.disk_usage("/dev/shm").free / _GIB
@@ -82,8 +83,8 @@ def check_gpus(query: str, kernel_log: str, uptime_s: float) -> list[str]:
             problems.append(f"GPU {index}: not idle, {used} MiB are in use")
         if _number(errors) > 0:
             problems.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver was loaded")
-    found = re.findall(r"^\[ *([\d.]+)\].*NVRM: Xid .*?: (\d+),", kernel_log, re.MULTILINE)
-    xids = {int(number) for stamp, number in found if uptime_s - float(stamp) < _XID_AGE_S} & _BAD_XIDS
+    logged = re.findall(r"^\[ *([\d.]+)\].*NVRM: Xid .*?: (\d+),", kernel_log, re.MULTILINE)
+    xids = {int(number) for stamp, number in logged if uptime_s - float(stamp) < _XID_AGE_S} & _BAD_XIDS
     if xids:
         problems.append(f"the kernel log has Xid {', '.join(map(str, sorted(xids)))}")
     return problems

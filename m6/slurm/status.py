@@ -31,6 +31,7 @@ def describe_status(root: Path) -> str:
     if progress:
         age = _age(time.time() - progress["time"])
         lines.append(("step", f"{progress['step']} of {progress['total_steps']}, {age} ago"))
+    # metrics.jsonl also has lines of validation, which have no training loss.
     entries = [entry for entry in run.read_metrics() if "loss" in entry] if run.metrics.exists() else []
     if entries:
         last = entries[-1]
@@ -48,6 +49,7 @@ def describe_status(root: Path) -> str:
 
 
 def _state(root: Path) -> str:
+    # The files by which the job scripts and users mark a run; the most final one decides.
     for name, meaning in (("FATAL", "failed"), ("DONE", "finished at step"), ("STOP", "stop requested by a user")):
         if (root / name).exists():
             return f"{meaning} {(root / name).read_text(encoding='utf-8').strip()}".strip()
@@ -62,7 +64,7 @@ def _jobs(root: Path) -> str:
     """
     last = root / "slurm" / "job"
     last_job = last.read_text().strip() if last.exists() else ""
-    # id | state | reason | nodes | time left | comment
+    # id | state | reason | nodes | time left | comment; the comment is last, because it may contain a bar.
     try:
         queue = subprocess.run(
             ["squeue", "--noheader", "--format=%i|%T|%r|%D|%L|%k"], capture_output=True, text=True, timeout=60

@@ -86,6 +86,7 @@ def plan_submission(
     if chain > 1 and array:
         raise UserError(f"--chain {chain} and --array {array}: both make consecutive jobs; choose one")
     checkout()  # raises if the sources for the snapshot are missing
+    # Jobs run a copy of the code: changes to the checkout while they wait or run have no effect on them.
     snapshot = run / "slurm" / "code" / time.strftime("%Y%m%d_%H%M%S")
     # Consecutive jobs replace requeueing: the next one continues the run.
     is_consecutive = chain > 1 or array > 0
@@ -152,4 +153,4 @@ def _sbatch(command: list[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"sbatch refused: {' '.join(result.stderr.split())}")
-    return result.stdout.strip().split(";")[0]
+    return result.stdout.strip().split(";")[0]  # --parsable prints "id" or "id;cluster"

@@ -136,6 +136,7 @@ class WebDataset(LocalSource):
 
 def resolve_inside(folder: Path, name: str) -> Path | None:
     """Returns the file with a relative name; None if it does not exist or lies outside of the folder."""
+    # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
     path = (folder / name).resolve()
     return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
 
