@@ -285,5 +285,5 @@ def test_another_text_tokenizer_is_refused(pretrained, folder):
     check_initial_weights(pretrained, tokenizer)
     tokenizer.image_vocab_size += 1
     del tokenizer.__dict__["fingerprint"]
-    with pytest.raises(UserError, match="its ids would mean other words"):
+    with pytest.raises(UserError, match="its ids stand for other text"):
         check_initial_weights(pretrained, tokenizer)
