@@ -1,4 +1,4 @@
-"""The exceptions for a user's mistakes, and the hint that goes with them."""
+"""Exceptions for a user's mistakes, and the hint for a misspelled name."""
 
 import difflib
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """A disk that could not be written to. Unlike other mistakes it may be gone at the next attempt."""
+    """A failed write to storage, such as a full disk. Unlike other user errors, a later attempt may succeed."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Returns a hint such as ``; did you mean "num_layers"?``, or a list of what is valid."""
+    """Returns a hint for an unknown name: ``; did you mean "num_layers"?``, or the list of valid names."""
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1)
     if close:

@@ -1,4 +1,4 @@
-"""A run's weights outside of training: in memory, or as a folder that ``from_pretrained`` reads."""
+"""Export of a run's newest checkpoint to a folder that ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -29,25 +28,23 @@ from m6.errors import UserError, nearest
 from m6.files import sync, write_json
 from m6.model import M6Config, M6ForConditionalGeneration
 
-if TYPE_CHECKING:
-    pass
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes: int = 4 << 30) -> None:
     """Writes the newest checkpoint of a run in Hugging Face's format: model, tokenizer and processor.
 
-    Weights stream from checkpoint to shard: one shard is in memory at a time. ``out`` appears when it is whole.
+    Weights stream from checkpoint to shard: only one shard is in memory at a time. The folder is written under a
+    temporary name and renamed to ``out`` when it is complete.
 
     Args:
         run_dir: a run with a complete checkpoint.
-        out: must not exist, or be an empty folder.
-        dtype: of the floating-point weights, a key of ``DTYPES``.
-        max_shard_bytes: of one file; a single larger tensor has a file of its own.
+        out: a folder that does not exist or is empty.
+        dtype: type of the floating-point weights, a key of ``DTYPES``.
+        max_shard_bytes: limit of a weight file. A tensor that is larger gets its own file.
 
     Raises:
-        UserError: nothing to export, a damaged shard (named), or ``out`` is not free.
+        UserError: the run has no checkpoint, a shard is damaged (the message names it), or ``out`` is not empty.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype: unknown type {dtype!r}{nearest(dtype, DTYPES)}")
@@ -81,11 +78,13 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
 def _write_weights(
     folder: Path, reader: CheckpointReader, config: M6Config, dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
+    """Writes the weights as safetensors shards and their index."""
+    # On the meta device the model gives names and shapes without memory for its weights.
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config)
     model.generation_config.save_pretrained(folder)
     tensors = model.to(dtype).state_dict()  # type: ignore[arg-type]
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items():  # before the first shard is written
         check_shape(reader, name, tensor)
     shards = list(_shards(tensors, max_shard_bytes))
     weight_map: dict[str, str] = {}
@@ -102,7 +101,7 @@ def _write_weights(
 
 
 def _shards(tensors: dict[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
-    """Names in the order of the model, split where a shard would exceed ``max_bytes``."""
+    """Splits the names, in the order of the model, into shards of at most ``max_bytes``."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Atomic file writes: a reader sees the old file or the new one, never a part."""
 
 import contextlib
 import hashlib
@@ -12,19 +12,23 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``; on success it is synced and renamed to ``path``.
+    """Yields a temporary path in the folder of ``path``; on success it is synced and renamed to ``path``.
+
+    After an exception the temporary file is removed and ``path`` is unchanged.
 
     Args:
         path: the file to write.
-        mode: its permissions, less those that the umask takes away.
+        mode: its permissions, less those that the umask removes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # rename(2) is atomic only within one file system, so the temporary file is made in the same folder.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:
         yield temporary
         os.chmod(temporary, mode & ~_umask())  # mkstemp makes files that only their owner may read
+        # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
@@ -33,6 +37,7 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 def _umask() -> int:
+    # The umask can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -48,20 +53,21 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Writes a text file as a whole; ``mode`` as in ``atomic_path``."""
+    """Writes a UTF-8 text file atomically; ``mode`` as in ``atomic_path``."""
     with atomic_path(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
-    """Writes a JSON file as a whole; ``mode`` as in ``atomic_path``."""
+    """Writes a value as indented JSON with a final line break, atomically; ``mode`` as in ``atomic_path``."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode)
 
 
 def cut_lines_after(path: Path, step: int) -> list[int]:
-    """Drops the lines of JSON whose ``step`` lies behind ``step``, and a last line that a crash left half-written.
+    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and a last line without its end.
 
-    Other lines that are not JSON objects with a step are damaged. They go to ``NAME.damaged`` beside the file.
+    Other lines that are not JSON objects with a step are damaged. They are moved to ``NAME.damaged`` in the same
+    folder. A missing file stays missing.
 
     Returns:
         the numbers of the damaged lines, from 1.
@@ -86,7 +92,7 @@ def cut_lines_after(path: Path, step: int) -> list[int]:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal, read in blocks."""
+    """Returns the SHA-256 of a file in hexadecimal. The file is read in blocks of 1 MiB."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

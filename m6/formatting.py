@@ -1,4 +1,4 @@
-"""How tables and sizes look wherever people read them."""
+"""Formatting of Markdown tables and byte sizes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,13 +6,13 @@ _ALIGNMENTS = {"l": "---", "r": "---:"}
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str | None = None) -> str:
-    """Rows of cells under a header, in Markdown.
+    """Returns a Markdown table.
 
     Args:
         header: the names of the columns.
-        rows: as many cells each.
-        align: ``l`` or ``r`` for each column; by default names on the left in the first, numbers on the right in the
-            others.
+        rows: the cells; each row has one cell for every column.
+        align: one letter for each column, ``l`` (left) or ``r`` (right). By default the first column is aligned to
+            the left and all others to the right.
     """
     align = align or "l" + "r" * (len(header) - 1)
     lines = [header, [_ALIGNMENTS[side] for side in align], *rows]
@@ -20,7 +20,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: 
 
 
 def format_bytes(number: float) -> str:
-    """A size with the largest binary unit that leaves at least 1, such as ``61.8 MiB``."""
+    """Formats a number of bytes with the largest binary unit in which it is at least 1, such as ``61.8 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.1f} {unit}"
@@ -29,5 +29,5 @@ def format_bytes(number: float) -> str:
 
 
 def format_mib(number: float) -> str:
-    """A size in MiB, for columns and budgets that people compare."""
+    """Formats a number of bytes in MiB, for values that are compared with each other."""
     return f"{number / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""The sections of a run's JSON as pydantic models, and what is wrong with one in a single line."""
+"""Strict validation of JSON documents with pydantic, and error messages of one line."""
 
 from __future__ import annotations
 
@@ -15,39 +15,47 @@ from m6.errors import UserError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN_CHARACTERS = 80
-_KINDS = ("float", "constrained-float")
+# pydantic adds the member of a union that it tried to the location of an error. These are the plain names of members.
+_UNION_MEMBERS = ("float", "constrained-float")
 
 
 class Section(BaseModel):
-    """A section of the JSON: frozen, and an unknown key is an error."""
+    """Base class of all sections of a JSON document: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def validate(model: type[Model], value: Any, where: str) -> Model:
-    """``value``, as it was read from JSON, as a ``model``; ``where`` is its dotted key, empty for the whole file.
+    """Validates a value that was parsed from JSON and returns it as a ``model``.
 
-    Types are taken literally: neither ``"4"`` nor ``true`` is a number.
+    Types are strict: neither ``"4"`` nor ``true`` is accepted as a number.
+
+    Args:
+        model: the pydantic model.
+        value: parsed JSON.
+        where: dotted key of the value in its file, for messages; empty for the whole file.
 
     Raises:
-        UserError: names the key, what was found and what was expected.
+        UserError: the value does not fit. The message names the key, what was found and what was expected.
     """
     try:
-        # Not as Python values: those would have to be a Path and a tuple where JSON has a string and an array.
+        # Validated as JSON text: in strict mode Python values would have to be a Path and a tuple where JSON has a
+        # string and an array.
         return model.model_validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
         raise UserError(describe(error, model, where)) from None
 
 
 def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The object in a JSON file, with values replaced.
+    """Reads a JSON file that holds an object, and applies overrides.
 
     Args:
         path: the JSON file.
-        overrides: ``key.path=value`` strings; the value is JSON, or else a plain string.
+        overrides: ``key.path=value`` strings. A value that is not JSON is taken as a plain string.
 
     Raises:
-        UserError: for a missing file, broken JSON, or an override that does not fit; the message names it.
+        UserError: the file is missing or not valid JSON, or an override does not fit. The message names the file or
+            the override.
     """
     try:
         document = parse_json(path.read_text(encoding="utf-8"))
@@ -65,16 +73,17 @@ def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]
 
 
 def parse_json(text: str) -> Any:
-    """JSON in which no key of an object stands twice and every number is finite.
+    """Parses JSON; duplicate keys and numbers that are not finite are errors.
 
     Raises:
-        ValueError: otherwise; a UserError where the text is JSON by its grammar.
+        UserError: a duplicate key, or NaN, Infinity or a number that overflows.
+        ValueError: the text is not JSON.
     """
     return json.loads(text, object_pairs_hook=_no_duplicates, parse_float=_finite, parse_constant=_finite)
 
 
 def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None:
-    """Raises UserError for the first key of ``section`` that is not ``valid``."""
+    """Raises UserError for the first key of ``section`` that is not in ``valid``."""
     valid = set(valid)
     for key in section:
         if key not in valid:
@@ -82,19 +91,26 @@ def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None
 
 
 def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, where: str) -> str:
-    """The first problem of a pydantic error in one line: the key, the value, what was expected."""
+    """Describes the first problem of a pydantic error in one line: the key, what was expected, what was found.
+
+    Args:
+        error: the pydantic error.
+        model: the model that was validated; its field names give the hint for an unknown key.
+        where: dotted key of the validated value in its file.
+    """
     problem = error.errors(include_url=False)[0]
     is_unknown_key = problem["type"] == "extra_forbidden"
-    # Where a key takes values of two kinds, pydantic names the kind that it tried; an unknown key may be called alike.
+    # For a union, pydantic adds the member that it tried to the location. Such parts are left out of the key, but the
+    # last part of an unknown key is always kept: a user's key may be named like a union member.
     last = len(problem["loc"]) - 1
     parts = enumerate(problem["loc"])
-    path = [str(part) for place, part in parts if not _is_kind(part) or (is_unknown_key and place == last)]
+    path = [str(part) for index, part in parts if not _is_union_member(part) or (is_unknown_key and index == last)]
     name = _dotted(where, *path)
     if is_unknown_key and model is not None:
         return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"
     if problem["type"] == "missing":
         return f"{name}: missing"
-    if problem["type"] in ("value_error", "assertion_error"):  # a check of several fields, which names them itself
+    if problem["type"] in ("value_error", "assertion_error"):  # a model validator: its message names the fields
         return ": ".join(filter(None, (name, str(problem["ctx"]["error"]))))
     found = repr(problem["input"])
     if len(found) > _SHOWN_CHARACTERS:
@@ -102,17 +118,18 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {found}"
 
 
-def _is_kind(part: int | str) -> bool:
-    return part in _KINDS or "[" in str(part)
+def _is_union_member(part: int | str) -> bool:
+    return part in _UNION_MEMBERS or "[" in str(part)  # such as "list[int]"
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Returns the field names of the model that ``path`` leads to, or of the last model on the way."""
     for part in path:
-        if part.isdigit():  # a place in a list, whose field named the model already
+        if part.isdigit():  # an index of a list; the list's field selected the model already
             continue
         field = model.model_fields.get(part)
-        kinds = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
-        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        annotations = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+        models = [each for each in annotations if isinstance(each, type) and issubclass(each, BaseModel)]
         if not models:
             break
         model = models[0]
@@ -139,6 +156,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
+    """Sets one value of the document in place; missing sections are created."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
@@ -147,7 +165,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     except UserError as error:
         raise UserError(f"--set {override}: {error}") from None
     except (ValueError, RecursionError):
-        value = text  # a plain string
+        value = text  # not JSON: a plain string, so that names and paths need no quotes
     *parents, last = key.split(".")
     if not all((*parents, last)):
         raise UserError(f"--set {override}: an empty name in {key}")

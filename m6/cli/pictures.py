@@ -36,7 +36,7 @@ def evaluate_pictures(
     """Judges generated pictures by a network trained on real ones; FID and KID; a search for copies."""
     from m6.data.manifest import Manifest
     from m6.evaluation.pictures.generated import load_generated
-    from m6.evaluation.pictures.judge import JudgeSettings, obtain_judge
+    from m6.evaluation.pictures.judge import JudgeSettings, load_or_train_judge
     from m6.evaluation.pictures.real import load_real
     from m6.evaluation.pictures.report import evaluate_pictures as compare
     from m6.evaluation.pictures.report import markdown
@@ -47,7 +47,7 @@ def evaluate_pictures(
     pictures, skipped = load_generated(generated, settings.image_size)
     real = load_real(Manifest.load(data), source, held_out_style, settings.image_size)
     device = default_device()
-    network = obtain_judge(real.judged, settings, judge, device)
+    network = load_or_train_judge(real.judged, settings, judge, device)
     report = compare(pictures, skipped, real, network, device, inception)
     out = out or generated / "report.md"
     write_json(out.with_suffix(".json"), report.document())

@@ -1,4 +1,4 @@
-"""Building a data folder: sources in, checked and split Parquet shards with a manifest out."""
+"""Builds a data folder from sources: checks and splits their rows, writes Parquet shards and a manifest."""
 
 import collections
 import dataclasses
@@ -22,10 +22,10 @@ from m6.data.manifest import (
     MANIFEST_NAME,
     SKIPPED_NAME,
     SPLITS,
-    Kind,
     Manifest,
     Origin,
     SourceEntry,
+    SourceKind,
     Split,
     SplitEntry,
 )
@@ -35,15 +35,25 @@ from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
 from m6.errors import UserError, nearest
 
-LISTED_SKIPS = 100
-CHUNK_ROWS = 32  # rows that travel to a worker process together
+LISTED_SKIPS = 100  # skipped rows per source that skipped.jsonl lists; the manifest counts all of them
+CHUNK_ROWS = 32  # rows sent to a worker process at once, which amortises the cost of pickling
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """What decides the contents of a data folder, besides its sources.
+    """Settings that determine the contents of a data folder.
 
-    ``limit`` is the most rows of every source, but of those that ``limits`` names.
+    Attributes:
+        image_size: longest side of a stored picture in pixels.
+        passage_chars: longest text in characters.
+        limit: maximum number of rows of each source; None for no limit.
+        limits: maximum number of rows of single sources; it takes precedence over ``limit``.
+        validation_share: share of the groups in the validation split.
+        test_share: share of the groups in the test split.
+        max_bad_share: largest share of bad rows of a source before the build fails.
+
+    Raises:
+        UserError: a number is out of range, or the shares leave no training data.
     """
 
     image_size: int = 64
@@ -69,11 +79,23 @@ class BuildSettings:
 
 
 def build(sources: list[Source], out: Path, settings: BuildSettings, workers: int = 1) -> tuple[Manifest, bool]:
-    """Builds ``out`` and returns its manifest and True, or False where ``out`` holds this very set already.
+    """Builds a data folder.
 
-    The folder appears complete or not at all. The same sources and settings give the same bytes, whatever the
-    number of ``workers`` (processes that convert pictures). UserError when ``out`` holds something else, when a
-    source has no usable row, or when more than ``max_bad_share`` of its rows are bad.
+    The folder is written under a temporary name and renamed when it is complete. The same sources and settings give
+    the same bytes for any number of workers.
+
+    Args:
+        sources: the sources, each with a different name.
+        out: the folder to make.
+        settings: sizes, limits and splits.
+        workers: processes that convert pictures.
+
+    Returns:
+        The manifest, and whether the folder was built: False if ``out`` held the same data set already.
+
+    Raises:
+        UserError: ``out`` holds something else, a source has no usable row, or more than ``max_bad_share`` of the
+            rows of a source are bad.
     """
     repeated = [name for name, n in collections.Counter(source.name for source in sources).items() if n > 1]
     if repeated:
@@ -83,10 +105,11 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
             raise UserError(f'a limit for "{name}", which is not among the sources{nearest(name, names)}')
     out = out.resolve()
     origins = {source.name: source.origin() for source in sources}
+    # max_bad_share decides only whether the build fails, so it is no part of the data set's identity.
     recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share" and value != {}}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
-        if existing is not None and _describes(existing, recipe, origins):
+        if existing is not None and _is_same_data(existing, recipe, origins):
             return existing, False
         raise UserError(f"{out} is not empty and is not this data set; choose another folder or remove it")
 
@@ -110,25 +133,28 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
 
 
 def assign_split(group: str, validation_share: float, test_share: float) -> Split:
-    """The split of a group: a function of the group's name alone, so that it never depends on other rows.
+    """Returns the split of a group. It depends on the group's name alone, never on other rows.
 
-    It takes 8 bytes of SHA-256 as a number in [0, 1): below ``test_share`` is test, then validation, then train.
-    A larger share therefore only moves groups out of training.
+    The first 8 bytes of the name's SHA-256 are taken as a number in [0, 1): numbers below ``test_share`` are test,
+    the next ``validation_share`` are validation, the rest is training. A larger share of validation therefore only
+    moves groups out of training.
     """
-    place = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
-    if place < test_share:
+    position = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
+    if position < test_share:
         return "test"
-    return "validation" if place < test_share + validation_share else "train"
+    return "validation" if position < test_share + validation_share else "train"
 
 
-def _describes(manifest: Manifest, recipe: dict[str, Any], origins: dict[str, list[Origin]]) -> bool:
+def _is_same_data(manifest: Manifest, recipe: dict[str, Any], origins: dict[str, list[Origin]]) -> bool:
     return manifest.recipe == recipe and {n: e.origin for n, e in manifest.sources.items()} == origins
 
 
 def _build_source(
     source: Source, folder: Path, settings: BuildSettings, workers: int, skip_list: IO[str]
 ) -> tuple[dict[Split, SplitEntry], dict[str, int]]:
-    test_share = 0.0 if source.own_test_split else settings.test_share
+    """Writes the shards of one source; returns its splits and the number of skipped rows by reason."""
+    # A source with its own test split must not lose more rows to testing.
+    test_share = 0.0 if source.has_test_split else settings.test_share
     skipped: collections.Counter[str] = collections.Counter()
     limit = settings.limits.get(source.name, settings.limit)
     rows = tqdm(
@@ -136,7 +162,7 @@ def _build_source(
         desc=source.name,
         unit=" rows",
         total=limit,
-        disable=None,  # silent unless on a terminal
+        disable=None,  # no bar unless stderr is a terminal
     )
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, source.name)) for split in SPLITS}
@@ -165,15 +191,19 @@ def _build_source(
 
 
 def _checked(
-    rows: Iterable[Row], kind: Kind, settings: BuildSettings, workers: int
+    rows: Iterable[Row], kind: SourceKind, settings: BuildSettings, workers: int
 ) -> Iterator[tuple[Row, str | None]]:
-    """Checks rows in order; pictures in worker processes, with a bounded number of chunks in flight."""
+    """Checks rows and keeps their order. Rows with pictures are checked by worker processes.
+
+    At most ``4 * workers`` chunks are in flight, so memory is bounded for a source of any length.
+    """
+    # Checking a text costs less than sending it to another process.
     if workers == 1 or kind in ("text", "labelled_text"):
         yield from (check_row(row, kind, settings) for row in rows)
         return
     source = iter(rows)
     waiting: collections.deque[Future[list[tuple[Row, str | None]]]] = collections.deque()
-    # Spawned, because forking a process that has threads may hang.
+    # Spawn, because a fork of a process with threads (pyarrow has some) may deadlock.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             while chunk := list(itertools.islice(source, CHUNK_ROWS)):
@@ -189,12 +219,16 @@ def _checked(
                 future.cancel()
 
 
-def _check_chunk(rows: list[Row], kind: Kind, settings: BuildSettings) -> list[tuple[Row, str | None]]:
+def _check_chunk(rows: list[Row], kind: SourceKind, settings: BuildSettings) -> list[tuple[Row, str | None]]:
     return [check_row(row, kind, settings) for row in rows]
 
 
-def check_row(row: Row, kind: Kind, settings: BuildSettings) -> tuple[Row, str | None]:
-    """The row with its text cleaned and its picture converted, and the reason why it is bad, or None."""
+def check_row(row: Row, kind: SourceKind, settings: BuildSettings) -> tuple[Row, str | None]:
+    """Cleans the text of a row and converts its picture.
+
+    Returns:
+        The converted row, and the reason why it cannot be used; None if it can.
+    """
     if row.problem:
         return row, row.problem
     row = dataclasses.replace(row, text=clean(row.text))

@@ -1,11 +1,11 @@
-"""Codes of pictures beside a data folder's shards, bound to the tokenizer that made them.
+"""Image codes of a data folder's pictures, stored per image tokenizer.
 
     DATA/codes/CHECKSUM16/manifest.json
     DATA/codes/CHECKSUM16/{train,validation,test}/{source}-00000.parquet ...
 
-A shard of codes belongs to the shard of the data folder of the same name and has a row for every row of it, in the
-same order: the row's id, and N codes, or null where the picture cannot be decoded. The codes of several tokenizers lie
-side by side.
+CHECKSUM16 is the first 16 characters of the image tokenizer's checksum, so a data folder can hold the codes of several
+tokenizers. Each shard of codes corresponds to the data shard of the same name. It has the same rows in the same order:
+the row's id and its N codes, or null if the picture cannot be decoded.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 CODES_FOLDER = "codes"
 _METADATA_KEY = b"m6.image_tokenizer"
-_FOLDER_CHARACTERS = 16  # of the checksum; the whole one stands in the manifest and in every shard
+_FOLDER_CHARACTERS = 16  # of the checksum in a folder's name; manifest and shards hold all 64
 
 
 class CodesManifest(BaseModel):
-    """What a folder of codes holds: whose they are, and shards per source and split."""
+    """Manifest of a codes folder: the image tokenizer, and the shards per source and split."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +47,7 @@ class CodesManifest(BaseModel):
     codebook_size: int
     num_codes: int
     image_size: int
-    data: dict[str, str] = Field(description="SHA-256 of each shard of pictures that codes were made from")
+    data: dict[str, str] = Field(description="SHA-256 of each data shard whose pictures were encoded")
     sources: dict[str, dict[str, SplitEntry]]
     skipped: dict[str, dict[str, int]] = {}
 
@@ -61,22 +61,26 @@ def write_codes(
     max_bad_share: float = 0.01,
     device: torch.device | None = None,
 ) -> tuple[Path, CodesManifest]:
-    """Writes the codes of the sources' pictures, all splits; returns their folder and manifest.
+    """Encodes the pictures of all splits of the sources and writes their codes.
 
-    Codes of the same tokenizer and the same shards of pictures are kept as they are; with another source those of all
-    are made anew. The folder appears complete or not at all. Pictures that cannot be decoded get no codes; they are
-    counted and listed in ``skipped.jsonl``.
+    If the folder already holds codes of this tokenizer for all data shards, nothing is done. Otherwise the codes of
+    all sources are made again. The folder is written under a temporary name and renamed when it is complete. Pictures
+    that cannot be decoded get no codes; they are counted in the manifest and listed in ``skipped.jsonl``.
 
     Args:
-        manifest: of the data folder.
-        tokenizer: in evaluation mode, on ``device``.
-        sources: beside those that have codes; by default all that have pictures with captions.
+        manifest: manifest of the data folder.
+        tokenizer: image tokenizer in evaluation mode, on ``device``.
+        sources: sources to encode in addition to those that already have codes. By default all sources with pictures
+            and captions.
         batch_size: pictures encoded at once.
-        max_bad_share: more bad pictures of a source than this share are an error.
-        device: of the tokenizer; default CPU.
+        max_bad_share: largest share of bad pictures of a source before it is an error.
+        device: device of the tokenizer; by default the CPU.
+
+    Returns:
+        The folder of the codes and its manifest.
 
     Raises:
-        UserError: a source that is unknown or has no pictures, or too many bad pictures.
+        UserError: a source is unknown or has no pictures, or too many of its pictures are bad.
     """
     from m6.data.pictures import picture_sources
 
@@ -84,7 +88,7 @@ def write_codes(
     folder = codes_folder(manifest, checksum)
     existing = _load(folder) if (folder / MANIFEST_NAME).is_file() else None
     names = picture_sources(manifest, sources)
-    if existing is not None:  # sources that have codes keep them, unless the data folder has them no longer
+    if existing is not None:  # sources with codes stay in the set, unless the data folder no longer has them
         names = list(dict.fromkeys([*(name for name in existing.sources if name in manifest.sources), *names]))
     shards = {
         shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
@@ -119,7 +123,7 @@ def write_codes(
             skipped=skipped,
         )
         files.write_json(partial / MANIFEST_NAME, written.model_dump())
-        shutil.rmtree(folder, ignore_errors=True)  # codes of fewer sources, or of pictures that have changed
+        shutil.rmtree(folder, ignore_errors=True)  # old codes, of fewer sources or of pictures that have changed
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -129,8 +133,14 @@ def write_codes(
 class Codes:
     """The codes of one split of one source, in the row order of ``open_split``.
 
+    Args:
+        manifest: manifest of the data folder.
+        source: name of the source.
+        split: name of the split.
+        checksum: checksum of the image tokenizer.
+
     Raises:
-        UserError: there are no codes of this tokenizer, they are damaged, or the pictures are other ones by now.
+        UserError: there are no codes of this tokenizer, a shard is damaged, or the pictures have changed since.
     """
 
     def __init__(self, manifest: Manifest, source: str, split: str, checksum: str) -> None:
@@ -149,6 +159,7 @@ class Codes:
         self.ids: list[str] = [row for table in tables for row in table["id"].to_pylist()]
         chunks = [chunk for table in tables for chunk in table["codes"].chunks]
         size = self.manifest.num_codes
+        # ``values`` ignores the offset of a sliced chunk, so the slice is applied here.
         self._codes = [
             chunk.values.slice(chunk.offset * size, len(chunk) * size).to_numpy(zero_copy_only=False).reshape(-1, size)
             for chunk in chunks
@@ -160,25 +171,29 @@ class Codes:
         return len(self.ids)
 
     def __getitem__(self, row: int) -> np.ndarray | None:
-        """int32 codes ``[N]`` of a row from 0; None where its picture could not be decoded."""
+        """Returns the int32 codes ``[N]`` of a row, or None if its picture could not be decoded."""
         if not 0 <= row < len(self):
             raise IndexError(row)
         if not self._present[row]:
             return None
         chunk = int(np.searchsorted(self._ends, row, side="right"))
-        return self._codes[chunk][row - int(self._ends[chunk])]  # counted from the chunk's end
+        return self._codes[chunk][row - int(self._ends[chunk])]  # a negative index, counted from the chunk's end
 
 
 _REMEDY = 'make them again with "m6 data codes"'
 
 
 def codes_folder(manifest: Manifest, checksum: str) -> Path:
-    """Where the codes of one tokenizer lie."""
+    """Returns the folder for the codes of the image tokenizer with this checksum."""
     return manifest.folder / CODES_FOLDER / checksum[:_FOLDER_CHARACTERS]
 
 
 def load_codes_manifest(manifest: Manifest, checksum: str) -> CodesManifest:
-    """The manifest of one tokenizer's codes; UserError when there are none, naming those that there are."""
+    """Reads the manifest of one image tokenizer's codes.
+
+    Raises:
+        UserError: there are no codes of this tokenizer; the message names the tokenizers that have codes.
+    """
     folder = codes_folder(manifest, checksum)
     if not (folder / MANIFEST_NAME).is_file():
         others = sorted(path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}"))
@@ -221,6 +236,7 @@ def _write_source(
     device: torch.device,
     skip_list: Any,
 ) -> tuple[dict[str, SplitEntry], collections.Counter[str]]:
+    """Writes the codes of one source; returns its splits and the number of bad pictures by reason."""
     from m6.data.pictures import decode_batch, to_unit_range
 
     metadata = {"checksum": checksum, "codebook_size": tokenizer.codebook_size}
@@ -241,12 +257,12 @@ def _write_source(
                     pixels, good, bad = decode_batch(batch["image"].to_pylist(), tokenizer.image_size)
                     codes: list[list[int] | None] = [None] * len(ids)
                     if good:
-                        found = tokenizer.encode(to_unit_range(pixels, device)).cpu().tolist()
-                        for place, row in zip(good, found, strict=True):
-                            codes[place] = row
-                    for place, reason in bad.items():
+                        encoded = tokenizer.encode(to_unit_range(pixels, device)).cpu().tolist()
+                        for index, row in zip(good, encoded, strict=True):
+                            codes[index] = row
+                    for index, reason in bad.items():
                         skipped[reason] += 1
-                        entry = {"source": source, "split": split, "id": ids[place], "reason": reason}
+                        entry = {"source": source, "split": split, "id": ids[index], "reason": reason}
                         skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
                     writer.write_batch(pa.record_batch([pa.array(ids), pa.array(codes, schema.types[1])], schema))
             files.sync(path)

@@ -1,4 +1,4 @@
-"""From examples to the tensors of one micro-batch: packing into rows, positions, labels."""
+"""Collation of examples into the tensors of a micro-batch: packing into rows, positions, labels."""
 
 from __future__ import annotations
 
@@ -18,56 +18,62 @@ from m6.tokenizers.text import M6Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """B rows of S tokens with N pictures. Integers are int64.
+    """The tensors of one micro-batch: B rows of S tokens, and N pictures. Integer tensors are int64.
 
-    A row packs several samples; ``sample_ids`` tells them apart, from 1, and is 0 at padding.
+    A row can hold several samples. ``sample_ids`` numbers the samples of a row from 1 and is 0 at padding; attention
+    stays within a sample.
     """
 
     input_ids: Tensor
     """[B, S], ``<pad>`` at padding"""
     token_type_ids: Tensor
-    """[B, S], 0 picture, 1 source, 2 target from ``<bos>`` on; 0 at padding"""
+    """[B, S]: 0 for pictures and padding, 1 for the source, 2 for the target including its ``<bos>``"""
     position_ids: Tensor
-    """[B, S], from 0 in the picture, the source and the target of every sample"""
+    """[B, S]: counted from 0 separately in the picture, the source and the target of each sample"""
     sample_ids: Tensor
     """[B, S]"""
     labels: Tensor
-    """[B, S], aligned with input_ids (the model shifts); -100 except at targets after ``<bos>``"""
+    """[B, S], aligned with input_ids (the model shifts them); -100 except at target tokens after ``<bos>``"""
     loss_weights: Tensor
-    """[B, S] fp32, 0 where there is no label"""
+    """[B, S] fp32, 0 at positions without a label"""
     objective_ids: Tensor
-    """[B, S], index in OBJECTIVES at labels, -1 elsewhere"""
+    """[B, S]: index in OBJECTIVES at labels, -1 elsewhere"""
     pixel_values: Tensor
-    """[N, 3, image_size, image_size] fp32 in [-1, 1], in the order of their placeholders, row by row"""
+    """[N, 3, image_size, image_size] fp32 in [-1, 1], in the order of their placeholder tokens, row by row"""
     num_target_tokens: int
-    """labels"""
+    """number of labels"""
     num_tokens: int
-    """tokens that are not padding"""
+    """number of tokens that are not padding"""
     num_samples: int
     num_token_pairs: int
-    """the sum of the squared lengths of the samples, to which attention is proportional"""
+    """sum of the squared sample lengths; the cost of attention is proportional to it"""
     bad_rows: list[str] = field(default_factory=list)
-    """``source:id: reason`` of each row that could not be used"""
+    """``source:id: reason`` for each row that could not be used"""
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch with its tensors on a device."""
+        """Returns the micro-batch with its tensors on a device."""
         moved: dict[str, Any] = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items()}
         return replace(self, **moved)
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """The arguments of the model's forward pass, but for the labels."""
+        """Returns the arguments of the model's forward pass, without the labels."""
         names = ("input_ids", "token_type_ids", "position_ids", "sample_ids", "pixel_values")
         return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """Returns the tensor fields by name."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts lengths into as few rows of ``capacity`` as first-fit-decreasing finds.
+    """Packs samples into rows by first-fit decreasing, which needs at most 11/9 of the optimal number of rows (+ 1).
 
-    Returns the indices of each row, in increasing order, the rows ordered by their first index.
+    Args:
+        lengths: tokens of each sample, at most ``capacity``.
+        capacity: tokens of a row.
+
+    Returns:
+        The sample indices of each row in increasing order; the rows are ordered by their first index.
     """
     rows: list[list[int]] = []
     free: list[int] = []
@@ -85,7 +91,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class Collator:
     """Builds micro-batches with rows of ``sequence_length`` tokens.
 
-    Without ``packing`` every sample has a row of its own.
+    Attributes:
+        tokenizer: gives the ids of the special tokens.
+        sequence_length: tokens of a row, padding included.
+        num_patches: placeholder tokens of a picture.
+        image_size: side of a picture in pixels.
+        packing: puts several samples into a row; without it each sample has its own row.
     """
 
     tokenizer: M6Tokenizer
@@ -100,15 +111,16 @@ class Collator:
         """Collates examples.
 
         Args:
-            examples: of one micro-batch; without any, the result is one row of padding.
-            pictures: for each example its decoded picture, uint8 [image_size, image_size, 3], or None.
-            bad_rows: passed through.
+            examples: the examples of one micro-batch. For an empty list the result is one row of padding.
+            pictures: the decoded picture of each example, uint8 [image_size, image_size, 3], or None.
+            bad_rows: copied to the micro-batch.
 
         Raises:
-            ValueError: when an example is longer than a row, or its weights do not fit its target.
+            ValueError: an example is longer than a row, or the number of its weights does not match its target.
         """
         tokenizer = self.tokenizer
         prefixes = [0 if picture is None else self.num_patches for picture in pictures]
+        # + 2: <bos> before and <eos> after the target.
         lengths = [p + len(e.source_ids) + len(e.target_ids) + 2 for p, e in zip(prefixes, examples, strict=True)]
         if lengths and max(lengths) > self.sequence_length:
             raise ValueError(f"an example of {max(lengths)} tokens exceeds sequence_length {self.sequence_length}")
@@ -141,11 +153,13 @@ class Collator:
                     position_ids[row, first:last] = counter[: last - first]
                 sample_ids[row, begin:end] = number
                 labels[row, labelled] = input_ids[row, labelled]
-                if example.read_ids is not None:
-                    input_ids[row, target + 1 : end - 1] = example.read_ids
+                # After the labels were copied: the model reads corrupted ids but is trained on the true ones.
+                if example.corrupted_target_ids is not None:
+                    input_ids[row, target + 1 : end - 1] = example.corrupted_target_ids
                 loss_weights[row, labelled] = 1 if example.weights is None else example.weights
                 objective_ids[row, labelled] = example.objective_id
                 begin = end
+        # The model assigns pictures to placeholders in the order of the packed rows, not of the examples.
         ordered = [pictures[index] for indices in rows for index in indices]
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),

@@ -1,4 +1,4 @@
-"""What is taken from sequences before a model sees them."""
+"""Corruption of token sequences for denoising objectives."""
 
 import numpy as np
 
@@ -8,31 +8,40 @@ from m6.tokenizers.text import M6Tokenizer
 def mask_spans(
     ids: list[int], rng: np.random.Generator, *, mask_ratio: float, mean_span_length: float, mask_id: int
 ) -> list[int]:
-    """Replaces random spans by one ``mask_id`` each.
+    """Replaces random spans by one ``mask_id`` each, as BART's text infilling (arXiv 1910.13461) does.
 
-    Exactly ``round(mask_ratio * len(ids))`` ids disappear, but at least one; no two masks are neighbours.
+    Exactly ``round(mask_ratio * len(ids))`` ids are removed, at least one. At least one id remains between two masks.
+
+    Args:
+        ids: token ids.
+        rng: source of randomness.
+        mask_ratio: share of the ids that are removed.
+        mean_span_length: span lengths are 1 + Poisson(mean_span_length - 1).
+        mask_id: id of ``<mask>``.
     """
     budget = max(1, round(mask_ratio * len(ids)))
     num_kept = len(ids) - budget
     ends = np.minimum(np.cumsum(1 + rng.poisson(mean_span_length - 1, size=budget)), budget)
-    # The spans that fill the budget; were there more than places between kept ids, the last takes what is left.
+    # As many spans as fill the budget, but no more than there are gaps between kept ids. The last span is lengthened
+    # or cut so that the sum of the lengths is the budget.
     num_spans = min(int(np.searchsorted(ends, budget)) + 1, num_kept + 1)
     lengths = np.diff(ends[:num_spans], prepend=0)
     lengths[-1] += budget - lengths.sum()
-    places = np.sort(rng.choice(num_kept + 1, size=num_spans, replace=False))
+    # Distinct gaps between kept ids: two spans in one gap would put two masks next to each other.
+    gaps = np.sort(rng.choice(num_kept + 1, size=num_spans, replace=False))
     masked, position = [], 0
-    for gap, length in zip(np.diff(places, prepend=0).tolist(), lengths.tolist(), strict=True):
-        masked += [*ids[position : position + gap], mask_id]
-        position += gap + length
+    for num_between, length in zip(np.diff(gaps, prepend=0).tolist(), lengths.tolist(), strict=True):
+        masked += [*ids[position : position + num_between], mask_id]
+        position += num_between + length
     return masked + ids[position:]
 
 
 def shuffle_sentences(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer) -> list[int]:
-    """Puts the sentences in random order."""
+    """Returns the ids with their sentences in random order."""
     sentences = tokenizer.split_sentence_ids(ids)
     return [token for index in rng.permutation(len(sentences)).tolist() for token in sentences[index]]
 
 
-def hide(ids: list[int], rng: np.random.Generator, *, share: float, mask_id: int) -> list[int]:
-    """Puts ``mask_id`` in the place of each id with the probability ``share``."""
+def mask_randomly(ids: list[int], rng: np.random.Generator, *, share: float, mask_id: int) -> list[int]:
+    """Replaces each id by ``mask_id`` with probability ``share``; the length stays the same."""
     return np.where(rng.random(len(ids)) < share, mask_id, ids).tolist()

@@ -1,9 +1,9 @@
-"""``manifest.json``: what a data folder holds, where it came from and under which licence.
+"""``manifest.json``: contents, origin and licences of a data folder.
 
     DATA/manifest.json
     DATA/{train,validation,test}/{source}-00000.parquet ...
 
-Every row count, byte count and checksum of the folder stands here, so that readers never list or scan it.
+The manifest holds all row counts, byte counts and checksums, so readers never list or scan the folder.
 """
 
 from pathlib import Path, PurePosixPath
@@ -15,11 +15,11 @@ from m6 import files
 from m6.errors import UserError, nearest
 
 MANIFEST_NAME = "manifest.json"
-SKIPPED_NAME = "skipped.jsonl"  # beside it: what could not be used, and why
+SKIPPED_NAME = "skipped.jsonl"  # rows that could not be used, with the reason
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 
 Split = Literal["train", "validation", "test"]
-Kind = Literal["text", "image_text", "vqa", "labelled_text"]
+SourceKind = Literal["text", "image_text", "vqa", "labelled_text"]
 
 
 class _Entry(BaseModel):
@@ -37,13 +37,14 @@ class Shard(_Entry):
     @field_validator("file")
     @classmethod
     def _stays_inside(cls, file: str) -> str:
+        # A manifest from elsewhere must not make a reader open files outside of the data folder.
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
             raise ValueError("leaves the data folder")
         return file
 
 
 class SplitEntry(_Entry):
-    """The shards of one split in reading order, and their sums."""
+    """The shards of one split in reading order, and their total rows and bytes."""
 
     rows: int = 0
     bytes: int = 0
@@ -51,12 +52,12 @@ class SplitEntry(_Entry):
 
     @classmethod
     def of(cls, shards: list[Shard]) -> "SplitEntry":
-        """Sums the shards."""
+        """Makes the entry of a list of shards."""
         return cls(rows=sum(s.rows for s in shards), bytes=sum(s.bytes for s in shards), shards=shards)
 
 
 class Origin(_Entry):
-    """A package, file or hub data set that a source was made from; ``sha256`` is of what was read."""
+    """A package, file or Hub data set that a source was made from; ``sha256`` is the checksum of the files read."""
 
     package: str
     version: str
@@ -65,10 +66,9 @@ class Origin(_Entry):
 
 
 class SourceEntry(_Entry):
-    """One source. ``skipped`` counts the rows that were left out, by reason; ``licence`` is an SPDX expression
-    where there is one."""
+    """One source. ``skipped`` counts skipped rows by reason; ``licence`` is an SPDX expression if there is one."""
 
-    kind: Kind
+    kind: SourceKind
     licence: str
     origin: list[Origin]
     splits: dict[Split, SplitEntry]
@@ -76,7 +76,7 @@ class SourceEntry(_Entry):
 
 
 class Manifest(_Entry):
-    """The parsed manifest of one data folder. ``recipe`` holds the settings that the folder was built with."""
+    """The manifest of one data folder. ``recipe`` holds the settings that the folder was built with."""
 
     format: Literal[1] = 1
     recipe: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class Manifest(_Entry):
 
     @classmethod
     def load(cls, path: str | Path) -> "Manifest":
-        """Reads ``path/manifest.json``; raises UserError when it is missing or not a manifest."""
+        """Reads ``path/manifest.json``; UserError if it is missing or not a manifest."""
         folder = Path(path)
         file = folder / MANIFEST_NAME
         if not file.is_file():
@@ -100,18 +100,18 @@ class Manifest(_Entry):
         return manifest
 
     def save(self, path: str | Path) -> None:
-        """Writes ``path/manifest.json`` atomically; same contents give the same bytes."""
+        """Writes ``path/manifest.json`` atomically; equal contents give equal bytes."""
         folder = Path(path)
         files.write_json(folder / MANIFEST_NAME, self.model_dump(exclude_none=True))
         self._folder = folder
 
     @property
     def folder(self) -> Path:
-        """The folder that the manifest was loaded from or saved to."""
+        """The folder from which the manifest was loaded, or to which it was saved."""
         return self._folder
 
     def split(self, source: str, split: str) -> SplitEntry:
-        """The entry of one split (with zero rows where there is none); UserError for an unknown name."""
+        """Returns the entry of one split, with zero rows if the source has none; UserError for an unknown name."""
         if source not in self.sources:
             raise UserError(f'{self.folder} has no source "{source}"{nearest(source, self.sources)}')
         if split not in SPLITS:
@@ -119,11 +119,11 @@ class Manifest(_Entry):
         return self.sources[source].splits.get(split, SplitEntry())  # type: ignore[call-overload]
 
     def files(self, source: str, split: str) -> list[Path]:
-        """The shards of one split in reading order (an empty list where it has no rows)."""
+        """Returns the paths of one split's shards in reading order; empty if the split has no rows."""
         return [self.folder / shard.file for shard in self.split(source, split).shards]
 
     def verify(self) -> None:
-        """Compares every shard with its size and checksum; UserError names the first that differs."""
+        """Checks the size and checksum of every shard; UserError names the first that differs."""
         for entry in self.sources.values():
             for split in entry.splits.values():
                 for shard in split.shards:

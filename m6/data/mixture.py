@@ -1,8 +1,8 @@
-"""Which row is read for which objective: a pure function of the sample's number, with no state to save.
+"""Maps the number of a sample to an objective, a source and a row, without any state.
 
-Samples are numbered globally. Every BLOCK consecutive numbers hold the same count of each (objective, source) pair,
-in an order shuffled per block; every epoch of a source is a permutation of all of its rows. So a run resumes, or
-changes its number of ranks and workers, by knowing a number alone.
+Samples are numbered globally from 0. Each block of BLOCK consecutive numbers holds the same count of each (objective,
+source) pair, in an order that is shuffled per block. Each epoch of a source is a permutation of all its rows. A run can
+therefore resume, or change its number of ranks and workers, with the number of the next sample alone.
 """
 
 import functools
@@ -21,8 +21,15 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Draw:
-    """One sample: ``row`` of ``source`` for ``objective``; ``position`` numbers the source's rows through all epochs,
-    and ``seed`` is for the objective's random choices."""
+    """One sample of the mixture.
+
+    Attributes:
+        objective: name of the objective.
+        source: name of the source.
+        position: position in the source's rows, counted through all epochs.
+        row: row of the source.
+        seed: seed of the objective's random choices.
+    """
 
     objective: str
     source: str
@@ -37,13 +44,14 @@ class Mixture:
     Args:
         weights: relative weight of each (objective, source) pair, all positive.
         sizes: number of rows of each source, all positive.
-        seed: of the run.
+        seed: seed of the run.
 
     Raises:
-        UserError: when there are more pairs than a block holds.
+        UserError: there are more pairs than samples in a block.
     """
 
     def __init__(self, weights: Mapping[tuple[str, str], float], sizes: Mapping[str, int], seed: int) -> None:
+        # Sorted, so that the order of the settings in the JSON does not change the data.
         self._cells = sorted(weights)
         self._sizes = dict(sizes)
         self._seed = seed
@@ -56,7 +64,7 @@ class Mixture:
         self._cached_block: tuple[int, list[tuple[int, int]]] = (-1, [])
 
     def draw(self, number: int) -> Draw:
-        """The sample of a global number, from 0."""
+        """Returns the sample with a global number, counted from 0."""
         block, offset = divmod(number, BLOCK)
         cell, rank = self._block(block)[offset]
         objective, source = self._cells[cell]
@@ -65,28 +73,35 @@ class Mixture:
         return Draw(objective, source, position, self.row(source, position), seed)
 
     def row(self, source: str, position: int) -> int:
-        """The row at a position of the source's endless sequence of epochs."""
+        """Returns the row at a position of a source, counted through all epochs."""
         size = self._sizes[source]
         epoch, index = divmod(position, size)
         return permuted(index, size, _epoch_key(self._seed, source, epoch))
 
     def _block(self, block: int) -> list[tuple[int, int]]:
-        """(pair, rank among the block's samples of the pair's source) for every sample of a block."""
+        """Returns for every sample of a block: (index of its pair, rank among the samples of its source)."""
+        # Consecutive samples lie in the same block, so caching the last block suffices.
         if self._cached_block[0] != block:
-            seen = dict.fromkeys(self._rows_per_block, 0)
+            counts = dict.fromkeys(self._rows_per_block, 0)
             order = []
             for cell in np.random.default_rng([self._seed, block]).permutation(self._slots).tolist():
                 source = self._cells[cell][1]
-                order.append((cell, seen[source]))
-                seen[source] += 1
+                order.append((cell, counts[source]))
+                counts[source] += 1
             self._cached_block = (block, order)
         return self._cached_block[1]
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """The place of ``index`` in a permutation of ``range(size)`` that ``key`` chooses, in constant memory.
+    """Returns the image of ``index`` under a pseudorandom permutation of ``range(size)``, in constant memory.
 
-    A Feistel network permutes the next even power of two; indices that leave the range walk on until they return.
+    A Feistel network permutes a range of ``4 ** n >= size`` numbers. Where the result is outside of ``range(size)``,
+    the network is applied again until it is inside (cycle walking).
+
+    Args:
+        index: in ``range(size)``.
+        size: number of elements.
+        key: selects the permutation.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -101,7 +116,10 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 def _apportion(weights: np.ndarray) -> np.ndarray:
-    """Counts that sum to BLOCK: largest remainders, and at least one for every weight."""
+    """Returns counts that are proportional to the weights and sum to BLOCK; each is at least 1.
+
+    Rounding is by the largest remainder.
+    """
     if len(weights) > BLOCK:
         raise UserError(f"{len(weights)} pairs of objective and source are more than the {BLOCK} samples of a block")
     spare = BLOCK - len(weights)
@@ -114,7 +132,7 @@ def _apportion(weights: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: int) -> int:
-    """The splitmix64 finaliser: 64 bits in, 64 well mixed bits out."""
+    """The finaliser of splitmix64, which maps 64 bits to 64 well mixed bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64

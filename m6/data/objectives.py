@@ -1,20 +1,20 @@
-"""The objectives of M6 (arXiv 2103.00823): from a row to a source and a target.
+"""The objectives of M6 (arXiv 2103.00823). Each maps a row to a source and a target sequence.
 
-Of pretraining, section 3.3:
+Pretraining (section 3.3):
 
     text_denoising        corrupted text            -> the text
     language_modelling    nothing                   -> the text
     image_captioning      picture                   -> the text
     image_text_denoising  picture + corrupted text  -> the text
 
-The paper does not give the mixing ratio, the mask ratio or the span lengths, so these are settings; corruption
-follows BART (arXiv 1910.13461): spans of tokens are replaced by one ``<mask>`` each, sentences are shuffled.
+The paper does not give the mixing ratio, the mask ratio or the span lengths, so these are settings. Corruption
+follows BART (arXiv 1910.13461): each masked span is replaced by one ``<mask>``, and sentences are shuffled.
 
-Of fine-tuning, off unless a run gives them a weight; they mix with those of pretraining:
+Fine-tuning. These have weight 0 by default and can be mixed with pretraining:
 
     text_to_image         text                      -> <boi>, the codes of its picture, <eoi>
     text_classification   text                      -> its label
-    image_text_matching   picture + a text          -> whether the text is the picture's
+    image_text_matching   picture + a text          -> whether the text describes the picture
 """
 
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from m6.data.corruption import hide, mask_spans, shuffle_sentences
+from m6.data.corruption import mask_randomly, mask_spans, shuffle_sentences
 from m6.errors import UserError, nearest
 from m6.tokenizers.text import M6Tokenizer
 from m6.validation import Section
 
-# A shorter text leaves nothing to learn from: a mask and a few tokens around it.
+# A configuration that leaves fewer tokens for text is an error: a mask and a few tokens teach nothing.
 MIN_TEXT_TOKENS = 8
-# Space that is kept for an answer; a longer one makes a bad row.
+# Tokens reserved for an answer; a row with a longer answer is a bad row.
 MAX_ANSWER_TOKENS = 16
 # The answers of image_text_matching.
 MATCH, NO_MATCH = "是", "不是"
 
 
 class ObjectiveSettings(Section):
-    """What every objective has."""
+    """Settings of every objective."""
 
     weight: float = Field(
         default=1.0, ge=0, description="share of samples relative to the other objectives; 0 turns it off"
@@ -46,48 +46,50 @@ class ObjectiveSettings(Section):
 
 
 class MaskingSettings(ObjectiveSettings):
-    """What every denoising objective has."""
+    """Settings of the denoising objectives."""
 
     mask_ratio: float = Field(default=0.15, gt=0, lt=1, description="share of the text's tokens that are masked")
     mean_span_length: float = Field(
-        default=3.0, ge=1, description="mean tokens behind one <mask>: 1 + Poisson(mean - 1)"
+        default=3.0, ge=1, description="mean number of tokens that one <mask> replaces: 1 + Poisson(mean - 1)"
     )
 
 
 class TextDenoisingSettings(MaskingSettings):
-    """Text denoising."""
+    """Settings of text denoising."""
 
-    shuffle_sentences: bool = Field(default=True, description="whether the source holds the sentences in random order")
+    shuffle_sentences: bool = Field(default=True, description="whether the source has its sentences in random order")
 
 
 class TaskSettings(ObjectiveSettings):
-    """What every objective of fine-tuning has."""
+    """Settings of every fine-tuning objective."""
 
-    weight: float = Field(default=0.0, ge=0, description="as of the others; off unless given")
+    weight: float = Field(
+        default=0.0, ge=0, description="share of samples relative to the other objectives; 0 (the default): off"
+    )
 
 
 class TextToImageSettings(TaskSettings):
-    """Text-to-image."""
+    """Settings of text-to-image."""
 
     caption_dropout: float = Field(
         default=0.1,
         ge=0,
         lt=1,
-        description="share of samples without their text, from which classifier-free guidance (arXiv 2207.12598) "
-        "learns what any picture looks like",
+        description="share of samples whose text is left out; they train the unconditional model that classifier-free "
+        "guidance (arXiv 2207.12598) needs",
     )
     code_dropout: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="the largest share of a picture's codes that <mask> hides from the model while it learns to write "
-        "them, each sample with a share of its own (word dropout, arXiv 1511.06349); so it learns to look at the text "
-        "and the rows above, and not at the codes just before alone",
+        description="largest share of the codes that are replaced by <mask> in the model's input (word dropout, arXiv "
+        "1511.06349); the share is drawn per sample from [0, code_dropout]. The model then relies more on the text and "
+        "the rows above, and less on the previous codes",
     )
 
 
 class ObjectivesSettings(Section):
-    """The objectives and their shares."""
+    """The objectives and their shares of the samples."""
 
     text_denoising: TextDenoisingSettings = Field(
         default=TextDenoisingSettings(), description="masked and shuffled text -> the text"
@@ -103,11 +105,11 @@ class ObjectivesSettings(Section):
     text_classification: TaskSettings = Field(default=TaskSettings(), description="text -> its label; fine-tuning")
     image_text_matching: TaskSettings = Field(
         default=TaskSettings(),
-        description="picture and its text, or as often another row's -> whether they belong together; fine-tuning",
+        description="picture and text -> whether they match; half of the texts are from other rows; fine-tuning",
     )
 
     def of(self, objective: str) -> ObjectiveSettings:
-        """The settings of one objective; UserError for an unknown name."""
+        """Returns the settings of one objective; UserError for an unknown name."""
         if objective not in OBJECTIVES:
             raise UserError(f'unknown objective "{objective}"{nearest(objective, OBJECTIVES)}')
         return getattr(self, objective)
@@ -127,7 +129,7 @@ class Sample:
     question: str | None = None
     answer: str | None = None
     codes: Sequence[int] | None = None
-    """of the picture, in ``[0, image_vocab_size)``"""
+    """image codes of the picture, in ``[0, image_vocab_size)``"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +137,17 @@ class Example:
     """One training sequence ``[<image> x P]? + source_ids + <bos> + target_ids + <eos>``.
 
     Attributes:
-        read_ids: what the model reads in the target ids' places where that differs from what it has to write.
-        weights: loss weights of the target ids and of ``<eos>`` (so one more than target_ids); None: all 1.
+        source_ids: token ids of the source.
+        target_ids: token ids that the model is trained to write.
+        corrupted_target_ids: model inputs at the positions of target_ids; None if they are the target_ids.
+        image: picture file whose patches come first, or None.
+        weights: loss weights of the target ids and of ``<eos>`` (one more than target_ids); None: all 1.
+        objective_id: index in OBJECTIVES.
     """
 
     source_ids: list[int]
     target_ids: list[int]
-    read_ids: list[int] | None = None
+    corrupted_target_ids: list[int] | None = None
     image: bytes | None = None
     weights: list[float] | None = None
     objective_id: int = 0
@@ -167,50 +173,56 @@ def _answer(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]
     return answer
 
 
-def _in_sight(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> None:
+def _keep_target(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> None:
     return None
 
 
-def _codes_hidden(
+def _mask_codes(
     ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: TextToImageSettings
 ) -> list[int] | None:
     if settings.code_dropout == 0:
         return None
     boi, *codes, eoi = ids
-    return [boi, *hide(codes, rng, share=rng.uniform(0, settings.code_dropout), mask_id=tokenizer.mask_token_id), eoi]
+    return [
+        boi,
+        *mask_randomly(codes, rng, share=rng.uniform(0, settings.code_dropout), mask_id=tokenizer.mask_token_id),
+        eoi,
+    ]
 
 
 @dataclass(frozen=True)
 class _Objective:
     kind: str
-    """The kind of source it reads, as in the manifest."""
+    """The kind of its sources in the manifest."""
     make_source: Callable[[list[int], np.random.Generator, M6Tokenizer, Any], list[int]]
     """(text ids, random numbers, tokenizer, settings) -> source ids"""
     make_target: Callable[[Sample, list[int], M6Tokenizer], list[int]] = _text
     """(row, its text ids, tokenizer) -> target ids"""
-    hide_target: Callable[[list[int], np.random.Generator, M6Tokenizer, Any], list[int] | None] = _in_sight
-    """(target ids, random numbers, tokenizer, settings) -> what is read in their places, if that is something else"""
+    corrupt_target: Callable[[list[int], np.random.Generator, M6Tokenizer, Any], list[int] | None] = _keep_target
+    """(target ids, random numbers, tokenizer, settings) -> model inputs at their positions; None: the target ids"""
     has_pixels: bool = False
-    """Whether the patches of the picture come first."""
+    """Whether an example begins with the patches of the picture."""
     num_texts: int = 1
-    """How often the text stands in an example, at most."""
+    """How many times an example contains the text, at most."""
     is_paired: bool = False
-    """Whether its rows are paired with other rows' texts first, by ``pair``."""
+    """Whether ``pair`` has to be applied to its rows first."""
 
     @property
     def has_codes(self) -> bool:
+        """Whether the target consists of image codes."""
         return self.make_target is _codes
 
     @property
     def has_answer(self) -> bool:
+        """Whether the target is the row's answer."""
         return self.make_target is _answer
 
 
-def _nothing(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
+def _no_source(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
     return []
 
 
-def _whole(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
+def _whole_text(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
     return ids
 
 
@@ -232,51 +244,54 @@ def _masked_and_shuffled(
     return _masked(ids, rng, tokenizer, settings)
 
 
-def _unless_dropped(
+def _text_or_dropped(
     ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: TextToImageSettings
 ) -> list[int]:
     return [] if rng.random() < settings.caption_dropout else ids
 
 
+# MicroBatch.objective_ids are indices of this order.
 _REGISTRY: dict[str, _Objective] = {
     "text_denoising": _Objective("text", _masked_and_shuffled, num_texts=2),
-    "language_modelling": _Objective("text", _nothing),
-    "image_captioning": _Objective("image_text", _nothing, has_pixels=True),
+    "language_modelling": _Objective("text", _no_source),
+    "image_captioning": _Objective("image_text", _no_source, has_pixels=True),
     "image_text_denoising": _Objective("image_text", _masked, has_pixels=True, num_texts=2),
-    "text_to_image": _Objective("image_text", _unless_dropped, _codes, _codes_hidden),
-    "text_classification": _Objective("labelled_text", _whole, _answer),
-    "image_text_matching": _Objective("image_text", _whole, _answer, has_pixels=True, is_paired=True),
+    "text_to_image": _Objective("image_text", _text_or_dropped, _codes, _mask_codes),
+    "text_classification": _Objective("labelled_text", _whole_text, _answer),
+    "image_text_matching": _Objective("image_text", _whole_text, _answer, has_pixels=True, is_paired=True),
 }
 OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
 
 def source_kind(objective: str) -> str:
-    """The kind of source that an objective reads: "text", "image_text" or "labelled_text"."""
+    """Returns the kind of source that an objective reads: "text", "image_text" or "labelled_text"."""
     return _REGISTRY[objective].kind
 
 
 def reads_codes(objective: str) -> bool:
-    """Whether an objective needs the image codes of its rows."""
+    """Returns whether an objective needs the image codes of its rows."""
     return _REGISTRY[objective].has_codes
 
 
 def is_paired(objective: str) -> bool:
-    """Whether an objective's rows have to be paired first, by ``pair``."""
+    """Returns whether ``pair`` has to be applied to an objective's rows."""
     return _REGISTRY[objective].is_paired
 
 
 def pair(sample: Sample, other_text: str, rng: np.random.Generator) -> Sample:
-    """The picture of a row with its own text or, as often, with another row's, and the answer to whether they match."""
+    """Keeps a row's text or, with probability 1/2, takes another row's; sets the answer to whether they match."""
     text = sample.text if rng.random() < 0.5 else other_text
     return replace(sample, text=text, answer=MATCH if text == sample.text else NO_MATCH)
 
 
 def max_text_tokens(objective: str, sequence_length: int, num_patches: int, num_codes: int = 0) -> int:
-    """Tokens of a text such that its example is no longer than ``sequence_length``.
+    """Returns the number of text tokens with which an example is at most ``sequence_length`` long.
 
     Args:
-        num_patches: of a picture that is read.
-        num_codes: of a picture that is written.
+        objective: name of the objective.
+        sequence_length: tokens of a row.
+        num_patches: patches of an input picture.
+        num_codes: codes of an output picture.
     """
     space = sequence_length - 2  # <bos> and <eos>
     if _REGISTRY[objective].has_pixels:
@@ -289,10 +304,10 @@ def max_text_tokens(objective: str, sequence_length: int, num_patches: int, num_
 
 
 def target_ids(objective: str, sample: Sample, tokenizer: M6Tokenizer, max_tokens: int) -> list[int]:
-    """What an objective's model has to write about a row, without ``<bos>`` and ``<eos>``.
+    """Returns the target ids of a row, without ``<bos>`` and ``<eos>``.
 
     Raises:
-        BadRow: when the text is empty, or the objective needs image codes or an answer and there are none.
+        BadRow: the text is empty, or the objective needs image codes or an answer that the row does not have.
     """
     return _REGISTRY[objective].make_target(sample, _text_ids(sample, tokenizer, max_tokens), tokenizer)
 
@@ -305,24 +320,23 @@ def make_example(
     settings: ObjectivesSettings,
     max_tokens: int,
 ) -> Example:
-    """Makes the training sequence of one row: a pure function of its arguments and the state of ``rng``.
+    """Makes the training sequence of one row. The result depends only on the arguments and the state of ``rng``.
 
-    The text is cut to ``max_tokens`` first and corrupted then, so a target text is always what was corrupted.
+    The text is cut to ``max_tokens`` before it is corrupted, so source and target come from the same tokens.
 
     Raises:
-        BadRow: when the text is empty, or the objective needs a picture, its codes or an answer and there is none.
+        BadRow: the text is empty, or the objective needs a picture, codes or an answer that the row does not have.
     """
-    kind = _REGISTRY[objective]
+    definition, objective_settings = _REGISTRY[objective], settings.of(objective)
     ids = _text_ids(sample, tokenizer, max_tokens)
-    if kind.has_pixels and sample.image is None:
+    if definition.has_pixels and sample.image is None:
         raise BadRow("no image")
-    own = settings.of(objective)
-    target = kind.make_target(sample, ids, tokenizer)
+    target = definition.make_target(sample, ids, tokenizer)
     return Example(
-        source_ids=kind.make_source(ids, rng, tokenizer, own),
+        source_ids=definition.make_source(ids, rng, tokenizer, objective_settings),
         target_ids=target,
-        read_ids=kind.hide_target(target, rng, tokenizer, own),
-        image=sample.image if kind.has_pixels else None,
+        corrupted_target_ids=definition.corrupt_target(target, rng, tokenizer, objective_settings),
+        image=sample.image if definition.has_pixels else None,
         objective_id=OBJECTIVES.index(objective),
     )
 

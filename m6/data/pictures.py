@@ -1,4 +1,4 @@
-"""The pictures of a data folder, as a network takes them."""
+"""Batches of decoded pictures of a data folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ from m6.tokenizers.processor import decode_picture
 if TYPE_CHECKING:
     import datasets
 
-MIN_PICTURES_FOR_SHARE = 200  # one bad picture among the first few says nothing about a share
+MIN_PICTURES_FOR_SHARE = 200  # the share of bad pictures is taken of at least so many, so that one early on is no error
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Some pictures: uint8 ``[B, H, H, 3]``, their places in the set, and what could not be read."""
+    """A batch of pictures.
+
+    Attributes:
+        pixels: uint8 ``[B, H, H, 3]``.
+        rows: rows of the B pictures in their set.
+        bad: ``source:id: reason`` of each picture that could not be decoded.
+    """
 
     pixels: np.ndarray
     rows: list[int]
@@ -34,12 +40,18 @@ class Pictures:
 
 
 class PictureSet:
-    """The pictures of one split of several sources, those of a source after those of the one before.
+    """The pictures of one split of several sources, one source after the other.
 
-    Picklable; data files are opened where they are read.
+    The set can be pickled: each process opens the data files itself when it first reads from them.
+
+    Args:
+        manifest: manifest of the data folder.
+        sources: names of the sources; None for all with pictures and captions.
+        split: name of the split.
+        image_size: side in pixels to which pictures are decoded.
 
     Raises:
-        UserError: a source is unknown, holds no pictures, or the split is empty.
+        UserError: a source is unknown or has no pictures, or the split is empty.
     """
 
     def __init__(self, manifest: Manifest, sources: Sequence[str] | None, split: str, image_size: int) -> None:
@@ -53,7 +65,7 @@ class PictureSet:
         return sum(self.sizes.values())
 
     def locate(self, row: int) -> tuple[str, int]:
-        """The source of a row of the set, and its row there."""
+        """Returns the source of a row of the set, and the row's number in that source."""
         for source, size in self.sizes.items():
             if row < size:
                 return source, row
@@ -61,12 +73,12 @@ class PictureSet:
         raise IndexError(row)
 
     def read(self, rows: Sequence[int]) -> Pictures:
-        """Decodes rows of the set; those that cannot be decoded are left out and named in ``bad``."""
-        places = [self.locate(row) for row in rows]
-        values = [self._columns(source)[index] for source, index in places]
+        """Decodes rows of the set. Pictures that cannot be decoded are left out and listed in ``bad``."""
+        locations = [self.locate(row) for row in rows]
+        values = [self._columns(source)[index] for source, index in locations]
         pixels, good, problems = decode_batch([value["image"] for value in values], self.image_size)
-        bad = [f"{places[place][0]}:{values[place]['id']}: {reason}" for place, reason in problems.items()]
-        return Pictures(pixels, [rows[place] for place in good], bad)
+        bad = [f"{locations[index][0]}:{values[index]['id']}: {reason}" for index, reason in problems.items()]
+        return Pictures(pixels, [rows[index] for index in good], bad)
 
     def _columns(self, source: str) -> datasets.Dataset:
         if source not in self._open:
@@ -78,27 +90,31 @@ class PictureSet:
 
 
 class TrainingBatches(torch.utils.data.Dataset[Pictures]):
-    """Batch number n as a function of n alone: every epoch is a permutation of the set."""
+    """Training batches by number. Batch n depends only on n and the seed; each epoch is a permutation of the set."""
 
     def __init__(self, pictures: PictureSet, batch_size: int, seed: int) -> None:
         self._pictures, self._batch_size, self._seed = pictures, batch_size, seed
 
     def __getitem__(self, number: int) -> Pictures:
         size = len(self._pictures)
-        places = range(number * self._batch_size, (number + 1) * self._batch_size)
-        epochs = [(place // size, place % size) for place in places]
-        return self._pictures.read([permuted(place, size, key=self._seed + epoch) for epoch, place in epochs])
+        positions = range(number * self._batch_size, (number + 1) * self._batch_size)
+        epochs = [(position // size, position % size) for position in positions]
+        return self._pictures.read([permuted(index, size, key=self._seed + epoch) for epoch, index in epochs])
 
 
 class BadPictures:
-    """Counts pictures that could not be read, and ends a run that has too many."""
+    """Counts the pictures that could not be read, and raises when there are too many."""
 
     def __init__(self, max_share: float) -> None:
         self.num_bad = self._num_read = 0
         self._max_share = max_share
 
     def count(self, pictures: Pictures) -> None:
-        """UserError when more than the allowed share of the pictures so far was bad, or all of these."""
+        """Counts a batch.
+
+        Raises:
+            UserError: more than ``max_share`` of the pictures so far were bad, or all pictures of this batch.
+        """
         self.num_bad += len(pictures.bad)
         self._num_read += len(pictures.bad) + len(pictures.rows)
         if not pictures.rows or self.num_bad > self._max_share * max(self._num_read, MIN_PICTURES_FOR_SHARE):
@@ -109,10 +125,14 @@ class BadPictures:
 
 
 def picture_sources(manifest: Manifest, sources: Sequence[str] | None) -> list[str]:
-    """The named sources, or all that have pictures with captions; UserError where there are no pictures."""
+    """Returns the named sources, or all with pictures and captions.
+
+    Raises:
+        UserError: a source is unknown or has no pictures, or there is no source of pictures.
+    """
     names = list(sources or (name for name, entry in manifest.sources.items() if entry.kind == "image_text"))
     for name in names:
-        manifest.split(name, "train")
+        manifest.split(name, "train")  # raises for an unknown name
         if manifest.sources[name].kind == "text":
             raise UserError(f'{manifest.folder}: source "{name}" holds texts, no pictures')
     if not names:
@@ -121,30 +141,39 @@ def picture_sources(manifest: Manifest, sources: Sequence[str] | None) -> list[s
 
 
 def decode_batch(images: Sequence[bytes | None], image_size: int) -> tuple[np.ndarray, list[int], dict[int, str]]:
-    """Decodes picture files to uint8 ``[B, H, H, 3]``; also the places of those B, and the reasons of the others."""
+    """Decodes picture files.
+
+    Args:
+        images: contents of the files; None for a missing one.
+        image_size: side H in pixels.
+
+    Returns:
+        uint8 pixels ``[B, H, H, 3]`` of the B good pictures, their indices in ``images``, and the reason for each index
+        of a bad one.
+    """
     pixels, good, bad = [], [], {}
-    for place, image in enumerate(images):
+    for index, image in enumerate(images):
         if image is None:
-            bad[place] = "missing image"
+            bad[index] = "missing image"
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 pixels.append(decode_picture(image, image_size))
-            good.append(place)
+            good.append(index)
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-            bad[place] = "image too large"
+            bad[index] = "image too large"
         except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
-            # The type alone: some messages hold an address in memory.
-            bad[place] = f"damaged image ({type(error).__name__})"
+            # Only the type: some messages contain a memory address, which would make reports differ between runs.
+            bad[index] = f"damaged image ({type(error).__name__})"
     return np.stack(pixels) if pixels else np.empty((0, image_size, image_size, 3), np.uint8), good, bad
 
 
 def to_unit_range(pixels: np.ndarray, device: torch.device) -> Tensor:
-    """uint8 ``[B, H, H, 3]`` to fp32 ``[B, 3, H, H]`` with values in [0, 1]."""
+    """Converts uint8 ``[B, H, H, 3]`` to fp32 ``[B, 3, H, H]`` with values in [0, 1]."""
     return torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float().contiguous() / 255
 
 
 def to_bytes(pixels: Tensor) -> np.ndarray:
-    """Values in [0, 1], ``[B, 3, H, H]``, to uint8 ``[B, H, H, 3]``, rounded to the nearest."""
+    """Converts values in [0, 1], ``[B, 3, H, H]``, to uint8 ``[B, H, H, 3]``, rounded to the nearest integer."""
     return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

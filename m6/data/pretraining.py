@@ -1,4 +1,4 @@
-"""Micro-batches of the pretraining mixture, each a pure function of its global number."""
+"""Micro-batches of the pretraining mixture. Each is a pure function of its global index."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,56 +37,57 @@ from m6.validation import Section
 if TYPE_CHECKING:
     import datasets
 
-# A row that cannot be used is replaced by the next of its source; so many in a row mean that the source is broken.
+# A bad row is replaced by the next row of its source. After so many consecutive bad rows the run fails.
 MAX_ATTEMPTS = 100
-# max_bad_row_share is a share of at least this many samples, so that one bad row early on ends no run.
+# The share of bad rows is taken of at least so many samples, so that one bad row early on does not end a run.
 MIN_SAMPLES_FOR_SHARE = 1000
 
 
 class DataSettings(Section):
-    """What a run reads, and how it is cut into rows."""
+    """The data of a run, and how samples are packed into rows."""
 
     path: Path = Field(description='data folder, made by "m6 data build"')
     tokenizer: Path = Field(description='tokenizer folder, made by "m6 data tokenizer"')
     image_tokenizer: str | None = Field(
         default=None,
-        description="folder of the image tokenizer, or its name on the Hub, whose codes text_to_image learns to write; "
-        '"m6 data codes" makes them',
+        description="folder of the image tokenizer, or its name on the Hub; text_to_image is trained on its codes, "
+        'which "m6 data codes" makes',
     )
     sources: dict[str, float] | None = Field(
         default=None, description="relative weight of each source; absent: all sources, in proportion to their rows"
     )
     sequence_length: int = Field(default=512, gt=0, description="tokens in a row, pictures and padding included")
-    packing: bool = Field(default=True, description="put several samples into a row; off: one sample a row")
+    packing: bool = Field(default=True, description="whether a row can hold several samples")
     num_workers: int = Field(
-        default=2, ge=0, description="processes that prepare micro-batches; 0: none beside the trainer"
+        default=2, ge=0, description="processes that prepare micro-batches; 0: the training process prepares them"
     )
     max_bad_row_share: float = Field(
         default=0.01,
         ge=0,
         le=1,
-        description="share of rows that cannot be used (damaged picture, no text) that ends the run",
+        description="the run fails if a larger share of its rows cannot be used (damaged picture, no text)",
     )
 
 
 class PretrainingData:
     """The pretraining data of one split.
 
-    ``micro_batch(index)`` depends on the settings, the seed and the index alone, so any number of ranks and workers
-    reads the same data, and resuming needs a number alone. Picklable; data files are opened where they are read.
+    ``micro_batch(index)`` depends only on the settings, the seed and the index. Any number of ranks and workers
+    therefore reads the same data, and a resumed run needs only the next index. The object can be pickled: each process
+    opens the data files itself.
 
     Args:
-        settings: what is read.
+        settings: data folder, tokenizers and sources.
         objectives: the objectives and their shares.
-        split: that ``micro_batch`` reads.
-        seed: of the run.
+        split: the split that ``micro_batch`` reads.
+        seed: seed of the run.
         micro_batch_size: samples of a micro-batch.
         image_size: side of a picture in pixels.
-        patch_size: side of a patch in pixels; a picture is ``(image_size / patch_size)^2`` tokens.
+        patch_size: side of a patch in pixels; a picture takes ``(image_size / patch_size)^2`` tokens.
 
     Raises:
-        UserError: for a missing folder, an unknown source, an objective without a source to read, weights that are
-            all 0, or a sequence_length that leaves no space for text.
+        UserError: a folder is missing, a source is unknown, an objective has no source, all weights are 0, or
+            sequence_length leaves no room for text.
     """
 
     def __init__(
@@ -132,24 +133,21 @@ class PretrainingData:
 
     @property
     def sources(self) -> list[str]:
-        """The sources that are read."""
+        """The sources with positive weight."""
         return list(self._source_weights)
 
     @property
     def active_objectives(self) -> list[str]:
-        """The objectives of positive weight, in the order of OBJECTIVES."""
+        """The objectives with positive weight, in the order of OBJECTIVES."""
         return [name for name in OBJECTIVES if self.objectives.of(name).weight > 0]
 
     @property
     def codes_checksum(self) -> str | None:
-        """Of the image tokenizer whose codes are read, if any are."""
+        """Checksum of the image tokenizer, or None if no objective reads image codes."""
         return None if self.codes is None else self.codes.tokenizer
 
     def target_ids(self, objective: str, source: str, split: str) -> Iterator[list[int]]:
-        """What an objective would have the model write about each row of a source, as ``micro_batch`` cuts it.
-
-        Rows that cannot be used are left out.
-        """
+        """Yields the target ids of each row of a source, cut as in ``micro_batch``. Bad rows are left out."""
         if not self.manifest.files(source, split):
             return
         rows = _open_columns(self.manifest, source, split).remove_columns("image")
@@ -163,10 +161,12 @@ class PretrainingData:
                 continue
 
     def micro_batch(self, index: int) -> MicroBatch:
-        """The micro-batch of a global index, from 0.
+        """Returns the micro-batch with a global index, counted from 0.
 
-        A row that cannot be used is replaced by the next of its source, and listed in ``bad_rows``.
-        UserError when a source holds no usable row.
+        A row that cannot be used is replaced by the next row of its source and listed in ``bad_rows``.
+
+        Raises:
+            UserError: no usable row was found in a source.
         """
         numbers = range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
         bad_rows: list[str] = []
@@ -174,9 +174,10 @@ class PretrainingData:
         return self._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
 
     def loader(self, indices: Iterable[int], num_workers: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of ``indices`` in order, prepared ahead by worker processes.
+        """Yields the micro-batches of ``indices`` in order. Worker processes prepare them ahead of time.
 
-        UserError when more than ``max_bad_row_share`` of the samples met a row that could not be used.
+        Raises:
+            UserError: more than ``max_bad_row_share`` of the rows could not be used.
         """
         batches: DataLoader[MicroBatch | UserError] = DataLoader(
             _MicroBatches(self),
@@ -184,7 +185,7 @@ class PretrainingData:
             batch_size=None,
             collate_fn=_identity,
             num_workers=num_workers,
-            # Without one of its own it would draw from the global generator, and so change the run's dropout.
+            # By default the loader draws a seed from the global generator, which would change the run's dropout.
             generator=torch.Generator(),
         )
         num_bad = num_samples = 0
@@ -201,11 +202,11 @@ class PretrainingData:
             yield batch
 
     def validation_micro_batches(self, objective: str, num: int) -> Sequence[MicroBatch]:
-        """Up to ``num`` micro-batches of one objective on the validation split, made when they are indexed.
+        """Returns up to ``num`` micro-batches of one objective on the validation split, made when they are indexed.
 
-        They are the same for every seed: rows in a fixed random order, each once, with fixed corruption, until the
-        split ends; the last may hold fewer samples. Empty when no source of the objective has validation rows.
-        Rows that cannot be used are left out.
+        They are equal for all seeds: each row is read once, in a fixed random order and with fixed corruption. The last
+        micro-batch may be smaller. Rows that cannot be used are left out. The sequence is empty if no source of the
+        objective has validation rows.
         """
         self.objectives.of(objective)
         return _ValidationBatches(self, objective, num)
@@ -216,13 +217,13 @@ class PretrainingData:
         from m6.tokenizers.image import load_image_tokenizer
 
         if self.settings.image_tokenizer is None:
-            raise UserError("m6.data.image_tokenizer is missing: it names the codes that text_to_image learns to write")
-        found = load_codes_manifest(self.manifest, load_image_tokenizer(self.settings.image_tokenizer).checksum)
+            raise UserError("m6.data.image_tokenizer is missing: text_to_image is trained on its codes")
+        codes = load_codes_manifest(self.manifest, load_image_tokenizer(self.settings.image_tokenizer).checksum)
         for source in self._source_weights:
             if self.manifest.sources[source].kind == "image_text":
-                for split in SPLITS:  # here and not in the middle of a run, what is missing or damaged is found
-                    self._open_codes[source, split] = Codes(self.manifest, source, split, found.tokenizer)
-        return found
+                for split in SPLITS:  # all of them now, so that a damaged shard does not stop the run later
+                    self._open_codes[source, split] = Codes(self.manifest, source, split, codes.tokenizer)
+        return codes
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}, "_open_codes": {}}
@@ -231,9 +232,9 @@ class PretrainingData:
         draw = self._mixture.draw(number)
         for attempt in range(min(MAX_ATTEMPTS, self._sizes[draw.source])):
             row = self._mixture.row(draw.source, draw.position + attempt)
-            made = self._read(draw.objective, draw.source, self.split, row, draw.seed, bad_rows)
-            if made is not None:
-                return made
+            example = self._read(draw.objective, draw.source, self.split, row, draw.seed, bad_rows)
+            if example is not None:
+                return example
         raise UserError(
             f'{self.settings.path}: source "{draw.source}" has no usable row; the last: {", ".join(bad_rows[-3:])}'
         )
@@ -241,7 +242,7 @@ class PretrainingData:
     def _read(
         self, objective: str, source: str, split: str, row: int, seed: int, bad_rows: list[str]
     ) -> tuple[Example, np.ndarray | None] | None:
-        """Reads a row and makes its example and decoded picture; or appends to ``bad_rows`` and returns None."""
+        """Returns a row's example and its decoded picture. For a bad row, appends to ``bad_rows`` and returns None."""
         sample = self._sample_of(objective, source, split, row)
         rng = np.random.default_rng(seed)
         if is_paired(objective):
@@ -272,11 +273,13 @@ class PretrainingData:
         try:
             return decode_picture(image, self._collator.image_size)
         except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
-            # The type alone: some messages hold an address in memory, and so differ between ranks.
+            # Only the type: some messages contain a memory address, which would differ between ranks.
             raise BadRow(f"damaged image ({type(error).__name__})") from None
 
 
 class _ValidationBatches(Sequence[MicroBatch]):
+    """The micro-batches of ``PretrainingData.validation_micro_batches``."""
+
     def __init__(self, data: PretrainingData, objective: str, num: int) -> None:
         self._data, self._objective = data, objective
         manifest = data.manifest
@@ -293,11 +296,11 @@ class _ValidationBatches(Sequence[MicroBatch]):
             raise IndexError(index)
         data, size = self._data, self._data.micro_batch_size
         bad_rows: list[str] = []
-        made = []
+        read = []
         for position in range(index * size, min((index + 1) * size, self._total)):
             source, row = self._locate(permuted(position, self._total, key=0))
-            made.append(data._read(self._objective, source, "validation", row, position, bad_rows))
-        samples = [sample for sample in made if sample is not None]
+            read.append(data._read(self._objective, source, "validation", row, position, bad_rows))
+        samples = [sample for sample in read if sample is not None]
         return data._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
 
     def _locate(self, row: int) -> tuple[str, int]:
@@ -309,7 +312,7 @@ class _ValidationBatches(Sequence[MicroBatch]):
 
 
 class _MicroBatches(Dataset[MicroBatch | UserError]):
-    """Micro-batches by index. A UserError is returned, since one that is raised would arrive as a traceback."""
+    """Micro-batches by index. A UserError is returned: if a worker raised it, its message would be a traceback."""
 
     def __init__(self, data: PretrainingData) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""Opening a split of a data folder as a memory-mapped ``datasets.Dataset``."""
+"""Opens a split of a data folder as a memory-mapped ``datasets.Dataset``."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset":
-    """Returns the rows of one split, in shard order, with the columns of ``m6.data.shards.SCHEMA``.
+    """Returns the rows of one split in shard order, with the columns of ``m6.data.shards.SCHEMA``.
 
-    Parquet is converted once into Arrow files in the cache of Hugging Face Datasets (``HF_HOME``), which are
-    memory-mapped, so that indexing is cheap, workers share the pages and the rows need not fit into memory.
-    UserError when the source or split is unknown, has no rows, or a shard is missing.
+    Hugging Face Datasets converts the Parquet files once to Arrow files in its cache (``HF_HOME``) and memory-maps
+    them. Indexing is then cheap, workers share the pages, and the rows need not fit into memory.
+
+    Raises:
+        UserError: the source or split is unknown or has no rows, or a shard is missing.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""Writing rows as Parquet shards of bounded size, in bounded memory."""
+"""Writes rows as Parquet shards of bounded size, in bounded memory."""
 
 import os
 from pathlib import Path
@@ -23,8 +23,8 @@ SCHEMA = pa.schema(
 )
 
 SHARD_BYTES = 64 << 20
-# A row group is held in memory until it is full: large enough to compress well, small enough that many
-# writers (three splits of a source) fit on any machine.
+# A row group is kept in memory until it is full. This size compresses well, and three writers (one per split) fit into
+# the memory of any machine.
 ROW_GROUP_BYTES = 8 << 20
 ROW_GROUP_ROWS = 10_000
 
@@ -32,8 +32,14 @@ ROW_GROUP_ROWS = 10_000
 class ShardWriter:
     """Writes one split of one source to ``folder/split/source-00000.parquet`` and so on.
 
-    A shard is written under a temporary name and renamed when it is complete. Use as a context manager;
-    afterwards ``shards`` lists what was written, in order. Nothing is written for zero rows.
+    Use it as a context manager. A shard is written under a temporary name and renamed when it is complete. On exit,
+    ``shards`` lists the written shards in order. Without rows, no file is written.
+
+    Args:
+        folder: the data folder.
+        split: name of the split.
+        source: name of the source.
+        shard_bytes: size at which a shard is finished; it is exceeded by less than one row group.
     """
 
     def __init__(self, folder: Path, split: str, source: str, shard_bytes: int = SHARD_BYTES) -> None:
@@ -61,7 +67,7 @@ class ShardWriter:
             self._temporary.unlink()
 
     def write(self, row: dict[str, object]) -> None:
-        """Appends a row whose keys are the columns of SCHEMA (a missing one is null)."""
+        """Appends a row. Its keys are columns of SCHEMA; a missing column is null."""
         self._rows.append(row)
         self._pending_bytes += sum(len(v) for v in row.values() if isinstance(v, (str, bytes)))
         if self._pending_bytes >= ROW_GROUP_BYTES or len(self._rows) >= ROW_GROUP_ROWS:
@@ -94,7 +100,7 @@ class ShardWriter:
         self._writer.close()
         self._file.close()
         temporary, path = self._temporary, self._path
-        files.sync(temporary)
+        files.sync(temporary)  # before the rename: a file with its final name is complete even after a crash
         os.replace(temporary, path)
         self.shards.append(
             Shard(

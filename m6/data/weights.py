@@ -1,4 +1,4 @@
-"""How often each source is read, and for which objective."""
+"""Weights of the sources and of the (objective, source) pairs in the mixture."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,21 @@ from m6.errors import UserError, nearest
 
 
 def source_weights(manifest: Manifest, split: str, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """The positive weight of each source; see ``DataSettings.sources``."""
+    """Returns the sources with positive weight, as in ``DataSettings.sources``.
+
+    Args:
+        manifest: manifest of the data folder.
+        split: the split to read.
+        weights: the weights that the user gave; None: each source weighs its number of rows.
+
+    Raises:
+        UserError: a weight is negative, its source is unknown or has no rows, or no weight is positive.
+    """
     rows = {source: manifest.split(source, split).rows for source in sorted(manifest.sources)}
     if weights is None:
-        chosen: Mapping[str, float] = rows
+        effective: Mapping[str, float] = rows
     else:
-        chosen = weights
+        effective = weights
         for source, weight in weights.items():
             if source not in rows:
                 raise UserError(f'm6.data.sources: {manifest.folder} has no "{source}"{nearest(source, rows)}')
@@ -21,7 +30,7 @@ def source_weights(manifest: Manifest, split: str, weights: Mapping[str, float] 
                 raise UserError(f'm6.data.sources: the weight of "{source}" is {weight}, expected 0 or more')
             if weight > 0 and not rows[source]:
                 raise UserError(f'm6.data.sources: "{source}" has no rows in split "{split}"; leave it out')
-    positive = {source: float(chosen[source]) for source in sorted(chosen) if chosen[source] > 0}
+    positive = {source: float(effective[source]) for source in sorted(effective) if effective[source] > 0}
     if not positive:
         if weights is None:
             raise UserError(f'{manifest.folder} has no rows in split "{split}"')
@@ -32,7 +41,13 @@ def source_weights(manifest: Manifest, split: str, weights: Mapping[str, float] 
 def pair_weights(
     manifest: Manifest, objectives: ObjectivesSettings, sources: Mapping[str, float]
 ) -> dict[tuple[str, str], float]:
-    """The share of each (objective, source) pair: that of the objective, divided over the sources that it reads."""
+    """Returns the share of each (objective, source) pair.
+
+    The share of an objective is divided among the sources of its kind, in proportion to their weights.
+
+    Raises:
+        UserError: all objectives have weight 0, or an objective with positive weight has no source.
+    """
     total = sum(objectives.of(name).weight for name in OBJECTIVES)
     if not total:
         raise UserError("m6.objectives: every weight is 0")

@@ -13,7 +13,7 @@ from m6.data.pictures import PictureSet, to_unit_range
 from m6.formatting import markdown_table
 from m6.tokenizers.image.base import ImageTokenizer
 
-MEASURED_AT_ONCE = 64
+_BATCH_SIZE = 64
 _MIN_MSE = 1e-6  # a picture that comes back exactly counts as 60 dB
 
 
@@ -86,8 +86,8 @@ def measure(tokenizer: ImageTokenizer, pictures: PictureSet, device: torch.devic
     use = CodebookUse(tokenizer.codebook_size)
     values: dict[str, list[Tensor]] = {source: [] for source in pictures.sizes}
     num_bad = 0
-    for first in range(0, len(pictures), MEASURED_AT_ONCE):
-        batch = pictures.read(range(first, min(first + MEASURED_AT_ONCE, len(pictures))))
+    for first in range(0, len(pictures), _BATCH_SIZE):
+        batch = pictures.read(range(first, min(first + _BATCH_SIZE, len(pictures))))
         num_bad += len(batch.bad)
         if not batch.rows:
             continue

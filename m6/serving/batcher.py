@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from m6.serving.batching import Plan
+from m6.serving.batching import BatchPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Batcher:
         max_waiting: requests that may wait; one more is refused.
     """
 
-    def __init__(self, lanes: Mapping[str, tuple[Task, Plan]], max_waiting: int) -> None:
+    def __init__(self, lanes: Mapping[str, tuple[Task, BatchPlanner]], max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.counters = Counters()
         self._lanes = dict(lanes)

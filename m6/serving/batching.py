@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Plan = Callable[[Sequence[int]], list[list[int]]]
+BatchPlanner = Callable[[Sequence[int]], list[list[int]]]
 """From the lengths of n requests, in order of arrival, to batches of their indices."""
 
 

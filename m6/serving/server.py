@@ -17,7 +17,7 @@ from m6.generation.text_to_image import Sampling
 from m6.runs.processes import default_device
 from m6.serving.app import create_app
 from m6.serving.batcher import Batcher, Task
-from m6.serving.batching import Plan, cost_grid, measure_costs, plan_by_length
+from m6.serving.batching import BatchPlanner, cost_grid, measure_costs, plan_by_length
 from m6.serving.tasks import Captioning, Drawing
 
 
@@ -49,7 +49,7 @@ def serve(
             model, processor = load_run_model(folder, device)
             captioning = Captioning(model, processor, max_new_tokens)
         print(f"measuring what batches of up to {max_batch_size} requests cost", flush=True)
-        lanes: dict[str, tuple[Task, Plan]] = {"caption": (captioning, _plan(captioning, max_batch_size))}
+        lanes: dict[str, tuple[Task, BatchPlanner]] = {"caption": (captioning, _plan(captioning, max_batch_size))}
         if drawing is not None:
             lanes["generate"] = (drawing, _plan(drawing, max_batch_size))
         app = create_app(Batcher(lanes, max_waiting), captioning, drawing, deadline_s=deadline_s)
@@ -67,8 +67,8 @@ def _draws(folder: Path) -> bool:
     return load_config(folder / "config.json").m6.data.image_tokenizer is not None
 
 
-def _plan(task: Captioning | Drawing, max_batch_size: int) -> Plan:
-    costs = measure_costs(task.try_out, *cost_grid(1, task.max_length, max_batch_size))
+def _plan(task: Captioning | Drawing, max_batch_size: int) -> BatchPlanner:
+    costs = measure_costs(task.run_synthetic, *cost_grid(1, task.max_length, max_batch_size))
     return functools.partial(plan_by_length, seconds=costs, max_batch_size=max_batch_size)
 
 

@@ -61,7 +61,7 @@ class Captioning:
     def run(self, jobs: Sequence[CaptionJob]) -> list[str]:
         return self._describe(jobs)
 
-    def try_out(self, length: int, batch_size: int) -> None:
+    def run_synthetic(self, length: int, batch_size: int) -> None:
         """Runs a batch of that size in which every job takes all of ``length`` steps."""
         side = self.model.config.image_size
         self._describe([CaptionJob(Image.new("RGB", (side, side), "white"), length)] * batch_size, length)
@@ -137,7 +137,7 @@ class Drawing:
         )
         return [_png(picture) for picture in paint(image_tokenizer, codes)]
 
-    def try_out(self, length: int, batch_size: int) -> None:
+    def run_synthetic(self, length: int, batch_size: int) -> None:
         """Draws a batch of that size from texts of ``length`` tokens."""
         # The tokenizer makes each digit a token.
         self.run([DrawJob("7" * length, 0, index) for index in range(batch_size)])

@@ -86,7 +86,7 @@ def main() -> None:
         num_patches=config.model.num_patches,
     )
     task = WholeLength(model, processor, LONGEST)
-    costs = measure_costs(task.try_out, *cost_grid(1, LONGEST, MAX_BATCH_SIZE), clock=time.process_time)
+    costs = measure_costs(task.run_synthetic, *cost_grid(1, LONGEST, MAX_BATCH_SIZE), clock=time.process_time)
     plans: dict[str, Plan] = {
         "by length (dynamic programming)": functools.partial(
             plan_by_length, seconds=costs, max_batch_size=MAX_BATCH_SIZE

@@ -9,7 +9,7 @@ from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyV
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
-from m6.data.sources.own import PictureFolder, WebDataset
+from m6.data.sources.local import PictureFolder, WebDataset
 from m6.data.sources.poetry import Poetry
 from m6.data.sources.reviews import Reviews
 from m6.data.sources.tables import HubTable, LocalTable

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from m6.data.manifest import Kind, Origin, Split
+from m6.data.manifest import Origin, SourceKind, Split
 
 T = TypeVar("T")
 
@@ -45,19 +45,19 @@ class SourceOptions:
 class Source(Protocol):
     """A named stream of rows, in an order that never changes for the same origin.
 
-    ``own_test_split``: the rows that carry no split are divided between train and validation only.
+    ``has_test_split``: the rows that carry no split are divided between train and validation only.
     """
 
     name: str
-    kind: Kind
-    own_test_split: bool
+    kind: SourceKind
+    has_test_split: bool
 
     def origin(self) -> list[Origin]: ...
 
     def rows(self) -> Iterator[Row]: ...
 
 
-def spread(*parts: Sequence[T]) -> Iterator[T]:
+def interleave(*parts: Sequence[T]) -> Iterator[T]:
     """Merges sequences evenly, so that a limited build takes the same share of each."""
 
     def placed(number: int, part: Sequence[T]) -> Iterator[tuple[float, int, T]]:

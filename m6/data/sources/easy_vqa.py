@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from m6.data.manifest import Kind, Origin, Split
-from m6.data.sources.base import Row, SourceOptions, spread
+from m6.data.manifest import Origin, SourceKind, Split
+from m6.data.sources.base import Row, SourceOptions, interleave
 from m6.data.sources.packages import PipPackage
 from m6.errors import UserError
 
@@ -69,7 +69,7 @@ def _translate_thing(thing: str) -> str:
 class _EasyVqa:
     """The package's test pictures are the test split; validation is carved out of training by picture."""
 
-    own_test_split = True
+    has_test_split = True
 
     def __init__(self, options: SourceOptions) -> None:
         del options
@@ -88,7 +88,7 @@ class _EasyVqa:
             for question, answer, picture in json.loads((folder / part / "questions.json").read_bytes()):
                 asked.setdefault(picture, []).append((question, answer))
             parts.append([(part, picture, pairs) for picture, pairs in sorted(asked.items())])
-        for part, picture, pairs in spread(*parts):
+        for part, picture, pairs in interleave(*parts):
             image = _read(folder / part / "images" / f"{picture}.png")
             yield f"easy_vqa/{part}/{picture}", image, pairs, splits[part]
 
@@ -100,7 +100,7 @@ class EasyVqaCaptions(_EasyVqa):
     """
 
     name = "easy_vqa"
-    kind: Kind = "image_text"
+    kind: SourceKind = "image_text"
 
     def rows(self) -> Iterator[Row]:
         for group, image, pairs, split in self._pictures():
@@ -125,7 +125,7 @@ class EasyVqaQuestions(_EasyVqa):
     """The same pictures and split with their questions and answers."""
 
     name = "easy_vqa_questions"
-    kind: Kind = "vqa"
+    kind: SourceKind = "vqa"
 
     def rows(self) -> Iterator[Row]:
         for group, image, pairs, split in self._pictures():

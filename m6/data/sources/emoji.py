@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from m6.data.manifest import Kind, Origin
+from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import NpmPackage, members
 
@@ -86,8 +86,8 @@ class Emoji:
     """
 
     name = "emoji"
-    kind: Kind = "image_text"
-    own_test_split = False
+    kind: SourceKind = "image_text"
+    has_test_split = False
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache = options.cache

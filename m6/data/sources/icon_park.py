@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from m6.data.manifest import Kind, Origin
+from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import NpmPackage, members
 from m6.errors import UserError
@@ -39,8 +39,8 @@ class IconPark:
     """
 
     name = "icon_park"
-    kind: Kind = "image_text"
-    own_test_split = False
+    kind: SourceKind = "image_text"
+    has_test_split = False
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache = options.cache

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m6.data.manifest import Kind, Origin, Split
-from m6.data.sources.base import Row, SourceOptions, spread
+from m6.data.manifest import Origin, SourceKind, Split
+from m6.data.sources.base import Row, SourceOptions, interleave
 from m6.data.sources.packages import PipPackage
 from m6.data.sources.text import passages
 from m6.errors import UserError
@@ -29,8 +29,8 @@ class Inews:
     pretraining text never holds a document of that task's test set. Repeated documents are left out."""
 
     name = "inews"
-    kind: Kind = "text"
-    own_test_split = True
+    kind: SourceKind = "text"
+    has_test_split = True
 
     def __init__(self, options: SourceOptions) -> None:
         self._limit = options.passage_chars
@@ -49,7 +49,7 @@ class Inews:
                     seen.add(content)
                     part.append((split, number, content))
             documents.append(part)
-        for split, number, content in spread(*documents):
+        for split, number, content in interleave(*documents):
             group = f"{self.name}/{split}/{number}"
             for index, passage in enumerate(passages(content, self._limit)):
                 yield Row(f"{group}/{index}", group, passage, split=split)

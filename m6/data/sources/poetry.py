@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from m6.data.manifest import Kind, Origin
+from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import NpmPackage, members
 from m6.data.sources.text import passages
@@ -37,8 +37,8 @@ class Poetry:
     same poem under two titles stays in one split. Needs opencc."""
 
     name = "poetry"
-    kind: Kind = "text"
-    own_test_split = False
+    kind: SourceKind = "text"
+    has_test_split = False
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache, self._limit = options.cache, options.passage_chars

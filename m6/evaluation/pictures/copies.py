@@ -11,7 +11,7 @@ from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.evaluation.reconstruction import psnr_of_mse
 
 COPY_PSNR_DB = 24.0  # as near as a good reconstruction: from there on a picture repeats what it was trained on
-_AT_ONCE = 512
+_BATCH_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def find_nearest(pictures: CaptionedPictures, among: CaptionedPictures) -> Neare
     found = _flat(pictures.pixels)
     best = torch.full((len(found),), torch.inf)
     place = torch.zeros(len(found), dtype=torch.int64)
-    for first in range(0, len(among), _AT_ONCE):
-        distance, index = torch.cdist(found, _flat(among.pixels[first : first + _AT_ONCE])).min(dim=1)
+    for first in range(0, len(among), _BATCH_SIZE):
+        distance, index = torch.cdist(found, _flat(among.pixels[first : first + _BATCH_SIZE])).min(dim=1)
         nearer = distance < best
         best = torch.where(nearer, distance, best)
         place = torch.where(nearer, index + first, place)

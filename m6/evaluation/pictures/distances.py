@@ -13,7 +13,7 @@ from m6.errors import UserError
 from m6.evaluation.pictures.generated import CaptionedPictures
 
 KID_SUBSETS, KID_SUBSET_SIZE = 50, 100
-_AT_ONCE = 64
+_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Distances:
     kid_std: float
 
 
-class _Given(nn.Module):
+class _PrecomputedFeatures(nn.Module):
     """Stands where torchmetrics expects a network: the features are there already."""
 
     def __init__(self, num_features: int) -> None:
@@ -41,12 +41,12 @@ def distances_of_features(found: Tensor, expected: Tensor, seed: int = 0) -> Dis
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
-    given = _Given(found.shape[1])
-    fid = FrechetInceptionDistance(feature=given)
+    identity = _PrecomputedFeatures(found.shape[1])
+    fid = FrechetInceptionDistance(feature=identity)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it keeps all features
         size = min(KID_SUBSET_SIZE, len(found), len(expected))
-        kid = KernelInceptionDistance(feature=given, subsets=KID_SUBSETS, subset_size=size)
+        kid = KernelInceptionDistance(feature=identity, subsets=KID_SUBSETS, subset_size=size)
     for metric in (fid, kid):
         metric.update(expected, real=True)
         metric.update(found, real=False)
@@ -81,4 +81,4 @@ def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures
 
 def _apply(network: nn.Module, pictures: CaptionedPictures) -> Tensor:
     pixels = torch.from_numpy(pictures.pixels).permute(0, 3, 1, 2)
-    return torch.cat([network(batch) for batch in pixels.split(_AT_ONCE)])
+    return torch.cat([network(batch) for batch in pixels.split(_BATCH_SIZE)])

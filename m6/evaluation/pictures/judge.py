@@ -21,7 +21,7 @@ from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.files import atomic_path, write_json
 from m6.validation import Section, validate
 
-JUDGED_AT_ONCE = 256
+_BATCH_SIZE = 256
 _SETTINGS_FILE, _WEIGHTS_FILE = "judge.json", "judge.safetensors"
 _LABEL_SMOOTHING = 0.1
 _MAX_SHIFT = 4  # pixels to each side
@@ -71,14 +71,14 @@ class Judge(nn.Module):
         """Features ``[n, num_features]`` and scores ``[n, len(captions)]`` of a set, on the CPU."""
         self.eval()
         features = [
-            self.features(to_unit_range(pictures.pixels[first : first + JUDGED_AT_ONCE], device)).cpu()
-            for first in range(0, len(pictures), JUDGED_AT_ONCE)
+            self.features(to_unit_range(pictures.pixels[first : first + _BATCH_SIZE], device)).cpu()
+            for first in range(0, len(pictures), _BATCH_SIZE)
         ]
         stacked = torch.cat(features) if features else torch.empty(0, self.num_features)
         return stacked, F.linear(stacked, self.head.weight.cpu(), self.head.bias.cpu())
 
 
-def obtain_judge(
+def load_or_train_judge(
     pictures: CaptionedPictures, settings: JudgeSettings, folder: Path | None, device: torch.device
 ) -> Judge:
     """Loads the judge of ``folder``, or trains one and saves it there.

@@ -7,7 +7,7 @@ from PIL import Image
 
 from m6.data.build import BuildSettings, assign_split, build, check_row
 from m6.data.manifest import Manifest, Origin
-from m6.data.sources.base import Row, spread
+from m6.data.sources.base import Row, interleave
 from m6.data.sources.pictures import BadPicture, encode
 from m6.errors import UserError
 
@@ -21,7 +21,7 @@ def picture(size=(64, 64), colour="red", kind="PNG", mode="RGB"):
 class Fake:
     """A source whose rows are given."""
 
-    own_test_split = False
+    has_test_split = False
 
     def __init__(self, rows, name="fake", kind="image_text", version="1"):
         self._rows, self.name, self.kind, self._version = rows, name, kind, version
@@ -79,7 +79,7 @@ def test_more_workers_and_another_run_give_the_same_bytes(tmp_path):
 
 def test_a_source_with_its_own_test_split_gets_no_other_test_rows(tmp_path):
     source = Fake([Row(f"f/{n}", f"{n}", "字", split="test" if n % 5 == 0 else None) for n in range(50)], kind="text")
-    source.own_test_split = True
+    source.has_test_split = True
     manifest, _ = build([source], tmp_path / "data", BuildSettings(validation_share=0.3, test_share=0.3))
     splits = read(manifest)
     assert [row["id"] for row in splits["test"]] == [f"f/{n}" for n in range(0, 50, 5)]
@@ -286,7 +286,7 @@ def test_a_decompression_bomb_is_refused(monkeypatch):
 
 
 def test_spread_takes_the_same_share_of_each_part():
-    merged = list(spread(list("aaaaaaaa"), list("bb"), []))
+    merged = list(interleave(list("aaaaaaaa"), list("bb"), []))
     assert merged == list("aabaaaabaa")
 
 

@@ -48,7 +48,9 @@ def test_a_row_by_hand(tokenizer):
     pad, bos, eos, image = (getattr(tokenizer, f"{n}_token_id") for n in ("pad", "bos", "eos", "image"))
     examples = [
         Example(source_ids=[11, 12], target_ids=[13], image=b"", objective_id=3),
-        Example(source_ids=[], target_ids=[21, 22], read_ids=[21, 25], objective_id=1, weights=[0.5, 2.0, 0.0]),
+        Example(
+            source_ids=[], target_ids=[21, 22], corrupted_target_ids=[21, 25], objective_id=1, weights=[0.5, 2.0, 0.0]
+        ),
     ]
     batch = collator(tokenizer)(examples, [picture(255), None], ["s:1: why"])
     blank = -100

@@ -193,8 +193,8 @@ def test_codes_are_hidden_where_they_are_read(tokenizer):
     for seed in range(200):
         example = make("text_to_image", sample, tokenizer, seed, text_to_image={"code_dropout": 0.8})
         assert example.target_ids == ids
-        hidden = [read == tokenizer.mask_token_id for read in example.read_ids]
-        assert all(hide or read == id for hide, read, id in zip(hidden, example.read_ids, ids, strict=True))
+        hidden = [read == tokenizer.mask_token_id for read in example.corrupted_target_ids]
+        assert all(hide or read == id for hide, read, id in zip(hidden, example.corrupted_target_ids, ids, strict=True))
         assert not hidden[0]
         assert not hidden[-1]
         shares.append(sum(hidden) / 256)
@@ -202,7 +202,7 @@ def test_codes_are_hidden_where_they_are_read(tokenizer):
     assert sum(shares) / 200 == pytest.approx(0.4, abs=0.06)
     assert min(shares) < 0.1
     assert 0.7 < max(shares) < 0.9
-    assert make("text_to_image", sample, tokenizer).read_ids is None
+    assert make("text_to_image", sample, tokenizer).corrupted_target_ids is None
 
 
 @pytest.mark.parametrize(

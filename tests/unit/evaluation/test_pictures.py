@@ -12,7 +12,7 @@ from m6.errors import UserError
 from m6.evaluation.pictures.copies import find_nearest
 from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, Distances, distances_by_inception, distances_of_features
 from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
-from m6.evaluation.pictures.judge import Judge, JudgeSettings, obtain_judge, train_judge
+from m6.evaluation.pictures.judge import Judge, JudgeSettings, load_or_train_judge, train_judge
 from m6.evaluation.pictures.real import load_real
 from m6.evaluation.pictures.report import SEEN, UNSEEN, accuracy, evaluate_pictures, markdown
 from tests.fixtures.command import m6, user_error
@@ -203,18 +203,18 @@ def test_the_nearest_picture_is_the_nearest():
 
 def test_a_kept_judge_is_used_where_it_fits(real, judge, tmp_path, monkeypatch):
     monkeypatch.setattr("m6.evaluation.pictures.judge.train_judge", lambda *_: judge)
-    assert obtain_judge(real.judged, SETTINGS, tmp_path, CPU) is judge
+    assert load_or_train_judge(real.judged, SETTINGS, tmp_path, CPU) is judge
     monkeypatch.setattr("m6.evaluation.pictures.judge.train_judge", None)
-    kept = obtain_judge(real.judged, SETTINGS, tmp_path, CPU)
+    kept = load_or_train_judge(real.judged, SETTINGS, tmp_path, CPU)
     assert kept.captions == judge.captions
     assert torch.equal(kept.apply_to(real.held_out, CPU)[1], judge.apply_to(real.held_out, CPU)[1])
     fewer = real.judged.where([True] * 40 + [False] * 6)
     for pictures, settings in ((fewer, SETTINGS), (real.judged, JudgeSettings(image_size=32))):
         with pytest.raises(UserError, match="other settings or on other pictures"):
-            obtain_judge(pictures, settings, tmp_path, CPU)
+            load_or_train_judge(pictures, settings, tmp_path, CPU)
     (tmp_path / "judge.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match=f"the judge in {tmp_path}"):
-        obtain_judge(real.judged, SETTINGS, tmp_path, CPU)
+        load_or_train_judge(real.judged, SETTINGS, tmp_path, CPU)
 
 
 def test_bad_generated_pictures_are_skipped_by_name(tmp_path):

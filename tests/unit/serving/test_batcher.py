@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from m6.serving.batcher import Batcher, DeadlinePassed, QueueFull, Stopping
-from m6.serving.batching import Plan, plan_by_arrival, plan_by_length
+from m6.serving.batching import BatchPlanner, plan_by_arrival, plan_by_length
 
 LONG = 30.0  # seconds that no test waits for
 
@@ -37,7 +37,7 @@ class Doubling:
 BY_ARRIVAL = functools.partial(plan_by_arrival, max_batch_size=4)
 
 
-def run(scenario: Any, *, max_waiting: int = 8, plan: Plan = BY_ARRIVAL) -> Any:
+def run(scenario: Any, *, max_waiting: int = 8, plan: BatchPlanner = BY_ARRIVAL) -> Any:
     """Runs scenario(batcher, task) in a loop of its own."""
 
     async def main() -> Any:

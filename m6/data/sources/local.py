@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from m6.data.manifest import Kind, Origin
+from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import tree_sha256
 from m6.errors import UserError, nearest
@@ -17,11 +17,11 @@ PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", 
 MAX_MEMBER_BYTES = 64 << 20
 
 
-class Local:
+class LocalSource:
     """A name, the files and the licence that the user states for them."""
 
-    kind: Kind = "image_text"
-    own_test_split = False
+    kind: SourceKind = "image_text"
+    has_test_split = False
 
     def __init__(self, name: str, paths: list[Path], options: SourceOptions) -> None:
         if options.licence is None:
@@ -36,7 +36,7 @@ class Local:
         return [Origin(package=self.name, version="local", licence=self._licence, sha256=checksum)]
 
 
-class PictureFolder(Local):
+class PictureFolder(LocalSource):
     """Pictures with captions in ``metadata.jsonl`` or ``metadata.csv`` (column ``file_name`` and the text column,
     as in Hugging Face's imagefolder), or in a ``.txt`` file beside each picture."""
 
@@ -73,19 +73,19 @@ class PictureFolder(Local):
                     yield Row(identity, identity, problem="invalid JSON")
                     continue
                 if number == 0:
-                    require(column, entry, self._metadata)
-                    require("file_name", entry, self._metadata)
+                    require_column(column, entry, self._metadata)
+                    require_column("file_name", entry, self._metadata)
                 yield self._row(str(entry.get("file_name")), entry.get(column))
 
     def _row(self, file_name: str, text: object) -> Row:
         identity = f"{self.name}/{file_name}"
-        picture = inside(self._folder, file_name)
+        picture = resolve_inside(self._folder, file_name)
         if picture is None:
             return Row(identity, identity, problem="missing image")
         return Row(identity, identity, text if isinstance(text, str) else "", picture.read_bytes())
 
 
-class WebDataset(Local):
+class WebDataset(LocalSource):
     """Tar files whose members ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) belong together.
 
     Members of any other kind are not read, pickled ones above all.
@@ -115,7 +115,7 @@ class WebDataset(Local):
         return Row(identity, identity, text if isinstance(text, str) else "", images[0])
 
 
-def inside(folder: Path, name: str) -> Path | None:
+def resolve_inside(folder: Path, name: str) -> Path | None:
     """The file of that relative name; None when there is none, or when the name leads out of the folder."""
     path = (folder / name).resolve()
     return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
@@ -145,7 +145,7 @@ def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return content.read()
 
 
-def require(column: str, columns: Iterable[str], where: object) -> None:
+def require_column(column: str, columns: Iterable[str], where: object) -> None:
     columns = list(columns)
     if column not in columns:
         raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}')
