@@ -1,4 +1,4 @@
-"""The functions between the two matrices of an expert, with their derivatives, writing to given memory."""
+"""Activation functions of experts and their derivatives. They write to memory that the caller provides."""
 
 from typing import Protocol
 
@@ -9,15 +9,21 @@ aten = torch.ops.aten
 
 
 class Activation(Protocol):
-    """``inputs_per_unit`` values of the inner product h go into one hidden unit."""
+    """An activation function; each hidden unit is computed from ``inputs_per_unit`` values of h = w_in x + b_in."""
 
     inputs_per_unit: int
 
     def forward(self, h: Tensor, out: Tensor) -> Tensor:
-        """h [R, inputs_per_unit * F] -> out [R, F]."""
+        """Writes the activation of h [R, inputs_per_unit * F] to ``out`` [R, F] and returns it."""
 
     def backward(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
-        """The gradient of h from that of the output [R, F]; ``out`` is shaped like h and may be ``grad``'s memory."""
+        """Writes the gradient of h to ``out`` and returns it.
+
+        Args:
+            grad: [R, F], the gradient of the output.
+            h: [R, inputs_per_unit * F].
+            out: has the shape of h, and may be ``grad`` itself if the shapes are equal.
+        """
 
 
 class Gelu:
@@ -26,9 +32,11 @@ class Gelu:
     inputs_per_unit = 1
 
     def forward(self, h: Tensor, out: Tensor) -> Tensor:
+        """See ``Activation``."""
         return aten.gelu.out(h, out=out)
 
     def backward(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
+        """See ``Activation``."""
         return aten.gelu_backward.grad_input(grad, h, grad_input=out)
 
 
@@ -38,9 +46,11 @@ class Relu:
     inputs_per_unit = 1
 
     def forward(self, h: Tensor, out: Tensor) -> Tensor:
+        """See ``Activation``."""
         return aten.relu.out(h, out=out)
 
     def backward(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
+        """See ``Activation``."""
         return aten.threshold_backward.grad_input(grad, h, 0, grad_input=out)
 
 
@@ -50,10 +60,12 @@ class SwiGlu:
     inputs_per_unit = 2
 
     def forward(self, h: Tensor, out: Tensor) -> Tensor:
+        """See ``Activation``."""
         gate, up = h.chunk(2, dim=-1)
         return aten.silu.out(gate, out=out).mul_(up)
 
     def backward(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
+        """See ``Activation``."""
         gate, up = h.chunk(2, dim=-1)
         out_gate, out_up = out.chunk(2, dim=-1)
         torch.mul(grad, up, out=out_gate)

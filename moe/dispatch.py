@@ -1,20 +1,21 @@
-"""Brings the tokens to the experts and their outputs back."""
+"""What a dispatcher is, which brings tokens to experts and outputs back, and the one for experts on this rank."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
+from moe.collectives import SentBytes
 from moe.experts import Experts
 from moe.kernels.experts_op import Pairs
 from moe.routing import Routing, pairs_by_token
-from moe.wire import SentBytes
 
 
 class Dispatcher(Protocol):
-    """
+    """Brings tokens to the ranks of their experts, and the experts' outputs back.
+
     Attributes:
-        sent_bytes: what it has handed to other ranks since it was made.
+        sent_bytes: the bytes that it has sent to other ranks so far.
     """
 
     sent_bytes: SentBytes
@@ -24,24 +25,24 @@ class Dispatcher(Protocol):
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        meanwhile: Callable[[], Tensor] | None = None,
+        overlap: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Computes y_t = sum over the pairs (t, e) of gate * expert_e(token_t).
 
         Args:
             tokens: [T, D].
-            routing: pairs of these tokens with the experts of the whole layer.
-            experts: those this rank holds.
-            meanwhile: makes [T, D_out] that is added to the output, such as a shared expert's; called while
-                tokens travel.
+            routing: the pairs of these tokens with the experts of the whole layer.
+            experts: the experts of this rank.
+            overlap: computes [T, D] to be added to the output, such as the shared experts' output; it is called while
+                the tokens are on their way to other ranks.
 
         Returns:
-            [T, D_out] in the type of ``tokens``.
+            [T, D] in the type of ``tokens``.
         """
 
 
 class LocalDispatcher:
-    """All experts are on this rank."""
+    """The dispatcher for layers whose experts are all on this rank."""
 
     def __init__(self) -> None:
         self.sent_bytes = SentBytes()
@@ -51,17 +52,19 @@ class LocalDispatcher:
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        meanwhile: Callable[[], Tensor] | None = None,
+        overlap: Callable[[], Tensor] | None = None,
     ) -> Tensor:
+        """See ``Dispatcher``."""
         by_token = routing.by_token or pairs_by_token(routing.tokens, len(tokens))
         output = experts(tokens, routing.counts, Pairs(routing.tokens, routing.gates, *by_token)).to(tokens.dtype)
-        return output if meanwhile is None else output + meanwhile()
+        return output if overlap is None else output + overlap()
 
 
 def combine(rows: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
-    """Sums the experts' outputs [R, D_out] by token, weighted by the gates, into [T, D_out].
+    """Sums the experts' outputs [R, D] by token, weighted by the gates, into [T, D].
 
-    The sum is in the gates' precision, float32 or better, since a token may add up many prototypes.
+    The sum has the gates' precision, which is float32 or better, because a token may have an output from each of many
+    prototypes. The result has the type of ``tokens``.
     """
     weighted = rows * routing.gates[:, None]
     output = weighted.new_zeros(len(tokens), rows.shape[1]).index_add(0, routing.tokens, weighted)

@@ -1,7 +1,8 @@
 """Dispatchers for experts on other ranks of an expert-parallel group.
 
-Expert numbers are prototype-major, and rank r of n holds the r-th n-th of them. The all-to-all alone is complete; the
-other two carry tokens to a part of the group, which a dispatcher inside of them goes on to divide.
+Experts are numbered prototype by prototype, and rank r of n holds the r-th of n equal parts of the numbers.
+``AllToAllDispatcher`` brings tokens to the right rank by itself. The other two bring tokens to a part of the group, and
+an inner dispatcher brings them to the right rank of that part.
 """
 
 from collections.abc import Callable
@@ -10,69 +11,75 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe.collectives import Collectives
 from moe.dispatch import Dispatcher, combine
 from moe.experts import Experts
 from moe.routing import Routing
-from moe.wire import Wire
 
 
 class AllToAllDispatcher:
-    """Sends every (token, expert) pair to the rank of its expert, and the output back; the gates stay.
+    """Sends every (token, expert) pair to the rank of its expert, and the output back; the gates are not sent.
 
-    One exchange each way for all prototypes. Nothing is padded: the ranks first tell each other how many rows they
-    send, which waits for the device once.
+    There is one exchange each way for all prototypes. Nothing is padded: the ranks first tell each other how many rows
+    they will send, for which the host waits for the device once.
+
+    Args:
+        ranks: joins all ranks of the expert-parallel group, or of the part that an outer dispatcher leaves.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire, self.sent_bytes = wire, wire.sent_bytes
+    def __init__(self, ranks: Collectives) -> None:
+        self.ranks, self.sent_bytes = ranks, ranks.sent_bytes
 
     def __call__(
         self,
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        meanwhile: Callable[[], Tensor] | None = None,
+        overlap: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        sent_counts = routing.counts.view(self.wire.size, -1)
-        received_counts = self.wire.exchange(sent_counts)
+        """See ``Dispatcher``."""
+        sent_counts = routing.counts.view(self.ranks.size, -1)
+        received_counts = self.ranks.exchange(sent_counts)
         sent, received = torch.stack((sent_counts.sum(1), received_counts.sum(1))).tolist()
 
-        travelling = self.wire.all_to_all(tokens.index_select(0, routing.tokens), sent, received, to_experts=True)
-        beside = meanwhile() if meanwhile else None
-        rows = travelling.wait()
+        pending = self.ranks.all_to_all(tokens.index_select(0, routing.tokens), sent, received, to_experts=True)
+        overlapped = overlap() if overlap else None
+        rows = pending.wait()
 
+        # The experts need rows sorted by expert, and the exchange back needs them sorted by source.
         order = _order_by_expert(received_counts, sum(received))
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         rows = experts(rows.index_select(0, order), received_counts.sum(0)).index_select(0, inverse)
 
-        rows = self.wire.all_to_all(rows, received, sent, to_experts=False).wait()
+        rows = self.ranks.all_to_all(rows, received, sent, to_experts=False).wait()
         output = combine(rows, routing, tokens)
-        return output if beside is None else output + beside
+        return output if overlapped is None else output + overlapped
 
 
 class PrototypeDispatcher:
-    """Every rank has whole prototypes, so every rank needs every token: all-gather in, reduce-scatter out.
+    """Sends all tokens to all ranks by an all-gather, and the outputs back by a reduce-scatter.
 
-    Each token has as many pairs in one prototype as in any other. So each rank receives all tokens of all ranks and
-    equally many pairs, whatever the router does; the sum over prototypes happens on the way back. MoGE (arXiv
-    2505.21411) routes alike, without the exchange.
+    It is for ranks that hold whole prototypes. Each token has as many pairs in one prototype as in any other, so every
+    rank needs every token and computes equally many pairs, whatever the router does. The reduce-scatter sums over the
+    prototypes. MoGE (arXiv 2505.21411) has the same routing, without this exchange.
 
-    Ranks with fewer tokens pad up to the one with most. For that, and for pairs that a capacity dropped, the ranks tell
-    each other their numbers first, which waits for the device once; ``equal_tokens`` saves it.
+    Ranks with fewer tokens are padded to the number of the rank with the most. The ranks therefore tell each other
+    their numbers of tokens, and of pairs that are left after a capacity; for this the host waits for the device once.
+    ``equal_tokens`` avoids it.
 
     Args:
-        wire: joins the ranks whose prototypes differ.
+        ranks: joins the ranks whose prototypes differ.
         inner: brings the tokens to the experts of this rank's prototypes.
-        pairs_per_token: pairs of each token that comes here.
-        equal_tokens: the caller promises that all ranks always bring the same number of tokens, and drop none.
+        pairs_per_token: the number of pairs of each token on this rank.
+        equal_tokens: the caller promises that all ranks always bring the same number of tokens and drop no pair.
 
     Raises:
-        ValueError: a promise of equal tokens is seen to be broken.
+        ValueError: on a call, if the number of pairs shows that the promise is broken.
     """
 
-    def __init__(self, wire: Wire, inner: Dispatcher, pairs_per_token: int, equal_tokens: bool = False) -> None:
-        self.wire, self.inner, self.sent_bytes = wire, inner, wire.sent_bytes
+    def __init__(self, ranks: Collectives, inner: Dispatcher, pairs_per_token: int, equal_tokens: bool = False) -> None:
+        self.ranks, self.inner, self.sent_bytes = ranks, inner, ranks.sent_bytes
         self.pairs_per_token, self.equal_tokens = pairs_per_token, equal_tokens
 
     def __call__(
@@ -80,9 +87,10 @@ class PrototypeDispatcher:
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        meanwhile: Callable[[], Tensor] | None = None,
+        overlap: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        size, num_tokens = self.wire.size, len(tokens)
+        """See ``Dispatcher``."""
+        size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
         if self.equal_tokens:
             num_pairs = len(routing.tokens)
@@ -92,70 +100,72 @@ class PrototypeDispatcher:
                     f"expected {self.pairs_per_token} each, so set no capacity"
                 )
             each = [num_pairs // size] * size
-            pairs, longest = _Pairs(self.wire.exchange(counts), each, each), num_tokens
+            pairs, longest = _Pairs(self.ranks.exchange(counts), each, each), num_tokens
         else:
-            pairs, rows = _tell(self.wire, counts, torch.full((size,), num_tokens, device=counts.device))
+            pairs, rows = _exchange_counts(self.ranks, counts, torch.full((size,), num_tokens, device=counts.device))
             longest = max(rows.received)
 
         padded = nn.functional.pad(tokens, (0, 0, 0, longest - num_tokens)) if longest > num_tokens else tokens
-        travelling = self.wire.all_gather(padded)
+        # Started before the pairs are exchanged, so that the two overlap.
+        pending = self.ranks.all_gather(padded)
         first_rows = torch.arange(size, device=counts.device) * longest
-        local = _send_pairs(self.wire, routing, routing.tokens, pairs, first_rows)
-        beside = meanwhile() if meanwhile else None
-        output = self.inner(travelling.wait(), local, experts)
-        output = self.wire.reduce_scatter(output).wait()[:num_tokens]
-        return output if beside is None else output + beside
+        local = _send_pairs(self.ranks, routing, routing.tokens, pairs, first_rows)
+        overlapped = overlap() if overlap else None
+        output = self.inner(pending.wait(), local, experts)
+        output = self.ranks.reduce_scatter(output).wait()[:num_tokens]
+        return output if overlapped is None else output + overlapped
 
 
 class NodeDispatcher:
-    """Sends every token once to each node that has experts for it, where an inner dispatcher goes on.
+    """Sends every token once to each node that has experts for it; an inner dispatcher distributes it there.
 
-    The node also sums the token's outputs, so that one row goes back. It waits for the device once.
+    The node sums the token's outputs, so one row goes back. The host waits for the device once.
 
     Args:
-        wire: joins the ranks that have the same place in their nodes.
+        ranks: joins the ranks that have the same position in their nodes.
         inner: the dispatcher among the ranks of a node.
     """
 
-    def __init__(self, wire: Wire, inner: Dispatcher) -> None:
-        self.wire, self.inner, self.sent_bytes = wire, inner, wire.sent_bytes
+    def __init__(self, ranks: Collectives, inner: Dispatcher) -> None:
+        self.ranks, self.inner, self.sent_bytes = ranks, inner, ranks.sent_bytes
 
     def __call__(
         self,
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        meanwhile: Callable[[], Tensor] | None = None,
+        overlap: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        size, num_tokens = self.wire.size, len(tokens)
+        """See ``Dispatcher``."""
+        size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
         nodes = _sources(counts.sum(1), len(routing.tokens))
-        # One row for each (node, token) that occurs, in this order.
+        # One row for each (node, token) that occurs, sorted by node and then by token.
         keys = nodes * num_tokens + routing.tokens
         occurs = counts.new_zeros(size * num_tokens).index_fill(0, keys, 1)
         rows_per_node = occurs.view(size, num_tokens).sum(1)
-        pairs, rows = _tell(self.wire, counts, rows_per_node)
+        pairs, rows = _exchange_counts(self.ranks, counts, rows_per_node)
         row_of_pair = (occurs.cumsum(0) - 1)[keys]
         token_of_row = routing.tokens.new_empty(sum(rows.sent)).index_copy(0, row_of_pair, routing.tokens)
 
-        travelling = self.wire.all_to_all(
-            tokens.index_select(0, token_of_row), rows.sent, rows.received, to_experts=True
-        )
+        pending = self.ranks.all_to_all(tokens.index_select(0, token_of_row), rows.sent, rows.received, to_experts=True)
         first_sent = rows_per_node.cumsum(0) - rows_per_node
-        local = _send_pairs(self.wire, routing, row_of_pair - first_sent[nodes], pairs, rows.first_received)
-        beside = meanwhile() if meanwhile else None
-        sums = self.inner(travelling.wait(), local, experts)
-        sums = self.wire.all_to_all(sums, rows.received, rows.sent, to_experts=False).wait()
+        local = _send_pairs(self.ranks, routing, row_of_pair - first_sent[nodes], pairs, rows.first_received)
+        overlapped = overlap() if overlap else None
+        sums = self.inner(pending.wait(), local, experts)
+        sums = self.ranks.all_to_all(sums, rows.received, rows.sent, to_experts=False).wait()
         sums = sums.to(routing.gates.dtype)
         output = sums.new_zeros(num_tokens, sums.shape[1]).index_add(0, token_of_row, sums).to(tokens.dtype)
-        return output if beside is None else output + beside
+        return output if overlapped is None else output + overlapped
 
 
 class _Pairs(NamedTuple):
-    """Pairs that go from rank to rank; lists have one entry a rank.
+    """How many pairs go from rank to rank. The lists have one entry for each rank.
 
     Attributes:
-        received_counts: [n, E / n] those from each rank for each of the experts here.
+        received_counts: [n, E / n] pairs from each rank for each of this rank's experts.
+        sent: pairs from this rank to each rank.
+        received: pairs from each rank to this one.
     """
 
     received_counts: Tensor
@@ -164,10 +174,12 @@ class _Pairs(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of tokens that go from rank to rank.
+    """How many rows of tokens go from rank to rank. The lists have one entry for each rank.
 
     Attributes:
-        first_received: [n] the rows that come before those of each rank.
+        first_received: [n] where the rows from each rank begin among the received ones.
+        sent: rows from this rank to each rank.
+        received: rows from each rank to this one.
     """
 
     first_received: Tensor
@@ -175,9 +187,14 @@ class _Rows(NamedTuple):
     received: list[int]
 
 
-def _tell(wire: Wire, counts: Tensor, num_rows: Tensor) -> tuple[_Pairs, _Rows]:
-    """Tells each rank the pairs of each of its experts [n, E / n] and the rows [n] that will come to it."""
-    reply = wire.exchange(torch.cat((counts, num_rows[:, None]), 1))
+def _exchange_counts(ranks: Collectives, counts: Tensor, num_rows: Tensor) -> tuple[_Pairs, _Rows]:
+    """Tells each rank how many pairs of each of its experts and how many rows this rank will send to it.
+
+    Args:
+        counts: [n, E / n] the pairs of each rank's experts.
+        num_rows: [n] the rows for each rank.
+    """
+    reply = ranks.exchange(torch.cat((counts, num_rows[:, None]), 1))
     received_counts, received_rows = reply[:, :-1], reply[:, -1]
     totals = torch.stack((counts.sum(1), received_counts.sum(1), num_rows, received_rows))
     sent_pairs, received_pairs, sent_rows, rows = totals.tolist()
@@ -185,27 +202,31 @@ def _tell(wire: Wire, counts: Tensor, num_rows: Tensor) -> tuple[_Pairs, _Rows]:
     return _Pairs(received_counts, sent_pairs, received_pairs), _Rows(first_received, sent_rows, rows)
 
 
-def _send_pairs(wire: Wire, routing: Routing, positions: Tensor, pairs: _Pairs, first_rows: Tensor) -> Routing:
-    """Brings the pairs to the ranks of their experts, sorted there by expert and then by source.
+def _send_pairs(ranks: Collectives, routing: Routing, positions: Tensor, pairs: _Pairs, first_rows: Tensor) -> Routing:
+    """Sends the pairs to the ranks of their experts.
 
     Args:
-        positions: [R] the pair's row among those that its destination gets from here.
-        first_rows: [n] where the rows of each source begin here.
+        positions: [R] the index of each pair's row among the rows that this rank sends to the same destination.
+        first_rows: [n] where the rows from each rank begin on this rank.
+
+    Returns:
+        The pairs of this rank's experts, sorted by expert and then by the rank they came from.
     """
-    gates = wire.exchange_exactly(routing.gates[:, None], pairs.sent, pairs.received).squeeze(1)
-    rows = wire.exchange(positions.int(), pairs.sent, pairs.received)
+    # Gates and their gradients are few numbers, and rounding them would change the outputs' weights.
+    gates = ranks.exchange_exactly(routing.gates[:, None], pairs.sent, pairs.received).squeeze(1)
+    rows = ranks.exchange(positions.int(), pairs.sent, pairs.received)
     rows = rows + first_rows[_sources(pairs.received_counts.sum(1), len(gates))]
     order = _order_by_expert(pairs.received_counts, len(gates))
     return Routing(tokens=rows[order], gates=gates[order], counts=pairs.received_counts.sum(0))
 
 
 def _sources(counts: Tensor, total: int) -> Tensor:
-    """[n] numbers of consecutive items -> [total] which of the n each belongs to."""
+    """Returns [total] which of n groups each item belongs to; ``counts`` [n] has the groups' sizes."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
 
 
 def _order_by_expert(received_counts: Tensor, total: int) -> Tensor:
-    """Pairs came by source and then by expert; the order that makes it by expert and then by source."""
+    """Returns the order that sorts pairs by expert and then by source; they are sorted by source and then by expert."""
     size, num_local_experts = received_counts.shape
     experts = torch.arange(num_local_experts, device=received_counts.device).repeat(size)
     return experts.repeat_interleave(received_counts.reshape(-1), output_size=total).argsort(stable=True)

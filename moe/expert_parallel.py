@@ -1,4 +1,4 @@
-"""Expert parallelism: every rank of a group holds a share of the experts, and tokens travel to them and back."""
+"""Expert parallelism: each rank of a group holds a part of the experts, and the ranks exchange tokens."""
 
 import functools
 import math
@@ -7,32 +7,43 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed
 from torch import nn
 
+from moe.collectives import Collectives, SentBytes
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.exchange import AllToAllDispatcher, NodeDispatcher, PrototypeDispatcher
 from moe.layer import MoELayer
-from moe.wire import SentBytes, Wire
 
 
 class ExchangeStep(NamedTuple):
-    """One division of the ranks that still come into question for a token, into ``size`` parts."""
+    """One step of the way to an expert's rank: it divides the ranks that are left into ``size`` parts and selects one.
+
+    Attributes:
+        kind: what the parts differ in: their prototypes, their nodes, or in case of the last step their ranks.
+        size: the number of parts.
+    """
 
     kind: Literal["prototype", "node", "all_to_all"]
     size: int
 
 
 def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
-    """How tokens find their experts in a group of ``ep_size`` ranks; the product of the sizes is ``ep_size``.
+    """Decides how tokens are exchanged in a group of ``ep_size`` ranks.
 
-    Between nodes first and then inside of them if ``ranks_per_node`` divides the group. Of each of these levels,
-    ``exchange`` "prototype" divides what it can by prototypes and the rest, the ranks that share a prototype, by an
-    all-to-all. "auto" takes what moves fewer rows: by g parts of a level's n ranks a token of K pairs is g - 1 rows
-    and K (1 - g / n) inside of the parts; in an all-to-all it is K (1 - 1 / n), more by (g - 1) (K / n - 1). So levels
-    that prototypes fill are divided by them, where K >= n, and others where K > n. Between nodes a token crosses once
-    for all its pairs, so that prototypes which do not fill this level save nothing there.
+    There are two levels: between nodes first, and then inside them, if ``ranks_per_node`` divides the group. On each
+    level ``config.exchange`` "prototype" uses prototypes as far as they divide the ranks, and an all-to-all among ranks
+    that share a prototype.
+
+    "auto" chooses what moves fewer rows. Let K be the pairs of a token, n the ranks of a level, and g the parts that
+    prototypes divide it into. The prototypes' exchange then moves g - 1 rows for each token between the parts and
+    K (1 - g / n) inside them. The all-to-all moves K (1 - 1 / n), which is (g - 1) (K / n - 1) more. So prototypes are
+    used if g = n, where K >= n always holds, and otherwise if K > n. Between nodes a token is sent once for all its
+    pairs, so prototypes save nothing there unless g = n.
+
+    Returns:
+        The steps in order; the product of their sizes is ``ep_size``.
 
     Raises:
-        ValueError: when the numbers do not fit each other.
+        ValueError: the numbers do not fit each other.
     """
     if config.num_experts % ep_size:
         raise ValueError(f"ep_size {ep_size} does not divide num_experts {config.num_experts}")
@@ -60,37 +71,38 @@ def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
 
 
 def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool = False) -> None:
-    """Replaces every ``MoELayer`` inside ``model`` by one that holds ``num_experts / ep_size`` of its experts.
+    """Replaces every ``MoELayer`` of ``model`` by one that holds ``num_experts / ep_size`` of its experts.
 
-    Rank r of a group of ``ep_size`` neighbouring ranks keeps experts [r * num_experts / ep_size, ...). The layers
-    are instances of ``deepspeed.moe.layer.MoE``, by which DeepSpeed's engine knows that expert gradients are
-    averaged over the ranks that hold the same experts only. Names of parameters stay; the local ones carry
-    ``allreduce=False``, ``group_name``, ``first_expert`` and ``num_global_experts``. Works on the meta device.
-    ``ep_size=1`` leaves the model as it is. The tokens travel as ``exchange_steps`` says.
+    Rank r of a group of ``ep_size`` neighbouring ranks keeps the r-th part of the experts. The new layers are instances
+    of ``deepspeed.moe.layer.MoE``, so DeepSpeed's engine averages gradients of experts only over the ranks that hold
+    the same experts. Names of parameters do not change. The experts' parameters get the attributes ``allreduce=False``
+    and ``group_name``, in addition to ``first_expert`` and ``num_global_experts``. The model may be on the meta device.
+    ``ep_size=1`` changes nothing. ``exchange_steps`` decides how tokens are exchanged.
 
-    To be called on every rank, after ``deepspeed.init_distributed`` and before the optimizer is made, whose groups
-    come from ``deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer``. ZeRO stages 0, 1, 2;
-    stage 0 in float32 clips by the mean over ranks of a norm that knows the local experts only, 1 and 2 by the
-    norm of all gradients.
+    Call it on every rank, after ``deepspeed.init_distributed`` and before the optimizer is made. The optimizer's groups
+    come from ``deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer``. ZeRO stages 0, 1 and 2 work.
+    Stages 1 and 2 clip by the norm of all gradients. Stage 0 in float32 does not: it clips by the mean over the ranks
+    of a norm that includes only the rank's own experts.
 
-    DeepSpeed divides the gradients of local experts, too, by the number of all ranks. So they need no factor here:
-    with ``sum of the rank's losses * number of ranks / number of tokens on all ranks`` as each rank's loss, all
-    gradients are those of the mean over the whole batch.
+    DeepSpeed divides the gradients of experts, too, by the number of all ranks. So all gradients are those of the mean
+    over the whole batch if each rank's loss is
+
+        sum of its tokens' losses * number of ranks / number of tokens on all ranks
 
     Args:
-        equal_tokens: a promise that all ranks always call a layer with the same number of tokens, that it drops none,
-            and that none is padding. The exchange by prototypes then does not wait for the device.
+        equal_tokens: a promise that all ranks always call a layer with the same number of tokens, without padding, and
+            that no token is dropped. The prototypes' exchange then does not wait for the device.
 
     Raises:
-        ValueError: when ``ep_size`` does not divide the number of ranks or does not fit a layer, or when the model has
-            no such layer.
+        ValueError: ``ep_size`` does not divide the number of ranks or does not fit a layer, or the model has no
+            ``MoELayer``.
     """
     if ep_size == 1:
         return
     world_size = torch.distributed.get_world_size()
     if ep_size < 1 or world_size % ep_size:
         raise ValueError(f"ep_size is {ep_size}; expected a divisor of the number of ranks, {world_size}")
-    replacements: dict[nn.Module, nn.Module] = {}  # a layer that is used at several places stays one layer
+    replacements: dict[nn.Module, nn.Module] = {}  # a layer that is used in several places remains one layer
     groups: dict[tuple[ExchangeStep, ...], list[torch.distributed.ProcessGroup]] = {}
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
@@ -109,17 +121,17 @@ def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool 
 
 @functools.cache
 def _expert_parallel_layer_class() -> Any:
-    """The class is made on first use, since its base comes with all of DeepSpeed."""
+    """Returns the class of expert-parallel layers; it is made at first use, because importing its base is slow."""
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
     class ExpertParallelMoELayer(MoELayer, MoE):
         def __init__(self, layer: MoELayer, ep_size: int) -> None:
-            """Takes over the parts of ``layer``, whose experts are cut to this rank's share."""
+            """Takes over the parts of ``layer``, and reduces its experts to those of this rank."""
             nn.Module.__init__(self)
             self.__dict__.update(vars(layer))
             num_experts = layer.config.num_experts
-            # The names by which DeepSpeed's engine asks.
+            # DeepSpeed's engine reads these attributes.
             self.ep_size = ep_size
             self.num_experts = num_experts
             self.num_local_experts = num_experts // ep_size
@@ -130,7 +142,7 @@ def _expert_parallel_layer_class() -> Any:
             self.experts.keep_local(first_expert, self.num_local_experts, self.expert_group_name)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """Joins the groups, which the engine asks for a second time."""
+            """Makes the process groups of experts unless they exist; DeepSpeed's engine calls this again."""
             if self.expert_group_name not in groups._get_expert_parallel_group_dict():
                 groups._create_expert_and_data_parallel(
                     self.ep_size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
@@ -140,13 +152,17 @@ def _expert_parallel_layer_class() -> Any:
 
 
 def _make_groups(steps: tuple[ExchangeStep, ...], ep_size: int) -> list[torch.distributed.ProcessGroup]:
-    """For every step the ranks that differ in its part alone; parts are digits of a rank's number, largest first."""
+    """Makes for every step the group of the ranks that differ from this one only in that step's part.
+
+    The parts of the steps are the digits of a rank's number within its expert-parallel group, the first step's part
+    being the most significant digit.
+    """
     groups = []
     stride = ep_size
     for step in steps:
         stride //= step.size
         for first in range(torch.distributed.get_world_size()):
-            if first // stride % step.size == 0:  # all ranks make all groups, in the same order
+            if first // stride % step.size == 0:  # torch.distributed wants all ranks to make all groups in one order
                 ranks = list(range(first, first + step.size * stride, stride))
                 group = torch.distributed.new_group(ranks)
                 if torch.distributed.get_rank() in ranks:
@@ -160,17 +176,18 @@ def _make_dispatcher(
     config: MoEConfig,
     equal_tokens: bool,
 ) -> Dispatcher:
+    """Nests the steps' dispatchers, the last step's innermost; ``groups`` has one group for each step."""
     dispatcher: Dispatcher = LocalDispatcher()
     sent_bytes = SentBytes()
     parts = math.prod(step.size for step in steps if step.kind == "prototype")
     for step, group in reversed(list(zip(steps, groups, strict=True))):
-        wire = Wire(group, config.payload, config.ranks_per_node, sent_bytes)
+        ranks = Collectives(group, config.payload, config.ranks_per_node, sent_bytes)
         if step.kind == "all_to_all":
-            dispatcher = AllToAllDispatcher(wire)
+            dispatcher = AllToAllDispatcher(ranks)
         elif step.kind == "node":
-            dispatcher = NodeDispatcher(wire, dispatcher)
+            dispatcher = NodeDispatcher(ranks, dispatcher)
         else:
             parts //= step.size
             pairs_per_token = config.experts_per_token // parts
-            dispatcher = PrototypeDispatcher(wire, dispatcher, pairs_per_token, equal_tokens)
+            dispatcher = PrototypeDispatcher(ranks, dispatcher, pairs_per_token, equal_tokens)
     return dispatcher

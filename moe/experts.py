@@ -1,4 +1,4 @@
-"""The experts' feed-forward networks as stacked weights."""
+"""The experts' feed-forward networks, with stacked weights."""
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ class Experts(nn.Module):
     ``w_in`` is [E, F, D] and ``w_out`` [E, D, F]; for swiglu ``w_in`` is [E, 2 F, D], first the rows of the gate, then
     those of the value. ``b_in`` [E, F or 2 F] and ``b_out`` [E, D] exist with ``config.bias``.
 
-    Every parameter carries the attributes ``first_expert``, the number of its first expert in the whole layer,
-    and ``num_global_experts``, the layer's number of experts: values that belong to an expert (initialisation,
-    checkpoints) are found by them whichever rank holds it.
+    Every parameter has the attributes ``first_expert``, the number of its first expert in the whole layer, and
+    ``num_global_experts``, the layer's number of experts. Code that initialises or saves experts finds an expert by
+    them on whichever rank it is.
     """
 
     b_in: nn.Parameter | None
@@ -38,38 +38,39 @@ class Experts(nn.Module):
         self.b_out = nn.Parameter(torch.empty(num_experts, hidden_size)) if config.bias else None
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
-        """Cuts the weights to a range of experts, which DeepSpeed averages inside ``group_name`` alone."""
+        """Drops all experts but a range, whose gradients DeepSpeed averages only inside ``group_name``."""
         self.parameter_attributes |= {
             "first_expert": first_expert,
             "allreduce": False,
             "group_name": group_name,
         }
         for name, parameter in list(self.named_parameters()):
+            # A clone, because a view would keep all experts in memory.
             local = parameter.detach().narrow(0, first_expert, num_local_experts).clone()
             setattr(self, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
     def draw_dropout(self, num_rows: int, device: torch.device) -> Tensor | None:
-        """Which values of the rows' hidden layer stay, bool [R, F]; None where all do."""
+        """Draws the mask of hidden units that dropout keeps, bool [R, F]; None if it keeps all."""
         dropout = self.config.expert_dropout if self.training else 0.0
         return torch.rand(num_rows, self.w_out.shape[2], device=device) >= dropout if dropout else None
 
     def forward(
         self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None, row_values: Tensor | None = None
     ) -> Tensor:
-        """Applies expert e to its rows.
+        """Applies each expert to its rows.
 
         Args:
-            rows: [R, D] sorted by expert; with ``pairs`` the tokens [T, D] that they are copies of.
-            counts: [E] int64 rows of each expert, some may be 0; sums to R.
-            pairs: whose rows they are.
-            row_values: what ``draw_dropout`` drew for them, where it was called before; absent: it is called here.
+            rows: [R, D] sorted by expert; with ``pairs`` the tokens [T, D] that the rows are copies of.
+            counts: [E] int64, the number of rows of each expert; some may be 0, and the sum is R.
+            pairs: the token and the gate of each row.
+            row_values: the rows' dropout mask, if ``draw_dropout`` was called before; None: it is called here.
 
         Returns:
-            [R, D]; with ``pairs`` the sum of each token's rows, weighted by their gates, [T, D]. In autocast's data
-            type where autocast is on.
+            [R, D]; with ``pairs`` the sum of each token's rows weighted by their gates, [T, D]. The type is autocast's
+            if autocast is on.
 
         Raises:
-            ValueError: when the rows' type is not the weights'.
+            ValueError: the type of the rows differs from that of the weights.
         """
         weights: list[Tensor | None] = [self.w_in, self.w_out, self.b_in, self.b_out]
         dtype = autocast_dtype(rows)
@@ -83,6 +84,7 @@ class Experts(nn.Module):
         if mask is None:
             mask = self.draw_dropout(len(rows) if pairs is None else len(pairs.source), rows.device)
         dropout = 0.0 if mask is None else self.config.expert_dropout
+        # Without a backward pass the operator must not keep its inner values.
         inputs = (rows, *weights, None if pairs is None else pairs.gates)
         keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
         return apply_experts(
@@ -97,9 +99,11 @@ class Experts(nn.Module):
             keep,
         )
 
-    # Parameters come anew on assignment (also when weights are loaded), on moves off the meta device and on copying.
+    # Assignments, loading of weights, moves off the meta device and copies all make new parameter objects, which lack
+    # the attributes. The methods below set them again.
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers a parameter and sets its attributes."""
         super().register_parameter(name, param)
         self._mark_parameters()
 
@@ -119,7 +123,8 @@ class Experts(nn.Module):
 
 
 def check_dtype(rows: Tensor, weight: Tensor) -> None:
-    """
+    """Checks that rows have the type of the weights.
+
     Raises:
         ValueError: the types differ.
     """
@@ -131,9 +136,9 @@ class SharedExperts(nn.Module):
     """S experts that compute every token, as one network of width S * F: DeepSeekMoE (arXiv 2401.06066), equation 9.
 
     With ``config.shared_expert_gate`` the output is multiplied by sigmoid(w_gate x), one number for each token, as in
-    transformers' Qwen2-MoE. Initial weights near 0 make it start near 1/2.
+    transformers' Qwen2-MoE. Initial weights near 0 make this factor about 1/2.
 
-    Parameters as in ``Experts``, without the first dimension; ``w_gate`` [1, D] with the gate.
+    The parameters are those of ``Experts`` without the first dimension, and ``w_gate`` [1, D] with the gate.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
@@ -148,9 +153,9 @@ class SharedExperts(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(1, hidden_size)) if config.shared_expert_gate else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        if tokens.dtype != torch.float64:  # which autocast leaves alone
-            tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one copy for both maps
+        """Computes the output [..., D] of tokens [..., D]."""
+        if tokens.dtype != torch.float64:  # autocast leaves float64 unchanged
+            tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one converted copy for both linear maps
         hidden = nn.functional.linear(tokens, self.w_in, self.b_in)
         if self.config.activation == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)

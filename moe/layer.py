@@ -13,10 +13,11 @@ from moe.routing import Router, RoutingStats, route
 
 
 class MoEOutput(NamedTuple):
-    """
+    """What a layer returns.
+
     Attributes:
-        hidden_states: [..., D_out], zero at padding; D_out is D, but for ``MoELinear``.
-        aux_loss: [] sum of the balancing losses times their weights; to be added to the model's loss.
+        hidden_states: [..., D], zero at padding.
+        aux_loss: [] the sum of the weighted auxiliary losses, to be added to the model's loss.
         stats: see ``RoutingStats``.
     """
 
@@ -26,10 +27,10 @@ class MoEOutput(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer that computes each token by K of its E experts: M6-T (arXiv 2105.15082), section 3.
+    """A feed-forward layer in which K of E experts compute each token: M6-T (arXiv 2105.15082), section 3.
 
-    It keeps nothing between calls, so a recomputation under activation checkpointing changes nothing.
-    Parameters: those of ``router``, ``experts`` and, with ``config.num_shared_experts``, ``shared``.
+    The layer stores nothing between calls, so activation checkpointing may repeat a call without an effect.
+    Its parameters are those of ``router``, ``experts`` and, with ``config.num_shared_experts``, ``shared``.
 
     Args:
         hidden_size: D.
@@ -48,11 +49,12 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, deviation: float = 0.02, num_layers: int | None = None) -> None:
-        """Draws all matrices from a normal distribution, every expert its own; biases are 0.
+        """Draws all matrices from a normal distribution, each expert's by themselves, and sets the biases to 0.
 
         Args:
-            num_layers: of the whole model; makes the matrices that write to the residual stream smaller by
-                sqrt(2 * num_layers), the number of its writers (GPT-2, section 2.3).
+            deviation: the standard deviation.
+            num_layers: the number of layers of the model. The matrices that write to the residual stream are divided by
+                sqrt(2 * num_layers), the root of the number of such matrices (GPT-2, section 2.3). None: they are not.
         """
         scale = 1 if num_layers is None else 1 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():
@@ -62,20 +64,22 @@ class MoELayer(nn.Module):
                 parameter.normal_(std=deviation * (scale if name.endswith("w_out") else 1))
 
     def forward(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
-        """
+        """Routes the tokens and computes them.
+
         Args:
             hidden_states: [..., D].
-            token_mask: bool [...], False at padding, which is neither routed nor counted; None: no padding.
-                Finding the padding waits for the device once.
+            token_mask: bool [...], False at padding, which is neither routed nor counted; None: there is no padding.
+                A mask makes the host wait for the device once.
 
         Raises:
-            ValueError: for a shape, type or device that does not fit the layer.
+            ValueError: a shape, type or device does not fit the layer.
         """
         self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if token_mask is None:
             output, aux_loss, stats = self._forward(tokens)
         else:
+            # Padding must not take part in the capacity or in the losses, so it is removed before routing.
             real = token_mask.reshape(-1).nonzero().squeeze(-1)
             output, aux_loss, stats = self._forward(tokens.index_select(0, real))
             output = output.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)
@@ -84,8 +88,8 @@ class MoELayer(nn.Module):
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
         routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)
         shared = self.shared
-        beside = None if shared is None else lambda: shared(tokens).to(tokens.dtype)
-        return self.dispatcher(tokens, routing, self.experts, beside), aux_loss, stats
+        overlap = None if shared is None else lambda: shared(tokens).to(tokens.dtype)
+        return self.dispatcher(tokens, routing, self.experts, overlap), aux_loss, stats
 
     def _check(self, hidden_states: Tensor, token_mask: Tensor | None) -> None:
         weight = self.router.weight

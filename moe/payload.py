@@ -1,4 +1,4 @@
-"""The form in which rows travel between ranks."""
+"""Number formats of rows that are sent between ranks."""
 
 from typing import Literal, Protocol
 
@@ -11,54 +11,64 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Rows in one tensor with as many rows, so that one collective carries them and they split by rows."""
-
-    def encode(self, rows: Tensor) -> Tensor: ...
-
-    def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor: ...
-
-
-class Same:
-    """As they are."""
+    """Encodes rows as one tensor with as many rows, so that one collective carries it and can split it by rows."""
 
     def encode(self, rows: Tensor) -> Tensor:
+        """Encodes [R, D] as [R, ...], contiguous."""
+
+    def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decodes what ``encode`` returned into [R, D] of type ``dtype``."""
+
+
+class Identity:
+    """Sends rows in their own type."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See ``Codec``."""
         return rows.contiguous()
 
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """See ``Codec``."""
         return buffer
 
 
 class BFloat16:
-    """Rounded to bfloat16, by at most 2^-8 of each number; float16 rows stay what they are."""
+    """Rounds to bfloat16, with a relative error of at most 2^-8; float16 rows are not changed."""
 
     def encode(self, rows: Tensor) -> Tensor:
+        """See ``Codec``."""
         return (rows if rows.element_size() == 2 else rows.bfloat16()).contiguous()
 
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """See ``Codec``."""
         return buffer.to(dtype)
 
 
 class Float8:
-    """e4m3 numbers and one float32 scale a row, [R, D + 4] bytes; off by at most 2^-4 of a number, or 2^-18 of the
-    row's largest where that is more."""
+    """Rounds to float8 e4m3 with one float32 scale for each row: [R, D + 4] bytes.
+
+    The error of a number is at most 2^-4 of it, or 2^-18 of the row's largest number if that is more.
+    """
 
     def encode(self, rows: Tensor) -> Tensor:
+        """See ``Codec``."""
         rows = rows.float()
         scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST_FLOAT8
         numbers = (rows / scale).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
         return torch.cat((numbers.view(torch.uint8), scale.flatten().view(torch.uint8).view(-1, _SCALE_BYTES)), 1)
 
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """See ``Codec``."""
         numbers = buffer[:, :-_SCALE_BYTES].contiguous().view(torch.float8_e4m3fn)
         scale = buffer[:, -_SCALE_BYTES:].flatten().view(torch.float32)[:, None]
         return (numbers.float() * scale).to(dtype)
 
 
-SAME = Same()
-# To the experts, and back from them, where outputs or gradients are yet to be summed: DeepSeek-V3 (arXiv 2412.19437),
-# section 3.3.3, keeps the second kind in bfloat16.
+IDENTITY = Identity()
+# The codecs towards the experts and back. What comes back is still to be summed, so "float8" uses bfloat16 for it, as
+# DeepSeek-V3 (arXiv 2412.19437), section 3.3.3, does.
 CODECS: dict[Payload, tuple[Codec, Codec]] = {
-    "same": (SAME, SAME),
+    "same": (IDENTITY, IDENTITY),
     "bfloat16": (BFloat16(), BFloat16()),
     "float8": (Float8(), BFloat16()),
 }

@@ -1,4 +1,4 @@
-"""Autocast, asked about devices that do not know it (the meta device) too."""
+"""Queries of autocast that also work on devices without autocast, such as the meta device."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Operators inside compute in their operands' types, on this tensor's kind of device."""
+    """Returns a context in which autocast is off for this tensor's kind of device."""
     device_type = tensor.device.type
     available = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The type that autocast wants on this tensor's kind of device; None where it is off."""
+    """Returns autocast's data type for this tensor's kind of device; None if autocast is off."""
     device_type = tensor.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

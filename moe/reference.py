@@ -1,4 +1,4 @@
-"""The layer as a loop over tokens: slow, obvious, and what the layer is compared with."""
+"""The layer as a loop over tokens: slow and obvious, for comparison with the layer."""
 
 import math
 from fractions import Fraction
@@ -11,7 +11,16 @@ from moe.config import MoEConfig
 
 
 class ReferenceOutput(NamedTuple):
-    """hidden_states [T, D], aux_loss [], per expert the numbers of the tokens it computed, the rest per prototype."""
+    """What the layer returns, and what its statistics are computed from.
+
+    Attributes:
+        hidden_states: [T, D].
+        aux_loss: [].
+        tokens_of_expert: for each expert the indices of the tokens that it computed.
+        chosen_counts: for each expert how often it was chosen.
+        dropped: for each prototype the number of dropped pairs.
+        router_entropy: for each prototype the mean entropy.
+    """
 
     hidden_states: Tensor
     aux_loss: Tensor
@@ -28,12 +37,12 @@ def reference_moe(
     config: MoEConfig,
     training: bool = True,
 ) -> ReferenceOutput:
-    """Computes ``MoELayer`` token by token, differentiable by autograd; without what is random.
+    """Computes what ``MoELayer`` does, without jitter and dropout, token by token; autograd can differentiate it.
 
     Args:
-        hidden_states: [T, D], best in float64.
-        token_mask: bool [T].
-        parameters: by their names in ``MoELayer``, the buffer ``router.balance_bias`` included.
+        hidden_states: [T, D], preferably in float64.
+        token_mask: bool [T], False at padding.
+        parameters: the parameters and the buffer ``router.balance_bias`` by their names in ``MoELayer``.
     """
     prototypes, size = config.num_prototypes, config.num_experts // config.num_prototypes
     real = [t for t in range(len(hidden_states)) if token_mask[t]]
@@ -62,30 +71,24 @@ def reference_moe(
         counted = prototypes * config.top_k if config.capacity_rule == "k" else 1
         capacity = max(config.min_capacity, math.ceil(Fraction(str(factor)) * counted * len(real) / config.num_experts))
 
-    # Gates of all choices: (token, expert) -> gate, in the order in which they ask for places.
+    # Gates of all choices: (token, expert) -> gate, in the order in which they fill the experts' capacity.
     gates: dict[tuple[int, int], Tensor] = {}
-    if config.routing == "expert_choice":
-        for expert in range(config.num_experts):
-            column = {t: scores[t, expert // size][expert % size] for t in real}
-            for t in sorted(real, key=lambda t, column=column: -column[t].item())[: int(capacity)]:  # type: ignore[misc]
-                gates[t, expert] = column[t]
-    else:
-        bias = parameters.get("router.balance_bias", hidden_states.new_zeros(config.num_experts))
-        ranked = {}
-        for t in real:
-            for z in range(prototypes):
-                biased = (scores[t, z] + bias[z * size : (z + 1) * size]).tolist()
-                ranked[t, z] = sorted(range(size), key=lambda i, b=biased: -b[i])[: config.top_k]  # type: ignore[misc]
-        for rank in range(config.top_k):
-            for z in range(prototypes):
-                for t in real:
-                    choice = ranked[t, z][rank]
-                    gates[t, z * size + choice] = scores[t, z][choice]
-        if config.normalize_gates:
-            sums = {t: torch.stack([gate for (token, _), gate in gates.items() if token == t]).sum() for t in real}
-            gates = {(t, expert): gate / sums[t] for (t, expert), gate in gates.items()}
-        if config.drop_order == "probability":
-            gates = dict(sorted(gates.items(), key=lambda item: -item[1].item()))
+    bias = parameters.get("router.balance_bias", hidden_states.new_zeros(config.num_experts))
+    ranked = {}
+    for t in real:
+        for z in range(prototypes):
+            biased = (scores[t, z] + bias[z * size : (z + 1) * size]).tolist()
+            ranked[t, z] = sorted(range(size), key=lambda i, b=biased: -b[i])[: config.top_k]  # type: ignore[misc]
+    for rank in range(config.top_k):
+        for z in range(prototypes):
+            for t in real:
+                choice = ranked[t, z][rank]
+                gates[t, z * size + choice] = scores[t, z][choice]
+    if config.normalize_gates:
+        sums = {t: torch.stack([gate for (token, _), gate in gates.items() if token == t]).sum() for t in real}
+        gates = {(t, expert): gate / sums[t] for (t, expert), gate in gates.items()}
+    if config.drop_order == "probability":
+        gates = dict(sorted(gates.items(), key=lambda item: -item[1].item()))
 
     tokens_of_expert: list[list[int]] = [[] for _ in range(config.num_experts)]
     chosen_counts = [0] * config.num_experts
@@ -111,7 +114,7 @@ def reference_moe(
                 output = output / (1 + torch.exp(-(own["w_gate"][0] @ hidden_states[t])))
             outputs[t] = outputs[t] + output
 
-    # Balancing losses: M * sum_i f_i P_i and the squared log-partition, over real tokens.
+    # The auxiliary losses, over tokens that are no padding: M * sum_i f_i P_i, and the squared logsumexp.
     balance = z_loss = hidden_states.new_zeros(())
     for z in range(prototypes):
         chosen = max(sum(chosen_counts[z * size : (z + 1) * size]), 1)

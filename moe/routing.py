@@ -1,25 +1,25 @@
-"""Which experts compute which tokens, and what the choice costs."""
+"""The router: which experts compute which tokens, the gates, the capacity, and the statistics of the choice."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe.balance import load_balancing_loss, z_loss
 from moe.config import MoEConfig
+from moe.losses import load_balancing_loss, z_loss
 from moe.precision import without_autocast
 
 
 class RoutingStats(NamedTuple):
-    """What happened to this rank's tokens, on their device and outside of autograd; all float32.
+    """How this rank's tokens were routed. All tensors are float32, on the tokens' device, and have no gradients.
 
     Attributes:
-        expert_counts: [E] tokens computed by each of the layer's experts.
-        dropped: [Z] (token, expert) pairs that found their expert full, in each prototype.
-        num_tokens: [] tokens that are no padding.
-        router_entropy: [Z] nats, mean over tokens; not finite when a logit is not.
-        chosen_counts: [E] tokens that chose each expert, the dropped ones included.
+        expert_counts: [E] how many tokens each of the layer's experts computed.
+        dropped: [Z] how many (token, expert) pairs of each prototype were dropped because the expert was full.
+        num_tokens: [] the number of tokens without padding.
+        router_entropy: [Z] mean over tokens of the entropy of the probabilities, in nats; NaN if a logit is not finite.
+        chosen_counts: [E] how many tokens chose each expert, including those that were dropped.
     """
 
     expert_counts: Tensor
@@ -33,11 +33,11 @@ class Routing(NamedTuple):
     """The R (token, expert) pairs to compute, sorted by expert.
 
     Attributes:
-        tokens: [R] int64, index of the pair's token.
-        gates: [R] float, factor of the expert's output.
-        counts: [E] int64, pairs of each expert.
-        by_token: [R] int64, the pairs sorted by token, and offsets: [T] int64, where each token's begin in it, where
-            these are known without another sort.
+        tokens: [R] int64, the index of each pair's token.
+        gates: [R] float, the factor of each expert output.
+        counts: [E] int64, the number of pairs of each expert.
+        by_token: the pairs sorted by token [R] int64, and where each token's pairs begin in that order [T] int64; None
+            if they are not known without another sort.
     """
 
     tokens: Tensor
@@ -49,11 +49,11 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """A linear map to one logit per expert, computed in at least float32 whatever the model's precision.
 
-    bfloat16 logits tie and flip choices; Switch Transformer (arXiv 2101.03961), section 2.4. In training the inputs
-    may be multiplied by uniform noise in [1 - jitter, 1 + jitter], as there.
+    In bfloat16, logits become equal and choices change: Switch Transformer (arXiv 2101.03961), section 2.4. As in that
+    paper, the inputs are multiplied by uniform noise in [1 - jitter, 1 + jitter] in training.
 
-    Parameter ``weight`` [E, D]; buffer ``balance_bias`` [E] when ``config.balance_bias_rate`` is positive, float32
-    under every conversion of the model, since its steps are smaller than the spacing of 16-bit numbers.
+    The parameter is ``weight`` [E, D]. If ``config.balance_bias_rate`` is positive there is a buffer ``balance_bias``
+    [E]. It stays float32 when the model is converted, because its steps are smaller than the spacing of 16-bit numbers.
     """
 
     balance_bias: Tensor | None
@@ -66,7 +66,7 @@ class Router(nn.Module):
         self.register_buffer("balance_bias", bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[T, D] -> logits [T, Z, M]."""
+        """Computes the logits [T, Z, M] of tokens [T, D]."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         noise, jitter = None, self.config.router_jitter if self.training else 0.0
         if jitter:
@@ -76,6 +76,7 @@ class Router(nn.Module):
         return logits.unflatten(-1, (self.config.num_prototypes, self.config.experts_per_prototype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        # nn.Module converts buffers with the parameters. Keep the one from before, in float32, on the new device.
         bias = self.balance_bias
         super()._apply(fn, recurse)
         if bias is not None and self.balance_bias is not None and self.balance_bias.dtype != bias.dtype:
@@ -84,17 +85,21 @@ class Router(nn.Module):
 
 
 class WideLinear(torch.autograd.Function):
-    """(noise * x) W^T in a type as wide as those of x and W or wider. For the backward pass they are kept as they are,
-    where autograd by itself keeps the wide copies; the numbers are the same."""
+    """Computes (noise * x) W^T in a type that is wider than those of x and W.
+
+    It keeps x and W in their own types for the backward pass. Autograd would keep the wide copies, with the same
+    results.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, noise: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """tokens [T, D], weight [E, D], noise [T, D] of type ``dtype`` -> [T, E] of that type."""
+        """Returns [T, E] of type ``dtype`` from tokens [T, D], weight [E, D] and noise [T, D] of type ``dtype``."""
         ctx.save_for_backward(tokens, weight, noise)
         return nn.functional.linear(_noisy(tokens.to(dtype), noise), weight.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of tokens and weight."""
         tokens, weight, noise = ctx.saved_tensors
         grad, d_tokens, d_weight = grads[0], None, None
         with without_autocast(grad):
@@ -112,25 +117,23 @@ def _noisy(rows: Tensor, noise: Tensor | None) -> Tensor:
 def route(
     logits: Tensor, config: MoEConfig, training: bool, balance_bias: Tensor | None = None
 ) -> tuple[Routing, Tensor, RoutingStats]:
-    """Chooses experts for every token inside each prototype; every step in its own function below.
+    """Chooses experts for every token in each prototype. Each step is one of the functions below.
 
     Args:
-        logits: [T, Z, M] of the tokens that are no padding; T may be 0.
+        logits: [T, Z, M] of the tokens without padding; T may be 0.
         balance_bias: [E], see ``choose``.
 
     Returns:
-        The pairs to compute, the weighted sum of the balancing losses [], and the statistics.
+        The pairs to compute, the sum of the weighted auxiliary losses [], and the statistics.
     """
     num_tokens, num_prototypes, _ = logits.shape
     scores = gating_scores(logits, config)
+    # The losses need probabilities that sum to 1 in each prototype, which only "softmax" scores do.
     distribution = scores
     if config.gating != "softmax":
         distribution = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-    if config.routing == "expert_choice":
-        routing, chosen_counts = choose_tokens(scores, config, training)
-    else:
-        gates, experts = choose(scores, config, balance_bias)
-        routing, chosen_counts = sort_by_expert(gates, experts, config, training)
+    gates, experts = choose(scores, config, balance_bias)
+    routing, chosen_counts = sort_by_expert(gates, experts, config, training)
 
     aux_loss = logits.new_zeros(())
     if config.aux_loss_weight:
@@ -140,7 +143,8 @@ def route(
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
 
     with torch.no_grad():
-        # A logit of infinity has no entropy either: NaN marks it in the statistics.
+        # 0 * logit is NaN for a logit that is NaN or infinite: so the statistics show it, and nothing waits for the
+        # device here.
         entropy = torch.special.entr(distribution).sum((0, 2)) / max(num_tokens, 1) + 0 * logits.sum((0, 2))
         stats = RoutingStats(
             expert_counts=routing.counts.float(),
@@ -152,29 +156,12 @@ def route(
     return routing, aux_loss, stats
 
 
-def check_finite(stats: Mapping[str, RoutingStats]) -> None:
-    """Checks the logits of layers by name, where their statistics are read; waits for the device once.
-
-    The forward pass does not look, since that would wait for the device in every layer: a logit that is not finite
-    makes the layer's entropy NaN, and stays visible in sums of it.
-
-    Raises:
-        ValueError: naming the layers whose routers met NaN or infinite logits.
-    """
-    if not stats:
-        return
-    finite = torch.stack([layer.router_entropy.sum() for layer in stats.values()]).isfinite().tolist()
-    broken = [name for name, good in zip(stats, finite, strict=True) if not good]
-    if broken:
-        raise ValueError(f"router logits are not finite in {', '.join(broken)}")
-
-
 def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
-    """[T, Z, M] logits -> scores, whose chosen ones are the gates.
+    """Computes the scores [T, Z, M] from logits [T, Z, M]; the gates are the scores of the chosen experts.
 
-    "softmax": p^z_i = exp(l^z_i) / sum_j exp(l^z_j) inside prototype z, M6-T (arXiv 2105.15082), section 3.
-    "global_softmax": the sum is over all experts of all prototypes.
-    "sigmoid": 1 / (1 + exp(-l)), DeepSeek-V3 (arXiv 2412.19437), equation 15.
+    "softmax" is exp(l^z_i) / sum_j exp(l^z_j) in each prototype z: M6-T (arXiv 2105.15082), section 3.
+    "global_softmax" sums over the experts of all prototypes.
+    "sigmoid" is 1 / (1 + exp(-l)): DeepSeek-V3 (arXiv 2412.19437), equation 15.
     """
     if config.gating == "sigmoid":
         return logits.sigmoid()
@@ -184,21 +171,22 @@ def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
 
 
 def choose(scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each prototype for every token.
+    """Chooses the ``top_k`` experts of each prototype for every token.
 
-    A ``balance_bias`` b is added to the scores for the choice alone, the gates are the scores without it: auxiliary
-    loss free balancing (arXiv 2408.15664), equation 3. ``normalize_gates`` divides the gates by their sum over the
-    token's K choices (GShard, arXiv 2006.16668, algorithm 1; DeepSeek-V3, equation 13).
+    The bias is added to the scores for the choice only; the gates are the scores without it: auxiliary loss free
+    balancing (arXiv 2408.15664), equation 3. ``normalize_gates`` divides the gates by their sum over the token's K
+    choices (GShard, arXiv 2006.16668, algorithm 1; DeepSeek-V3, equation 13).
 
     Args:
         scores: [T, Z, M].
+        balance_bias: [E] or None.
 
     Returns:
-        gates and numbers of the experts in the whole layer, [T, Z, top_k] each, best first.
+        The gates and the experts' numbers in the whole layer, [T, Z, top_k] each, in descending order of the score.
     """
     with torch.no_grad():
         biased = scores if balance_bias is None else scores + balance_bias.view(scores.shape[1:])
-        # max, because topk sorts where one pass will do.
+        # max takes one pass, topk sorts.
         choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
     gates = scores.gather(-1, choices)
     if config.normalize_gates:
@@ -210,19 +198,21 @@ def choose(scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tu
 def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:
     """Sorts the choices by expert, and drops those beyond an expert's capacity.
 
-    By position, first choices of a prototype go before second choices and earlier tokens before later ones, as in
-    GShard (arXiv 2006.16668), algorithm 1. By probability, larger gates go first: V-MoE (arXiv 2106.05974), section 4.
+    The drop order "position" keeps first choices before second ones and earlier tokens before later ones, as in GShard
+    (arXiv 2006.16668), algorithm 1. "probability" keeps larger gates first: V-MoE (arXiv 2106.05974), section 4.
 
     Args:
         gates, experts: [T, Z, top_k].
 
     Returns:
-        The pairs, and how often each expert was chosen before any pair was dropped, [E].
+        The pairs, and how often each expert was chosen before any pair was dropped [E].
     """
     num_tokens = len(gates)
     choices = gates.shape[1:].numel()
     capacity = config.capacity(num_tokens, training)
     if capacity is None:
+        # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. That
+        # saves a second sort, and gives sums by token a fixed order.
         sorted_experts, order = experts.reshape(-1).sort(stable=True)
         ends = _ends(sorted_experts, config.num_experts)
         counts = ends.diff(prepend=ends.new_zeros(1))
@@ -232,7 +222,7 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
         tokens = order // choices
         return Routing(tokens, gates.reshape(-1).index_select(0, order), counts, (places, offsets)), counts
 
-    # Choice-major: a stable sort by expert then yields each expert's pairs in their order of precedence.
+    # Choices vary slowest here, so a stable sort by expert leaves each expert's pairs in their order of precedence.
     experts, gates = experts.permute(2, 1, 0).reshape(-1), gates.permute(2, 1, 0).reshape(-1)
     precedence = torch.arange(len(gates), device=gates.device)
     if config.drop_order == "probability":
@@ -245,30 +235,16 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     return Routing(order % max(num_tokens, 1), gates[order], chosen_counts.clamp(max=capacity)), chosen_counts
 
 
-def choose_tokens(scores: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:
-    """Each expert takes the C tokens with its largest scores: expert choice (arXiv 2202.09368), section 3.2.
-
-    C is the capacity, at most T. A token may be taken by any number of experts, of none too. Since a token's
-    experts depend on the scores of all others, it does not suit causal models.
+def pairs_by_token(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Computes ``Routing.by_token`` by a sort, for pairs in any order.
 
     Args:
-        scores: [T, Z, M].
+        tokens: [R] the index of each pair's token.
     """
-    num_tokens = len(scores)
-    capacity = config.capacity(num_tokens, training)
-    assert capacity is not None  # MoEConfig has seen to it
-    capacity = min(capacity, num_tokens)
-    gates, tokens = scores.flatten(1).t().topk(capacity, dim=-1)
-    counts = torch.full((config.num_experts,), capacity, device=scores.device)
-    return Routing(tokens.reshape(-1), gates.reshape(-1), counts), counts
-
-
-def pairs_by_token(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """``Routing.by_token`` for pairs in any order."""
     sorted_tokens, order = tokens.sort(stable=True)
     return order, torch.searchsorted(sorted_tokens, torch.arange(num_tokens, device=tokens.device))
 
 
 def _ends(sorted_experts: Tensor, num_experts: int) -> Tensor:
-    """Where each expert's choices end, [E]."""
+    """Returns where each expert's choices end in the sorted ones, [E]."""
     return torch.searchsorted(sorted_experts, torch.arange(num_experts, device=sorted_experts.device), right=True)

@@ -1,22 +1,24 @@
 """Expert parameters, gradients and optimizer state in host memory, streamed through a device under a byte budget."""
 
-from offload.activations import ActivationOffload
-from offload.chunk_size import search_chunk_bytes
-from offload.chunks import Stack, lay_out
-from offload.cuda import CudaDevice
-from offload.device import Device, Rates
-from offload.dry import DryRuntime
-from offload.experts import StreamedExperts
-from offload.host_memory import available_bytes
-from offload.meter import StorageMeter
-from offload.plan import Plan, Wishes, solve
-from offload.runtime import OffloadRuntime
-from offload.simulated import SimulatedDevice
-from offload.sizes import sizes_of, staging_bytes
-from offload.timeline import predict_times
-from offload.trace import Trace
-from offload.update import OptimizerSettings
-from offload.worker import WorkerFailure
+from offload.devices.cuda import CudaDevice
+from offload.devices.device import Device, Rates
+from offload.devices.meter import StorageMeter
+from offload.devices.simulated import SimulatedDevice
+from offload.memory.chunks import Stack
+from offload.memory.host_memory import available_bytes
+from offload.memory.layout import lay_out
+from offload.optimizer.settings import OptimizerSettings
+from offload.plan.chunk_size import search_chunk_bytes
+from offload.plan.placement import PlacementConstraints, PlacementPlan
+from offload.plan.sizes import sizes_of, staging_bytes
+from offload.plan.solver import solve
+from offload.plan.timeline import predict_times
+from offload.plan.trace import Trace
+from offload.runtime.activations import ActivationOffload
+from offload.runtime.dry_run import DryRuntime
+from offload.runtime.experts import StreamedExperts
+from offload.runtime.runtime import OffloadRuntime
+from offload.runtime.workers import WorkerFailure
 
 __all__ = [
     "ActivationOffload",
@@ -25,14 +27,14 @@ __all__ = [
     "DryRuntime",
     "OffloadRuntime",
     "OptimizerSettings",
-    "Plan",
+    "PlacementConstraints",
+    "PlacementPlan",
     "Rates",
     "SimulatedDevice",
     "Stack",
     "StorageMeter",
     "StreamedExperts",
     "Trace",
-    "Wishes",
     "WorkerFailure",
     "available_bytes",
     "lay_out",

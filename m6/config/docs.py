@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from m6.config.deepspeed import OPTIMIZERS, PASSED_ON, REFUSED
 from m6.config.image_tokenizer import ImageTokenizerTraining
 from m6.config.sections import M6Settings
+from m6.formatting import markdown_table
 from m6.model.configuration import M6Config
 from moe.config import MoEConfig
 
@@ -139,11 +140,9 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_type(kind, field) for kind in arguments)
     if origin is Annotated:
-        return _type(arguments[0])
+        return _type(arguments[0], FieldInfo.from_annotation(annotation))
     if origin is Literal:
         return ", ".join(_json(value) for value in arguments)
-    if origin is Annotated:
-        return _type(arguments[0], FieldInfo.from_annotation(annotation))
     if origin is list:
         return f"array of {_type(arguments[0])}" + ("s" if _model_of(arguments[0]) is not None else "")
     if origin is tuple:
@@ -195,8 +194,8 @@ def _plain(text: str) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return markdown_table(header, escaped, "l" * len(header)) + "\n"
 
 
 if __name__ == "__main__":

@@ -35,8 +35,6 @@ def check_offload(
             "only experts are offloaded, but the model is dense; add m6.moe, leave m6.offload out, or use "
             '"policy": "deepspeed"'
         )
-    elif model.moe_attention:
-        reason = "the experts on attention of m6.model.moe_attention cannot be offloaded; leave one of the two out"
     elif deepspeed.zero_stage == 3:
         reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
     elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):

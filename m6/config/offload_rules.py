@@ -23,7 +23,7 @@ class ActivationPlaces:
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Layers whose experts are not left to the plan; see ``offload.Wishes``."""
+    """Layers whose experts are not left to the plan; see ``offload.PlacementConstraints``."""
 
     owned: frozenset[int]
     streamed: frozenset[int]

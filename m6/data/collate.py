@@ -44,6 +44,8 @@ class MicroBatch:
     num_tokens: int
     """tokens that are not padding"""
     num_samples: int
+    num_token_pairs: int
+    """the sum of the squared lengths of the samples, to which attention is proportional"""
     bad_rows: list[str] = field(default_factory=list)
     """``source:id: reason`` of each row that could not be used"""
 
@@ -157,5 +159,6 @@ class Collator:
             num_target_tokens=sum(len(example.target_ids) + 1 for example in examples),
             num_tokens=sum(lengths),
             num_samples=len(examples),
+            num_token_pairs=sum(length**2 for length in lengths),
             bad_rows=list(bad_rows),
         )

@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from m6.data.corruption import hide, mask_spans, shuffle_sentences
 from m6.errors import UserError, nearest
 from m6.tokenizers.text import M6Tokenizer
+from m6.validation import Section
 
 # A shorter text leaves nothing to learn from: a mask and a few tokens around it.
 MIN_TEXT_TOKENS = 8
@@ -36,11 +37,7 @@ MAX_ANSWER_TOKENS = 16
 MATCH, NO_MATCH = "是", "不是"
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ObjectiveSettings(_Settings):
+class ObjectiveSettings(Section):
     """What every objective has."""
 
     weight: float = Field(
@@ -89,7 +86,7 @@ class TextToImageSettings(TaskSettings):
     )
 
 
-class ObjectivesSettings(_Settings):
+class ObjectivesSettings(Section):
     """The objectives and their shares."""
 
     text_denoising: TextDenoisingSettings = Field(

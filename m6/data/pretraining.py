@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch.utils.data import DataLoader, Dataset
 
 from m6.data.codes import Codes, CodesManifest, load_codes_manifest
@@ -32,6 +32,7 @@ from m6.data.weights import pair_weights, source_weights
 from m6.errors import UserError
 from m6.tokenizers.processor import decode_picture
 from m6.tokenizers.text import load_text_tokenizer
+from m6.validation import Section
 
 if TYPE_CHECKING:
     import datasets
@@ -42,10 +43,8 @@ MAX_ATTEMPTS = 100
 MIN_SAMPLES_FOR_SHARE = 1000
 
 
-class DataSettings(BaseModel):
+class DataSettings(Section):
     """What a run reads, and how it is cut into rows."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: Path = Field(description='data folder, made by "m6 data build"')
     tokenizer: Path = Field(description='tokenizer folder, made by "m6 data tokenizer"')

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from m6.data.pictures import PictureSet, to_unit_range
+from m6.formatting import markdown_table
 from m6.tokenizers.image.base import ImageTokenizer
 
 MEASURED_AT_ONCE = 64
@@ -72,10 +73,9 @@ class Measures:
 
     def table(self) -> str:
         """The measures of the sources in Markdown."""
-        lines = ["| held-out pictures | number | PSNR (dB) | SSIM |", "| --- | ---: | ---: | ---: |"]
-        rows = {**self.sources, "all": SourceMeasures(self.pictures, self.psnr_db, self.ssim)}
-        lines += [f"| {name} | {row.pictures:,} | {row.psnr_db:.2f} | {row.ssim:.3f} |" for name, row in rows.items()]
-        return "\n".join(lines)
+        measures = {**self.sources, "all": SourceMeasures(self.pictures, self.psnr_db, self.ssim)}
+        rows = [[name, f"{row.pictures:,}", f"{row.psnr_db:.2f}", f"{row.ssim:.3f}"] for name, row in measures.items()]
+        return markdown_table(["held-out pictures", "number", "PSNR (dB)", "SSIM"], rows)
 
 
 @torch.no_grad()

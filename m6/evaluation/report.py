@@ -20,7 +20,7 @@ from m6.data.pretraining import PretrainingData
 from m6.evaluation.baselines import ORDERS, Baselines, run_baselines
 from m6.evaluation.samples import write_samples
 from m6.files import write_text
-from m6.formatting import table
+from m6.formatting import format_bytes, markdown_table
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import default_device
@@ -65,7 +65,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
         f"{config.deepspeed.micro_batch_size} samples for each objective.",
         _loss_table(untrained, trained, baselines, reader.state["step"]),
         "## Speed and size",
-        table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
+        markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
     samples = write_samples(model, run_processor(config, reader), data.manifest, data.sources, out.parent / "samples")
     if samples:
@@ -143,7 +143,7 @@ def _loss_table(
         ]
         for objective, (loss, targets) in trained.items()
     ]
-    return table(["objective", "targets", "untrained", f"step {step}", *ORDERS], rows)
+    return markdown_table(["objective", "targets", "untrained", f"step {step}", *ORDERS], rows)
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
@@ -163,10 +163,11 @@ def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
         ["tokens per second, median", spread("tokens_per_second", ",.0f")],
         ["samples per second, median", spread("samples_per_second", ",.1f")],
         ["step time in s, median", spread("step_time_s", ".3f")],
-        ["model FLOPs utilisation, median", f"{np.median([entry['mfu'] for entry in entries]):.1%}"],
+        ["model GFLOP/s, median", f"{np.median([e['model_flops_per_second'] for e in entries]) / 1e9:,.1f}"],
+        *_utilisation(entries),
         ["waiting for data", share("data_wait_s")],
         ["stalled by checkpoints", share("checkpoint_stall_s")],
-        ["memory of rank 0, highest", _bytes(max(entry["memory_bytes"] for entry in entries))],
+        ["memory of rank 0, highest", format_bytes(max(entry["memory_bytes"] for entry in entries))],
         ["skipped steps", str(sum(entry["skipped_steps"] for entry in entries))],
         ["rows that could not be used", str(sum(entry["bad_rows"] for entry in entries))],
     ]
@@ -175,7 +176,7 @@ def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
 def _sizes(config: RunConfig, reader: CheckpointReader) -> list[list[str]]:
     counts = num_parameters(config.model)
     return [
-        ["checkpoint", _bytes(sum(file["bytes"] for file in reader.files.values()))],
+        ["checkpoint", format_bytes(sum(file["bytes"] for file in reader.files.values()))],
         ["parameters", f"{counts['total']:,}"],
         ["parameters active for one token", f"{counts['active_per_token']:,}"],
     ]
@@ -185,13 +186,11 @@ def _loss(nats: float) -> str:
     return f"{nats:.3f} ({math.exp(nats):,.1f})"
 
 
+def _utilisation(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """Only where the peak of the device is known."""
+    shares = [entry["mfu"] for entry in entries if entry["mfu"] is not None]
+    return [["model FLOPs utilisation, median", f"{np.median(shares):.1%}"]] if shares else []
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"

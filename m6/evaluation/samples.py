@@ -13,6 +13,7 @@ from m6.data.manifest import Manifest
 from m6.data.mixture import permuted
 from m6.data.reader import open_split
 from m6.files import atomic_path
+from m6.formatting import markdown_table
 from m6.generation.captioning import caption, continue_text
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
@@ -56,15 +57,14 @@ def _captions(
     lines = [
         f"**{source}**: {exact} of {len(rows)} test pictures are described with exactly the reference's words.",
         "",
-        "| picture | generated | reference |",
-        "|---|---|---|",
     ]
+    shown = []
     for index in range(min(SHOWN, len(rows))):
         file = folder / f"{source}_{index}.png"
         with atomic_path(file) as temporary:
             pictures[index].save(temporary, format="PNG")
-        lines.append(f"| {file} | {_cell(texts[index])} | {_cell(rows[index]['text'])} |")
-    return "\n".join(lines)
+        shown.append([str(file), _cell(texts[index]), _cell(rows[index]["text"])])
+    return "\n".join([*lines, markdown_table(["picture", "generated", "reference"], shown, "lll")])
 
 
 def _continuations(model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str) -> str:

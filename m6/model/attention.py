@@ -1,7 +1,5 @@
 """Self-attention and the prefix-LM mask that makes one stack both encoder and decoder."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +7,6 @@ from transformers.cache_utils import Cache
 
 from m6.model.configuration import M6Config
 from m6.tokenizers.special_tokens import TARGET
-from moe import MoELinear, RoutingStats
 
 
 def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int | Tensor = 0) -> Tensor:
@@ -39,67 +36,26 @@ def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int 
     return (visible | (key_index == query_index.unsqueeze(-1))).unsqueeze(1)
 
 
-class _Attention(nn.Module):
-    """What is between the projections."""
+class Attention(nn.Module):
+    """Multi-head self-attention with one projection for queries, keys and values."""
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.dropout = config.attention_dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def attend(self, qkv: Tensor, mask: Tensor, past_key_values: Cache | None, layer_index: int) -> Tensor:
-        """Maps queries, keys and values [B, S, 3D] to attended values [B, S, D], the heads side by side.
+    def forward(self, hidden_states: Tensor, mask: Tensor, past_key_values: Cache | None, layer_index: int) -> Tensor:
+        """Maps [B, S, D] to [B, S, D].
 
         ``mask`` is bool [B, 1, S, K]. The layer's place in the cache is an argument, since layers may share one
         module (Pseudo-to-Real).
         """
-        query, key, value = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
         )
-        return attended.transpose(1, 2).flatten(2)
-
-
-class Attention(_Attention):
-    """Multi-head self-attention with one projection for queries, keys and values."""
-
-    def __init__(self, config: M6Config) -> None:
-        super().__init__(config)
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden_states: Tensor, mask: Tensor, past_key_values: Cache | None, layer_index: int) -> Tensor:
-        """Maps [B, S, D] to [B, S, D]; see ``attend``."""
-        return self.output(self.attend(self.qkv(hidden_states), mask, past_key_values, layer_index))
-
-
-class MoEAttentionOutput(NamedTuple):
-    """Hidden states [B, S, D]; the sum of the routed projections' balancing losses []; each one's statistics."""
-
-    hidden_states: Tensor
-    aux_loss: Tensor
-    stats: tuple[RoutingStats, RoutingStats]
-
-
-class MoEAttention(_Attention):
-    """Attention with experts on its projections; one router for queries, keys and values, one for the output.
-
-    An experiment of M6-T (arXiv 2105.15082), which found it worse than experts in the feed-forward alone. Where an
-    expert is full, what it would have added to a query, key or value is missing. Without a capacity a token's keys
-    and values are the same in any batch, so that generation with a cache is generation without.
-    """
-
-    def __init__(self, config: M6Config) -> None:
-        super().__init__(config)
-        self.qkv = MoELinear(config.hidden_size, 3 * config.hidden_size, config.moe_config())
-        self.output = MoELinear(config.hidden_size, config.hidden_size, config.moe_config())
-
-    def forward(
-        self, hidden_states: Tensor, mask: Tensor, token_mask: Tensor, past_key_values: Cache | None, layer_index: int
-    ) -> MoEAttentionOutput:
-        """Maps [B, S, D] to [B, S, D]; ``token_mask`` is bool [B, S], False at padding; see ``attend``."""
-        qkv = self.qkv(hidden_states, token_mask)
-        output = self.output(self.attend(qkv.hidden_states, mask, past_key_values, layer_index), token_mask)
-        return MoEAttentionOutput(output.hidden_states, qkv.aux_loss + output.aux_loss, (qkv.stats, output.stats))
+        return self.output(attended.transpose(1, 2).flatten(2))

@@ -65,8 +65,6 @@ class M6Config(PreTrainedConfig):
         layer_norm_eps: epsilon of every LayerNorm.
         moe: keyword arguments of :class:`moe.MoEConfig`, or None for a dense model.
         moe_layer_frequency: k makes the layers k-1, 2k-1, ... sparse.
-        moe_attention: in the sparse layers, experts on the attention projections too; an experiment of M6-T, which
-            found it worse.
 
     Raises:
         UserError: for an unknown key, or values that are out of range or do not fit each other.
@@ -94,7 +92,6 @@ class M6Config(PreTrainedConfig):
     layer_norm_eps: float = 1e-5
     moe: dict[str, Any] | None = None
     moe_layer_frequency: int = 1
-    moe_attention: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         valid = {field.name for field in fields(self)}
@@ -123,8 +120,6 @@ class M6Config(PreTrainedConfig):
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
                 raise UserError(f"{name} must be a positive number, found {value!r}")
-        if type(self.moe_attention) is not bool:
-            raise UserError(f"moe_attention must be true or false, found {self.moe_attention!r}")
         encoders = get_args(PatchEncoderName)
         if self.patch_encoder not in encoders:
             raise UserError(
@@ -138,8 +133,6 @@ class M6Config(PreTrainedConfig):
             )
         if self.image_size % self.patch_size:
             raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
-        if self.moe_attention and self.moe is None:
-            raise UserError("moe_attention is true, but the model is dense: moe is missing")
         if self.moe is not None:
             if self.moe_layer_frequency > self.num_layers:
                 raise UserError(
@@ -165,15 +158,9 @@ class M6Config(PreTrainedConfig):
         if "num_experts" not in self.moe:
             raise UserError("moe.num_experts: missing")
         try:
-            config = MoEConfig(**self.moe)
+            return MoEConfig(**self.moe)
         except ValueError as error:  # it begins with the name of the field
             raise UserError(f"moe.{error}") from None
-        if config.routing != "token_choice":
-            raise UserError(
-                f'moe.routing is "{config.routing}", in which a token\'s experts depend on later tokens: targets would '
-                'leak. Use "token_choice"'
-            )
-        return config
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of layer ``layer`` (counted from 0) is a mixture of experts."""

@@ -33,7 +33,6 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
 
     inner = config.ffn_hidden_size
     ffn = 2 * width * inner + inner + width
-    moe_attentions = len(sparse) if config.moe_attention else 0
     projections = 4 * width * width
     expert = shared = experts = chosen = 0
     if config.moe is not None:
@@ -52,12 +51,12 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
     counts = {
         "embeddings": (config.vocab_size + positions + NUM_SEGMENTS) * width,
         "patch_encoder": sum(parameter.numel() for parameter in patch_encoder.parameters()),
-        "attention": (copies("attention", layers) - moe_attentions) * (projections + 4 * width),
+        "attention": copies("attention", layers) * (projections + 4 * width),
         "ffn": copies("ffn", dense) * ffn,
-        "experts": copies("experts", sparse) * (experts * expert + shared) + moe_attentions * experts * projections,
-        "router": (copies("router", sparse) + 2 * moe_attentions) * experts * width,
+        "experts": copies("experts", sparse) * (experts * expert + shared),
+        "router": copies("router", sparse) * experts * width,
         "norms": (2 * copies("norms", layers) + 1) * 2 * width,
     }
     total = sum(counts.values())
-    idle = (experts - chosen) * (copies("experts", sparse) * expert + moe_attentions * projections)
+    idle = (experts - chosen) * copies("experts", sparse) * expert
     return {**counts, "total": total, "active_per_token": total - idle}

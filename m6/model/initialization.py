@@ -77,7 +77,7 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
 
 def _deviation(name: str, config: M6Config) -> float:
     deviation = config.initializer_range
-    scaled = ("attention.output.weight", "attention.output.experts.weight", "ffn.output.weight", "experts.w_out")
+    scaled = ("attention.output.weight", "ffn.output.weight", "experts.w_out")
     if name.endswith((*scaled, "shared.w_out")):
         return deviation / math.sqrt(2 * config.num_layers)
     if name.endswith("patch_encoder.projection.weight") and config.patch_encoder == "linear":

@@ -11,17 +11,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from m6.errors import UserError
-from m6.model.attention import Attention, MoEAttention, prefix_lm_mask
+from m6.model.attention import Attention, prefix_lm_mask
 from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 from m6.model.outputs import M6ModelOutput, M6Output
-from m6.tokenizers.special_tokens import TARGET
+from m6.tokenizers.special_tokens import IGNORED_LABEL, TARGET
 from moe import MoELayer, RoutingStats
-
-IGNORED_LABEL = -100
 
 
 class DenseFFN(nn.Module):
@@ -37,7 +35,7 @@ class DenseFFN(nn.Module):
 
 
 class BlockOutput(NamedTuple):
-    """Hidden states [B, S, D]; a sparse block's balance loss, else None; the statistics of each of its routers."""
+    """Hidden states [B, S, D]; a sparse block's balance loss, else None; its router's statistics, if any."""
 
     hidden_states: Tensor
     aux_loss: Tensor | None = None
@@ -51,8 +49,7 @@ class M6Block(GradientCheckpointingLayer):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         sparse = config.is_moe_layer(layer_index)
-        self.attention: Attention | MoEAttention
-        self.attention = MoEAttention(config) if sparse and config.moe_attention else Attention(config)
+        self.attention = Attention(config)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.ffn: DenseFFN | MoELayer
         if sparse:
@@ -71,20 +68,12 @@ class M6Block(GradientCheckpointingLayer):
     ) -> BlockOutput:
         """``mask`` is bool [B, 1, S, K] for attention, ``token_mask`` bool [B, S], False at padding."""
         normed = self.attention_norm(hidden_states)
-        attended = None
-        if isinstance(self.attention, MoEAttention):
-            attended = self.attention(normed, mask, token_mask, past_key_values, layer_index)
-            hidden_states = hidden_states + self.dropout(attended.hidden_states)
-        else:
-            hidden_states = hidden_states + self.dropout(self.attention(normed, mask, past_key_values, layer_index))
+        hidden_states = hidden_states + self.dropout(self.attention(normed, mask, past_key_values, layer_index))
         normed = self.ffn_norm(hidden_states)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
         output, aux_loss, stats = self.ffn(normed, token_mask)
-        hidden_states = hidden_states + self.dropout(output)
-        if attended is None:
-            return BlockOutput(hidden_states, aux_loss, (stats,))
-        return BlockOutput(hidden_states, attended.aux_loss + aux_loss, (*attended.stats, stats))
+        return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
 
 
 class M6PreTrainedModel(PreTrainedModel):

@@ -16,8 +16,7 @@ class M6ModelOutput(ModelOutput):
     Attributes:
         last_hidden_state: [B, S, hidden_size], after the final norm.
         aux_loss: scalar fp32, weighted balance losses summed over the sparse layers; 0 without any.
-        router_stats: one per router, in the order of the forward pass: one per sparse layer, or three with
-            ``moe_attention``.
+        router_stats: one per sparse layer, in the order of the forward pass.
         past_key_values: the cache, when one is in use.
     """
 

@@ -83,8 +83,6 @@ class Sharing:
                 f"num_groups {self.num_groups} is not below the {self.num_layers} layers of the model: "
                 "nothing would be shared"
             )
-        if config.moe_attention:
-            raise UserError("moe_attention is an experiment that layers cannot share; leave out pseudo_to_real")
         sparse = [config.is_moe_layer(layer) for layer in range(self.num_layers)]
         present = {"attention", "norms"} | {part for part in PARTS if any(s == (part != "ffn") for s in sparse)}
         if not present & set(self.parts):

@@ -152,19 +152,16 @@ class Activations:
             # On the CPU dropout keeps factors in the type of its input, not bits.
             output = self.precision.residual if sparse else self.precision.compute
             dropout = self.vectors * (self.precision.compute + output)
-        return 2 * self.norm() + self.attention(sparse) + (self.experts() if sparse else self.dense_ffn()) + dropout
+        return 2 * self.norm() + self.attention() + (self.experts() if sparse else self.dense_ffn()) + dropout
 
     def norm(self) -> int:
         """The input, and for each token its mean and deviation."""
         return (self.vectors + 2 * self.tokens) * self.precision.residual
 
-    def attention(self, sparse: bool) -> int:
+    def attention(self) -> int:
         compute, heads, width = self.precision.compute, self.model.num_attention_heads, self.model.hidden_size
         kept = self.vectors * compute  # the result
-        if sparse and self.model.moe_attention:
-            kept += self.projections(3 * width) + self.projections(width)
-        else:
-            kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
+        kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
         scores = self.tokens * self.batch.sequence_length
         if self.model.attention_dropout:
             # Only the kernel that writes the scores out has dropout, and it works in fp32: queries, keys, values;
@@ -196,13 +193,6 @@ class Activations:
             networks += copied_tokens + real * elements * precision.compute
             networks += precision.weight_copies(width * (shared * (inner_inputs + inner) + gate))
         return self.router() + dispatch + networks + self.combined(width)
-
-    def projections(self, output_size: int) -> int:
-        """Routed linear maps: inputs, outputs, and the gated outputs in fp32; each row's choice, token and gate."""
-        width, rows, compute = self.model.hidden_size, self.rows(), self.precision.compute
-        networks = rows * ((width + output_size) * compute + output_size * FP32)
-        networks += self.precision.weight_copies(self.local_experts() * width * output_size)
-        return self.router() + rows * (2 * _INT64 + FP32) + networks + self.combined(output_size)
 
     def rows(self) -> int:
         """(token, expert) pairs that are computed; padding takes part neither in routing nor in the experts."""

@@ -13,7 +13,7 @@ from m6.training.offloading.report import MEMORY_RECORD
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TIDE, _CHUNKS, _ACTUAL, _BUDGET = "#56B4E9", "#E69F00", "#000000", "#D55E00"
+_NONMODEL, _CHUNKS, _ACTUAL, _BUDGET = "#56B4E9", "#E69F00", "#000000", "#D55E00"
 _MIB = 2**20
 
 
@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _draw(axes: Axes, record: dict[str, Any]) -> None:
     planned, actual = record["planned"], record["actual"]
     try:
-        tide = [moment["nonmodel_bytes"] / _MIB for moment in planned]
+        nonmodel = [moment["nonmodel_bytes"] / _MIB for moment in planned]
         chunks = [moment["chunk_bytes"] / _MIB for moment in planned]
         totals = [moment["total_bytes"] / _MIB for moment in actual]
         others = [moment["nonmodel_bytes"] / _MIB for moment in actual]
@@ -70,13 +70,15 @@ def _draw(axes: Axes, record: dict[str, Any]) -> None:
     except (KeyError, TypeError):
         raise UserError(f"{MEMORY_RECORD.name}: corrupt: a moment has no bytes") from None
     labels = ["planned: all but experts", "planned: experts owned, kept, in use"]
-    axes.stackplot(range(len(planned)), tide, chunks, labels=labels, colors=[_TIDE, _CHUNKS], alpha=0.5, step="mid")
+    axes.stackplot(
+        range(len(planned)), nonmodel, chunks, labels=labels, colors=[_NONMODEL, _CHUNKS], alpha=0.5, step="mid"
+    )
     axes.step(range(len(totals)), totals, where="mid", color=_ACTUAL, label="actual peak, copies in flight included")
     axes.step(
         range(len(others)), others, where="mid", color=_ACTUAL, linestyle="dotted", label="actual: all but experts"
     )
     budget = record["budget_bytes"] / _MIB
-    highest = max([*totals, *(low + high for low, high in zip(tide, chunks, strict=True))])
+    highest = max([*totals, *(low + high for low, high in zip(nonmodel, chunks, strict=True))])
     if budget < 3 * highest:  # a budget that is never near would press everything else to the ground
         axes.axhline(budget, color=_BUDGET, label=f"budget {budget:,.0f}")
     if True in backward:

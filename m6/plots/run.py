@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
-_COLOURS = dict(
-    zip(OBJECTIVES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999"), strict=True)
-)
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
+# Each objective has a panel of its own, so a colour may come again.
+_COLOURS = dict(zip(OBJECTIVES, itertools.cycle(_PALETTE), strict=False))
 _GREY = "#5a5a5a"
 _BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
 STYLE: dict[Any, Any] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from m6.config.run import RunConfig, check_world_size
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
+from m6.formatting import markdown_table
 from m6.model.outputs import M6Output
 from m6.planning.cluster import Nodes
 from m6.planning.fake_world import FakeWorld, fake_process_group, fake_tensors
@@ -141,29 +142,30 @@ class _MeasuredEngine(Engine):
 def report(result: DryRun, world_size: int, rank: int, nodes: Nodes | None = None) -> str:
     """Tables: parts against the formulas, the ledger, the collectives by tier where the nodes are known."""
     per_node = world_size if nodes is None else nodes.devices_per_node
-    lines = [
-        f"Rank {rank} of {world_size}: one step in {result.seconds:.0f} s without a number being multiplied.",
-        "",
-        "| bytes of the rank | executed | formula | difference |",
-        "| --- | ---: | ---: | ---: |",
+    parts = [
+        [name.replace("_", " "), f"{held:,}", f"{result.predicted[name]:,}", _percent(result.predicted[name], held)]
+        for name, held in result.held.items()
     ]
-    for name, held in result.held.items():
-        predicted = result.predicted[name]
-        lines.append(f"| {name.replace('_', ' ')} | {held:,} | {predicted:,} | {_percent(predicted, held)} |")
     found, rows = result.exchange
-    lines.append(f"| rows to experts and back, a step | {found:,} | {rows:,} | {_percent(rows, found)} |")
-    lines += ["", "| at the peak of forward and backward, made by | bytes |", "| --- | ---: |"]
+    parts.append(["rows to experts and back, a step", f"{found:,}", f"{rows:,}", _percent(rows, found)])
     largest = sorted(result.ledger.items(), key=lambda item: -item[1])
-    lines += [f"| {name or 'the engine and the loss'} | {held:,} |" for name, held in largest if held > 0][:12]
-    lines += [
-        "",
-        "| collective | ranks | inside a node | calls | bytes of this rank |",
-        "| --- | ---: | --- | ---: | ---: |",
-    ]
+    ledger = [[name or "the engine and the loss", f"{held:,}"] for name, held in largest if held > 0]
+    collectives = []
     for (name, ranks), (calls, num_bytes) in sorted(result.collectives.items(), key=lambda item: -item[1][1]):
         inside = "yes" if len({member // per_node for member in ranks}) == 1 else "no"
-        lines.append(f"| {name} | {len(ranks)} | {inside} | {calls} | {num_bytes:,} |")
-    return "\n".join(lines)
+        collectives.append([name, str(len(ranks)), inside, str(calls), f"{num_bytes:,}"])
+    columns = ["collective", "ranks", "inside a node", "calls", "bytes of this rank"]
+    return "\n".join(
+        [
+            f"Rank {rank} of {world_size}: one step in {result.seconds:.0f} s without a number being multiplied.",
+            "",
+            markdown_table(["bytes of the rank", "executed", "formula", "difference"], parts),
+            "",
+            markdown_table(["at the peak of forward and backward, made by", "bytes"], ledger[:12]),
+            "",
+            markdown_table(columns, collectives, "lrlrr"),
+        ]
+    )
 
 
 def _percent(predicted: int, held: int) -> str:

@@ -35,4 +35,5 @@ def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroB
         num_target_tokens=rows * (length - 1),
         num_tokens=rows * length,
         num_samples=rows,
+        num_token_pairs=rows * length**2,
     )

@@ -39,6 +39,7 @@ class StepOutcome:
         loss: weighted mean cross entropy over the targets of the global batch, in nats.
         aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
         skipped: the gradients were not finite, so the weights did not change.
+        token_pairs: the sum of the squared lengths of the samples.
         nonfinite_routers: names of the layers whose routers met logits that are not finite; known for skipped steps.
     """
 
@@ -52,6 +53,8 @@ class StepOutcome:
     tokens: int
     samples: int
     bad_rows: int
+    pictures: int
+    token_pairs: int
     time_s: float
 
 
@@ -81,7 +84,7 @@ class TrainStep:
                 that came during the step counts; the outcome holds the requests of all ranks.
         """
         begin = time.perf_counter()
-        target_weight, tokens, samples, bad_rows = self._count(micro_batches)
+        target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
         learning_rate = self._learning_rate(step)
         sums = StepSums(self.runtime.device)
 
@@ -105,12 +108,21 @@ class TrainStep:
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),
+            pictures=int(pictures),
+            token_pairs=int(token_pairs),
             time_s=time.perf_counter() - begin,
         )
 
     def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
         counts = [
-            (float(batch.loss_weights.sum()), batch.num_tokens, batch.num_samples, len(batch.bad_rows))
+            (
+                float(batch.loss_weights.sum()),
+                batch.num_tokens,
+                batch.num_samples,
+                len(batch.bad_rows),
+                len(batch.pixel_values),
+                batch.num_token_pairs,
+            )
             for batch in micro_batches
         ]
         totals = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device).sum(0)

@@ -1,1 +1,1 @@
-"""Products of sorted rows with each expert's own matrix, and the operator that is made of them."""
+"""Products of sorted rows with each expert's matrix, and the experts' operator that uses them."""

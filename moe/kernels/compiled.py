@@ -1,34 +1,32 @@
-"""The experts' products by a C++ kernel of our own, for float32 on processors with AVX-512; compiled at first use.
+"""The experts' matrix products by our own C++ kernel, for float32 on processors with AVX-512.
 
 About a tenth faster than ``grouped_mm``, which calls a BLAS expert by expert
 (scripts/benchmarks/results/moe_layer_speed.md).
 """
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
 import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from native import load_library
+
 SOURCE = Path(__file__).with_name("expert_products.cpp")
-# OpenMP: PyTorch's wheels for Linux bring GCC's library, so that the threads are the same.
+# -fopenmp: PyTorch's wheels for Linux contain GCC's OpenMP library, so the kernel uses the same threads as PyTorch.
 FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared")
 
 
 class CompiledProducts:
-    """The products of ``moe.kernels.products.Products`` for float32 on this CPU.
+    """The ``Products`` of ``moe.kernels.products`` by the C++ kernel, for float32 on this CPU.
 
-    Of the other rows, a row's result depends on nothing but whether its expert has more than 32.
+    The result for a row does not depend on the other rows, except on whether its expert has more than 32 rows.
+
+    Args:
+        counts: [E] int64, the number of rows of each expert.
+        kernel: what ``load_kernel`` returned.
     """
 
     def __init__(self, counts: Tensor, kernel: ctypes.CDLL) -> None:
@@ -36,12 +34,15 @@ class CompiledProducts:
         self._kernel = kernel
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Computes rows_e @ weight_e^T; see ``Products``."""
         return self._multiply_rows(rows, weight.contiguous().mT)
 
     def input_grad(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Computes rows_e @ weight_e; see ``Products``."""
         return self._multiply_rows(rows, weight.contiguous())
 
     def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        """Computes left_e^T @ right_e; see ``Products``."""
         self._check(left, right)
         left, right = left.contiguous(), right.contiguous()
         output = left.new_empty(len(self.ends), left.shape[1], right.shape[1])
@@ -51,6 +52,7 @@ class CompiledProducts:
         return output
 
     def bias_grad(self, rows: Tensor) -> Tensor:
+        """Computes the sum of each expert's rows; see ``Products``."""
         return self.weight_grad(rows.new_ones(len(rows), 1), rows).squeeze(1)
 
     def _multiply_rows(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -68,7 +70,11 @@ class CompiledProducts:
         return output
 
     def _check(self, rows: Tensor, other: Tensor) -> None:
-        """What PyTorch's own operators would check, since the kernel sees addresses alone."""
+        """Checks what PyTorch's operators would check; the kernel gets only addresses.
+
+        Raises:
+            ValueError: a type, a device or a number of rows is wrong.
+        """
         for tensor in (rows, other):
             if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
                 raise ValueError(f"expected float32 on a CPU, got {tensor.dtype} on {tensor.device}")
@@ -77,22 +83,23 @@ class CompiledProducts:
 
 
 def _pointers(*tensors: Tensor) -> list[int]:
+    """Returns the addresses of the tensors' data."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
-    """None on processors without AVX-512, where it was not measured, and, with a warning, where it cannot be built."""
+    """Builds or finds the kernel and loads it.
+
+    Returns:
+        None on processors without AVX-512, where the kernel was not measured; None, after a warning, where it cannot be
+        built.
+    """
+    # The kernel itself needs AVX-512, so it must not be loaded elsewhere.
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
-    try:
-        kernel = ctypes.CDLL(str(_build()))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: a user without a home
-        reason = getattr(error, "stderr", None) or str(error)
-        warnings.warn(
-            f"experts on this processor take a tenth longer, since their kernel could not be built: {reason.strip()}",
-            stacklevel=2,
-        )
+    kernel = load_library(SOURCE, FLAGS, ("g++",), "experts on this processor take a tenth longer")
+    if kernel is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kernel.multiply_rows.argtypes = [pointer] * 4 + [number] * 5 + [ctypes.c_int]
@@ -100,26 +107,3 @@ def load_kernel() -> ctypes.CDLL | None:
     kernel.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     kernel.sum_outer_products.restype = None
     return kernel
-
-
-def _build() -> Path:
-    """Linked under its name when it is whole: ranks may build side by side, none waits for a lock that a killed one
-    left, and none loses the file that it has mapped already."""
-    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or "")
-    if not compiler:
-        raise FileNotFoundError("there is no g++, and CXX names no other compiler")
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    identity = "\n".join((SOURCE.read_text(encoding="utf-8"), *compiler, *FLAGS, version))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
-    library = folder / f"{SOURCE.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            made = Path(temporary) / library.name
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, capture_output=True, text=True, check=True)
-            with made.open("rb") as file:
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(made, library)
-    return library

@@ -1,8 +1,9 @@
-// The experts' matrix products on CPUs, float32: blocks that fit the caches, as in Goto and van de Geijn,
-// "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 34(3), 2008). Called by compiled.py.
+// The experts' matrix products in float32 on CPUs, in blocks that fit the caches, as in Goto and van de Geijn,
+// "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 34(3), 2008). compiled.py calls it.
 //
-// An element is summed over k in one of two orders: few_rows up to FEW_ROWS rows of the expert, product above. Within
-// each, neither the rows beside it nor the number of threads nor what other experts do changes a bit of it.
+// An element is summed over k in one of two orders: that of few_rows for experts with up to FEW_ROWS rows, and that of
+// product for others. Within each order, no bit of an element depends on other rows, on other experts, or on the number
+// of threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,14 +12,14 @@
 
 namespace {
 
-constexpr int WIDTH = 16;  // of AVX-512's registers
+constexpr int WIDTH = 16;  // floats in an AVX-512 register
 constexpr int TILE_ROWS = 14, TILE_COLUMNS = 2 * WIDTH;  // 28 sums and two vectors of b: 30 of 32 registers
-constexpr int64_t DEPTH = 384;             // of the sums between two visits of c
-constexpr int64_t PANEL_FLOATS = 1 << 17;  // of b: half of a level 2 cache
+constexpr int64_t DEPTH = 384;             // terms that are summed before c is read and written again
+constexpr int64_t PANEL_FLOATS = 1 << 17;  // of a packed panel of b: half of a level 2 cache
 constexpr int64_t STRIPE = 8 * TILE_ROWS;  // rows of a that are packed together
-constexpr int64_t LARGEST_PIECE = 512, SMALLEST_PIECE = 64;  // sides of what one thread computes
-constexpr int64_t FEW_ROWS = 32;  // above, bringing b into order pays
-constexpr int64_t ROWS_AHEAD = 8, FLOATS_AHEAD = 32;  // of b, on the way to the cache
+constexpr int64_t LARGEST_PIECE = 512, SMALLEST_PIECE = 64;  // height and width of the piece of c that one thread computes
+constexpr int64_t FEW_ROWS = 32;  // with more rows, packing b pays off
+constexpr int64_t ROWS_AHEAD = 8, FLOATS_AHEAD = 32;  // how far ahead b is prefetched
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 typedef int32_t Lanes __attribute__((vector_size(WIDTH * sizeof(int32_t))));
@@ -61,7 +62,7 @@ using Tile = decltype(&tile<1>);
 constexpr Tile TILES[] = {nullptr, tile<1>, tile<2>,  tile<3>,  tile<4>,  tile<5>,  tile<6>, tile<7>,
                           tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>};
 
-// One step of a transposition in registers: exchanges blocks of S columns with the rows S further down.
+// One step of a transposition in registers: exchanges S columns of a row with those of the row S below it.
 template <int S>
 inline void exchange(Vector (&rows)[WIDTH]) {
     Lanes upper, lower;
@@ -78,7 +79,7 @@ inline void exchange(Vector (&rows)[WIDTH]) {
     }
 }
 
-// out[k][i] = from[i][k] for k < WIDTH and i < kept, of which count have values and the others become zero.
+// out[k][i] = from[i][k] for k < WIDTH and i < kept. Only the first count rows exist; the others count as zero.
 inline void transpose(const float* from, int64_t stride, int64_t count, float* out, int64_t out_row, int64_t kept) {
     Vector rows[WIDTH];
 #pragma GCC unroll 16
@@ -93,7 +94,7 @@ inline void transpose(const float* from, int64_t stride, int64_t count, float* o
     for (int i = 0; i < WIDTH; i++) std::memcpy(out + i * out_row, &rows[i], kept * sizeof(float));
 }
 
-// Packs `count` rows of `from` as the columns of out, [depth][PANEL], the rest of them zero.
+// Packs count rows of from as the columns of out, [depth][PANEL]; its other columns become zero.
 template <int PANEL>
 void pack_rows(const Matrix& from, int64_t count, int64_t depth, float* out) {
     const int64_t whole = from.column == 1 ? depth / WIDTH * WIDTH : 0;
@@ -102,7 +103,7 @@ void pack_rows(const Matrix& from, int64_t count, int64_t depth, float* out) {
             const int64_t left = std::min<int64_t>(WIDTH, count - i), kept = std::min<int64_t>(WIDTH, PANEL - i);
             const float* block = from.from(i, k).data;
             float* to = out + k * PANEL + i;
-            if (kept == WIDTH) transpose(block, from.row, left, to, PANEL, WIDTH);  // of a size known in advance
+            if (kept == WIDTH) transpose(block, from.row, left, to, PANEL, WIDTH);  // with a size that the compiler knows
             else transpose(block, from.row, left, to, PANEL, kept);
         }
     }
@@ -119,7 +120,7 @@ struct Stripe {
 
     Stripe(const Matrix& a, int64_t high, int64_t deep, float* memory)
         : rows(high), depth(deep), tiles(parts(high, TILE_ROWS)), packed(memory) {
-        if (a.row == 1) {  // along the rows, where memory is contiguous
+        if (a.row == 1) {  // a is stored by columns: read along them
             for (int64_t k = 0; k < depth; k++)
                 for (int64_t t = 0; t < tiles; t++)
                     std::copy_n(a.from(first(t), k).data, height(t), tile_at(t) + k * TILE_ROWS);
@@ -144,11 +145,11 @@ void narrow_tile(int64_t rows, int64_t columns, int64_t depth, const float* a, c
         }
 }
 
-// c (+)= a b for a depth and columns of which b fits PANEL_FLOATS.
+// c (+)= a b for a depth and columns for which b fits PANEL_FLOATS.
 void block(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row,
            bool add) {
     alignas(64) static thread_local float b_memory[PANEL_FLOATS], a_memory[STRIPE * DEPTH];
-    // Rows of b that are contiguous are read where they are.
+    // If the rows of b are contiguous, packing would only copy them.
     const int64_t in_place = b.column == 1 ? columns / TILE_COLUMNS * TILE_COLUMNS : 0;
     for (int64_t j = in_place; j < columns; j += TILE_COLUMNS)
         pack_rows<TILE_COLUMNS>({b.from(0, j).data, b.column, b.row}, std::min<int64_t>(TILE_COLUMNS, columns - j),
@@ -174,7 +175,7 @@ void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, cons
         for (int64_t i = 0; i < rows; i++) std::fill_n(c + i * c_row, columns, 0.0f);
         return;
     }
-    const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal, whole vectors
+    const int64_t chunk = parts(parts(depth, parts(depth, DEPTH)), 16) * 16;  // nearly equal parts of whole vectors
     for (int64_t k = 0; k < depth; k += chunk) {
         const int64_t deep = std::min(chunk, depth - k), wide = PANEL_FLOATS / deep / TILE_COLUMNS * TILE_COLUMNS;
         for (int64_t j = 0; j < columns; j += wide)
@@ -182,7 +183,7 @@ void product(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, cons
     }
 }
 
-// out[i][n] = <a_i, w_n> for ROWS rows and four columns; both lie along the sum.
+// out[i][n] = <a_i, w_n> for ROWS rows and four columns; a_i and w_n are contiguous.
 template <int ROWS>
 void dot(int64_t depth, const float* a, int64_t a_row, const float* w, int64_t w_row, float* out, int64_t out_row) {
     Vector sums[ROWS][4] = {};
@@ -207,7 +208,7 @@ void dot(int64_t depth, const float* a, int64_t a_row, const float* w, int64_t w
 using Dot = decltype(&dot<1>);
 constexpr Dot DOTS[] = {nullptr, dot<1>, dot<2>, dot<3>, dot<4>};
 
-// As product, for few rows and a transposed b: reading it once as it lies is cheaper than bringing it into order.
+// Like product, for few rows and a transposed b: to read b once in place is cheaper than to pack it.
 void few_rows(int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Matrix& b, float* c, int64_t c_row) {
     for (int64_t n = 0; n + 4 <= columns; n += 4)
         for (int64_t i = 0; i < rows; i += 4)
@@ -241,7 +242,7 @@ std::vector<Task> cut(const std::vector<Task>& products, int64_t side) {
     return pieces;
 }
 
-// Threads take the pieces in any order; smaller ones where there would be fewer than four for each thread.
+// Threads take the pieces in any order. The pieces are smaller if there would be fewer than four for each thread.
 void compute(const std::vector<Task>& products, int threads) {
     int64_t side = LARGEST_PIECE;
     std::vector<Task> pieces = cut(products, side);
@@ -256,8 +257,8 @@ void compute(const std::vector<Task>& products, int threads) {
 
 }  // namespace
 
-// out[ends[e - 1] : ends[e]] = rows[same] matrix_e; matrix_e [depth, columns] has the given strides, all else is
-// contiguous.
+// For each expert e: out[ends[e - 1] : ends[e]] = rows[ends[e - 1] : ends[e]] matrix_e. matrix_e [depth, columns] has the
+// given strides; everything else is contiguous.
 extern "C" void multiply_rows(const float* rows, const float* matrices, float* out, const int64_t* ends,
                               int64_t experts, int64_t depth, int64_t columns, int64_t row, int64_t column,
                               int threads) noexcept {
@@ -273,8 +274,8 @@ extern "C" void multiply_rows(const float* rows, const float* matrices, float* o
     compute(products, threads);
 }
 
-// out_e = left[ends[e - 1] : ends[e]]^T right[same], zero without rows; [rows, height], [rows, columns] and
-// [experts, height, columns], contiguous.
+// For each expert e: out_e = left[ends[e - 1] : ends[e]]^T right[ends[e - 1] : ends[e]], which is zero without rows. left
+// is [rows, height], right [rows, columns] and out [experts, height, columns], all contiguous.
 extern "C" void sum_outer_products(const float* left, const float* right, float* out, const int64_t* ends,
                                    int64_t experts, int64_t height, int64_t columns, int threads) noexcept {
     std::vector<Task> products;

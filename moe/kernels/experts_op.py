@@ -1,10 +1,13 @@
-"""The experts as one operator, so that its memory is decided here and compilers see no data-dependent shapes.
+"""All experts of a layer as one operator with a hand-written backward pass.
 
     rows = tokens[source]                     h = rows w_in^T + b_in          a = act(h) * mask / (1 - dropout)
     y = a w_out^T + b_out                     output_t = sum over the rows r of token t:  gate_r * y_r
 
-Kept for the backward pass: the tokens, h, a and y; with ``recompute`` the tokens and h alone, where
-d gate_r = <g_r w_out, a_r> + <g_r, b_out> replaces <g_r, y_r> (g is the gradient of the output at the row's token).
+One operator, because it then decides itself which tensors are saved for the backward pass, and because compilers see no
+shapes that depend on data.
+
+It saves the tokens, h, a and y. With ``recompute`` it saves only the tokens and h, and computes the gradient of a gate
+as <g_r w_out, a_r> + <g_r, b_out> instead of <g_r, y_r>, where g_r is the gradient of the output of row r's token.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +21,12 @@ from moe.precision import without_autocast
 
 
 class Pairs(NamedTuple):
-    """Which rows are whose.
+    """The (token, expert) pairs that R rows, sorted by expert, stand for.
 
     Attributes:
-        source: [R] int64, the token of each row.
-        gates: [R], at least float32.
-        by_token: [R] int64, the rows sorted by token.
+        source: [R] int64, the index of each row's token.
+        gates: [R], in float32 or wider.
+        by_token: [R] int64, the indices of the rows sorted by token.
         offsets: [T] int64, where each token's rows begin in ``by_token``.
     """
 
@@ -34,7 +37,12 @@ class Pairs(NamedTuple):
 
 
 def sum_by_token(rows: Tensor, pairs: Pairs, weigh: bool) -> Tensor:
-    """[R, D] -> [T, D], deterministic, in the gates' precision until the end."""
+    """Sums rows [R, D] by token into [T, D], in a fixed order and in the gates' precision.
+
+    Args:
+        weigh: whether to multiply each row by its gate.
+    """
+    # embedding_bag sums each bag in order; the order of index_add is not fixed on a GPU.
     weights = pairs.gates.index_select(0, pairs.by_token) if weigh else None
     total = torch.nn.functional.embedding_bag(
         pairs.by_token, rows.to(pairs.gates.dtype), pairs.offsets, mode="sum", per_sample_weights=weights
@@ -57,20 +65,23 @@ def compute_experts(
     dropout: float,
     activation: str,
     recompute: bool,
-    keep: bool,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the experts.
 
     Args:
-        tokens: [T, D] with ``source``, ``gates``, ``by_token`` and ``offsets`` as in ``Pairs``; or without them, the
-            rows themselves [R, D] sorted by expert, to be computed without gates.
-        counts: [E] int64.
+        tokens: [T, D] with ``source``, ``gates``, ``by_token`` and ``offsets`` as in ``Pairs``. If these are None:
+            the rows themselves [R, D], sorted by expert, which are then not multiplied by gates.
+        counts: [E] int64, the number of rows of each expert.
         w_in, w_out, b_in, b_out: [E, H, D], [E, D, F], [E, H], [E, D]; H is F, or 2 F for swiglu.
-        mask: bool [R, F], hidden units that stay; divided by 1 - ``dropout``.
-        keep: whether a backward pass may follow.
+        mask: bool [R, F], which hidden units dropout keeps; they are divided by 1 - ``dropout``.
+        activation: a key of ``ACTIVATIONS``.
+        recompute: whether the backward pass computes the activation again.
+        save: whether a backward pass may follow.
 
     Returns:
-        [T, D] or [R, D], and what is kept: h [R, H], a [R, F], y [R, D], each empty where it is not.
+        The output [T, D] or [R, D], and the tensors to save: h [R, H], a [R, F], y [R, D]. A tensor that need not be
+        saved is empty.
     """
     with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
@@ -83,13 +94,13 @@ def compute_experts(
         y = products.forward(a, w_out)
         if b_out is not None:
             y += _spread(b_out, counts, len(rows))
-        if not keep:
+        if not save:
             h = y.new_empty(0)
-        if not keep or recompute:
+        if not save or recompute:
             a = y.new_empty(0)
         if pairs is None:
             return y, h, a, y.new_empty(0)
-        return sum_by_token(y, pairs, weigh=True), h, a, y if keep and not recompute else y.new_empty(0)
+        return sum_by_token(y, pairs, weigh=True), h, a, y if save and not recompute else y.new_empty(0)
 
 
 experts_op = library.custom_op("moe::experts", compute_experts, mutates_args=())
@@ -116,7 +127,7 @@ def experts_backward_op(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of tokens, gates, w_in, w_out, b_in, b_out; empty where there is no such input."""
+    """Returns the gradients of tokens, gates, w_in, w_out, b_in and b_out; empty for an input that is None."""
     with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
         rows, g = tokens, grad.contiguous()
@@ -142,7 +153,7 @@ def experts_backward_op(
             d_a.mul_(mask).mul_(1 / (1 - dropout))
         d_h = ACTIVATIONS[activation].backward(d_a, h, d_a if h.shape == d_a.shape else torch.empty_like(h))
         if recompute and scale is not None:
-            # d_h lacks the gates: they go in where rows are narrow.
+            # d_h was computed without the gates, to save a pass over [R, H]. Rows of D are narrower: apply them here.
             rows.mul_(scale)
             d_rows = products.input_grad(d_h, w_in).mul_(scale)
         else:
@@ -156,15 +167,15 @@ def experts_backward_op(
 
 @experts_op.register_fake
 def _(tokens: Tensor, source: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, w_in, w_out, _b_in, _b_out, _mask, _dropout, _activation, recompute, keep = others
-    num_tokens = tokens.shape[0]  # not len, which asks for a number where only a symbol is known
+    *_, w_in, w_out, _b_in, _b_out, _mask, _dropout, _activation, recompute, save = others
+    num_tokens = tokens.shape[0]  # len() would ask for a number, but a compiler only has a symbol
     num_rows = num_tokens if source is None else source.shape[0]
-    keep_all = keep and not recompute
+    save_all = save and not recompute
     return (
         tokens.new_empty(num_tokens, w_out.shape[1]),
-        tokens.new_empty(num_rows, w_in.shape[1]) if keep else tokens.new_empty(0),
-        tokens.new_empty(num_rows, w_out.shape[2]) if keep_all else tokens.new_empty(0),
-        tokens.new_empty(num_rows, w_out.shape[1]) if keep_all and source is not None else tokens.new_empty(0),
+        tokens.new_empty(num_rows, w_in.shape[1]) if save else tokens.new_empty(0),
+        tokens.new_empty(num_rows, w_out.shape[2]) if save_all else tokens.new_empty(0),
+        tokens.new_empty(num_rows, w_out.shape[1]) if save_all and source is not None else tokens.new_empty(0),
     )
 
 
@@ -175,32 +186,33 @@ def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def apply_experts(*inputs: Any) -> Tensor:
-    """Takes the arguments of ``compute_experts`` and returns its first result, differentiable where one may need that.
+    """Takes the arguments of ``compute_experts`` and returns its first result, with a gradient if one is needed.
 
-    Where none may, and no compiler has to see an operator, the function is called as it is: for the few rows of a
-    decoding step the operator's dispatch takes as long as the products.
+    If neither a gradient nor a compiler needs the operator, this calls the plain function: for the few rows of a
+    decoding step, dispatching an operator takes as long as the products.
     """
-    tokens, keep = inputs[0], inputs[-1]
-    if keep or torch.compiler.is_compiling() or type(tokens) is not Tensor or tokens.is_meta:
+    tokens, save = inputs[0], inputs[-1]
+    if save or torch.compiler.is_compiling() or type(tokens) is not Tensor or tokens.is_meta:
         return ExpertsFunction.apply(*inputs)
     return compute_experts(*inputs)[0]
 
 
 class ExpertsFunction(torch.autograd.Function):
-    """The operators as one differentiable function, with less overhead than what ``register_autograd`` makes."""
+    """The two operators as a differentiable function; ``register_autograd`` would add more overhead."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Takes the arguments of ``compute_experts`` and returns its first result."""
-        *tensors, dropout, activation, recompute, keep = inputs
+        *tensors, dropout, activation, recompute, save = inputs
         output, *kept = experts_op(*inputs)
-        if keep:
+        if save:
             ctx.save_for_backward(*kept, *tensors)
             ctx.settings = (dropout, activation, recompute)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of all arguments, None for those without one."""
         h, a, y, *tensors = ctx.saved_tensors
         tokens, _, gates, _, _, _, w_in, w_out, b_in, b_out, _ = tensors
         results = experts_backward_op(grads[0], h, a, y, *tensors, *ctx.settings)
@@ -212,21 +224,23 @@ class ExpertsFunction(torch.autograd.Function):
 def _pairs(
     source: Tensor | None, gates: Tensor | None, by_token: Tensor | None, offsets: Tensor | None
 ) -> Pairs | None:
+    """Puts the operator's separate tensors together; operators cannot take a ``Pairs``."""
     if source is None or gates is None or by_token is None or offsets is None:
         return None
     return Pairs(source, gates, by_token, offsets)
 
 
 def _spread(biases: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """[E, Q] -> to each row that of its expert, [R, Q]; does not wait for the counts."""
+    """Repeats each expert's biases [E, Q] for its rows, [R, Q]; does not wait for the counts."""
     return biases.repeat_interleave(counts, dim=0, output_size=num_rows)
 
 
 def _activate(h: Tensor, mask: Tensor | None, dropout: float, activation: str, width: int) -> Tensor:
+    """Computes the hidden units [R, F] from h, with dropout if there is a mask."""
     a = ACTIVATIONS[activation].forward(h, h.new_empty(len(h), width))
     return a if mask is None else a.mul_(mask).mul_(1 / (1 - dropout))
 
 
 def _dot(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-    """The product of corresponding rows [R], in the gates' precision."""
+    """Returns the inner products of corresponding rows [R], in the gates' precision."""
     return torch.linalg.vecdot(left.to(pairs.gates.dtype), right.to(pairs.gates.dtype))

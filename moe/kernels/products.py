@@ -1,4 +1,4 @@
-"""Three products over rows that are sorted by expert: by a kernel of our own, one grouped call, or expert by expert."""
+"""Matrix products over rows that are sorted by expert: by our own kernel, by one grouped call, or in a loop."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -11,27 +11,32 @@ from moe.kernels.compiled import CompiledProducts, load_kernel
 
 
 class Products(Protocol):
-    """E experts with ``counts[e]`` rows each; a row of expert e meets the matrix of expert e alone."""
+    """The matrix products of E experts. The rows are sorted by expert; each is multiplied by its expert's matrix."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows [R, P], weight [E, Q, P] -> rows_e @ weight_e^T [R, Q]."""
+        """Computes rows_e @ weight_e^T [R, Q] from rows [R, P] and weight [E, Q, P]."""
 
     def input_grad(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows [R, Q], weight [E, Q, P] -> rows_e @ weight_e [R, P]."""
+        """Computes rows_e @ weight_e [R, P] from rows [R, Q] and weight [E, Q, P]."""
 
     def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [R, Q], right [R, P] -> left_e^T @ right_e [E, Q, P], zero for an expert without rows."""
+        """Computes left_e^T @ right_e [E, Q, P] from left [R, Q] and right [R, P]; 0 for experts without rows."""
 
     def bias_grad(self, rows: Tensor) -> Tensor:
-        """rows [R, Q] -> the sum of rows_e [E, Q]."""
+        """Computes the sum of each expert's rows [E, Q] from rows [R, Q]."""
 
 
 def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
-    """The fastest valid implementation, as measured (scripts/benchmarks/results/moe_layer_speed.md).
+    """Returns the fastest valid implementation, as measured (scripts/benchmarks/results/moe_layer_speed.md).
 
-    ``torch.nn.functional.grouped_mm`` has no float64, no empty input, and wants every row of its operands to start at
-    a multiple of 16 bytes. On CPUs without 16-bit arithmetic it multiplies 16-bit numbers many times slower than
-    the loop does by way of float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
+    ``torch.nn.functional.grouped_mm`` supports neither float64 nor empty inputs, and needs each row of its operands to
+    start at a multiple of 16 bytes. On CPUs without 16-bit arithmetic its 16-bit products are many times slower than
+    those of the loop, which multiplies in float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
+
+    Args:
+        rows: [R, D].
+        counts: [E] int64, the number of rows of each expert.
+        weights: stacked matrices [E, Q, P] that rows will be multiplied by.
     """
     if all(each.device.type == "cpu" and each.dtype == torch.float32 for each in (rows, *weights)):
         kernel = load_kernel()
@@ -45,7 +50,7 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
 
 
 def _is_emulated(rows: Tensor) -> bool:
-    """Whether this processor multiplies matrices of this 16-bit type by slow emulation."""
+    """Returns whether this CPU has no arithmetic of this 16-bit type, so that PyTorch emulates it slowly."""
     if rows.device.type != "cpu":
         return False
     if rows.dtype == torch.bfloat16:
@@ -54,33 +59,38 @@ def _is_emulated(rows: Tensor) -> bool:
 
 
 class GroupedProducts:
-    """One call for all experts; the counts stay on the device.
+    """The products by one call of ``grouped_mm`` for all experts; the counts stay on the device.
 
-    On CUDA, bfloat16 on compute capability 9 and above is one kernel; elsewhere PyTorch 2.13 loops and waits for the
-    counts itself.
+    On CUDA this is one kernel for bfloat16 on compute capability 9 and above. Elsewhere PyTorch 2.13 itself loops over
+    the experts, and waits for the counts.
     """
 
     def __init__(self, counts: Tensor) -> None:
         self.ends = counts.cumsum(0, dtype=torch.int32)
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Computes rows_e @ weight_e^T; see ``Products``."""
         return grouped_mm(rows, weight.mT, offs=self.ends)
 
     def input_grad(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Computes rows_e @ weight_e; see ``Products``."""
         return grouped_mm(rows, weight, offs=self.ends)
 
     def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        """Computes left_e^T @ right_e; see ``Products``."""
         return grouped_mm(left.mT, right, offs=self.ends)
 
     def bias_grad(self, rows: Tensor) -> Tensor:
-        ones = rows.new_ones(len(rows), 16 // rows.element_size())  # 16 bytes are the narrowest operand
+        """Computes the sum of each expert's rows; see ``Products``."""
+        # A sum of rows is a product with ones. grouped_mm needs at least 16 bytes in each row.
+        ones = rows.new_ones(len(rows), 16 // rows.element_size())
         return grouped_mm(ones.mT, rows, offs=self.ends)[:, 0].contiguous()
 
 
 class LoopProducts:
-    """Expert by expert; waits for the counts.
+    """The products in a loop over the experts; the host waits for the counts.
 
-    Operands are converted to ``compute_dtype`` one expert at a time, so memory keeps their own type.
+    Operands are converted to ``compute_dtype`` one expert at a time, so only one expert's copies exist at a time.
     """
 
     def __init__(self, counts: Tensor, compute_dtype: torch.dtype) -> None:
@@ -88,18 +98,22 @@ class LoopProducts:
         self.compute_dtype = compute_dtype
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Computes rows_e @ weight_e^T; see ``Products``."""
         return self._rowwise(rows, weight.mT)
 
     def input_grad(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Computes rows_e @ weight_e; see ``Products``."""
         return self._rowwise(rows, weight)
 
     def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        """Computes left_e^T @ right_e; see ``Products``."""
         output = left.new_empty(len(self.sizes), left.shape[1], right.shape[1])
         for grad, own_left, own_right in zip(output, self._split(left), self._split(right), strict=True):
-            self._product(own_left.mT, own_right, grad)  # of no rows it is zero
+            self._product(own_left.mT, own_right, grad)  # the product of no rows is zero
         return output
 
     def bias_grad(self, rows: Tensor) -> Tensor:
+        """Computes the sum of each expert's rows; see ``Products``."""
         sums = [own.sum(0, dtype=self.compute_dtype).to(rows.dtype) for own in self._split(rows)]
         return torch.stack(sums)
 

@@ -17,6 +17,7 @@ import torch
 
 from m6.evaluation.report import hardware
 from m6.files import write_json, write_text
+from m6.formatting import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -51,20 +52,13 @@ class Recorder:
             f"{facts['load_average_before']}",
             f"- versions: {versions}",
             "",
-            table(header, rows),
+            markdown_table(header, rows, "l" * len(header)),
             "",
             notes,
         ]
         write_json(RESULTS / f"{self._name}.json", {**facts, **numbers})
         write_text(RESULTS / f"{self._name}.md", "\n".join(lines) + "\n")
         print("\n".join(lines))
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    return "\n".join(
-        [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
-    )
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 from torch import Tensor
 
 from moe import MoELayer
+from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 
 def forward(layer: MoELayer, x: Tensor) -> tuple[Tensor, int, int]:

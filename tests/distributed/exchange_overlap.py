@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 from torch import Tensor, nn
 
 from moe import MoELayer
+from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 
 def check_overlap(world_size: int) -> None:
-    """What runs meanwhile lies between start and end of the exchange, its backward between those of the gradients'."""
+    """The computation runs between start and end of the exchange, its backward pass between those of the gradients'."""
     events: list[str] = []
     layer = split(make_layer(config()), world_size)
     a2a = split(make_layer(config(exchange="all_to_all")), world_size)
@@ -59,7 +59,7 @@ def check_overlap(world_size: int) -> None:
             x = torch.randn(8, HIDDEN, requires_grad=True)
             routing, _, _ = route_of(each, x)
             events.clear()
-            output = each.dispatcher(x, routing, each.experts, meanwhile=lambda x=x: dense(Watched.apply(x)))
+            output = each.dispatcher(x, routing, each.experts, overlap=lambda x=x: dense(Watched.apply(x)))
             assert in_order(events, f"start {there} of rows", "dense", f"end {there} of rows")
             events.clear()
             output.sum().backward()

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import init_deepspeed, run_distributed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer, apply_expert_parallelism
+from tests.distributed.spawn import init_deepspeed, run_distributed
 
 HIDDEN = 8
 ROWS = 2  # of a rank's micro-batch

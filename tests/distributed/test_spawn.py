@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_distributed
+
+from tests.distributed.spawn import run_distributed
 
 
 def _sum_of_ranks(factor: int) -> None:

@@ -134,14 +134,3 @@ def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     assert sent[0]["within_nodes"] > 0 == sent[0]["between_nodes"]
     assert sent[1]["within_nodes"] > 0 < sent[1]["between_nodes"]
     assert sent[2:] == [None, None]
-
-
-def test_experts_on_the_attention_projections(folder: Path):
-    """Spread over ranks, and with a checkpoint that is read with other experts on each of them."""
-    changes = {"m6__model__moe_attention": True, "m6__model__moe_layer_frequency": 2}
-    reference, root = folder / "moe_attention", folder / "moe_attention_wandering"
-    run_distributed(train, 1, layout(folder, 1, 0, 1, **changes), str(reference))
-    for ranks, stage, ep_size, stop_at in [(2, 1, 2, 2), (1, 0, 1, None)]:
-        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, **changes), str(root), stop_at)
-    assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
-    assert norms(root) == pytest.approx(norms(reference), rel=10 * TOLERANCE)

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FORBIDDEN = {"moe": {"m6", "offload", "tests"}, "offload": {"m6", "moe", "tests"}, "m6": {"tests"}}
+FORBIDDEN = {
+    "native": {"m6", "moe", "offload", "tests"},
+    "moe": {"m6", "offload", "tests"},
+    "offload": {"m6", "moe", "tests"},
+    "m6": {"tests"},
+}
 HEAVY = ("deepspeed", "wandb", "datasets", "matplotlib", "tensorboard", "cairosvg", "opencc")
 
 
@@ -43,11 +48,16 @@ def test_layers_import_downwards_only(package: str):
 def test_the_layers_below_need_torch_alone(package: str, inside_functions: str):
     """Expert parallelism needs DeepSpeed too, and planning needs SciPy: inside their functions."""
     names = {name for file in modules(package) for name, _ in imported(file)}
-    assert names - set(sys.stdlib_module_names) <= {package, "torch", inside_functions}
+    assert names - set(sys.stdlib_module_names) <= {package, "native", "torch", inside_functions}
     for file in modules(package):
         top = ast.parse(file.read_text(encoding="utf-8")).body
         outer = [node for node in top if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not [node for node in outer if inside_functions in ast.dump(node)], file
+
+
+def test_the_builder_of_kernels_needs_nothing():
+    names = {name for file in modules("native") for name, _ in imported(file)}
+    assert names - set(sys.stdlib_module_names) <= {"native"}
 
 
 def test_imports_are_light():

@@ -23,7 +23,7 @@ from m6.evaluation.downstream import captions, classification, matching
 from m6.evaluation.downstream.classification import LabelledTexts
 from m6.evaluation.downstream.neighbours import nearest_pictures
 from m6.files import write_text
-from m6.formatting import table
+from m6.formatting import markdown_table
 from m6.generation.captioning import caption
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.runs.processes import default_device
@@ -102,7 +102,7 @@ def _captioning(subject: _Subject, source: str) -> str:
         scores = captions.score_captions(texts, references)
         lines.append([name, f"{scores.chrf:.1f}", f"{scores.bleu:.1f}", f"{scores.exact:.1%}"])
     title = f"## Captioning: {source}, {len(rows)} test pictures"
-    return f"{title}\n\n{table(['captions', 'chrF', 'BLEU', 'equal to the reference'], lines)}"
+    return f"{title}\n\n{markdown_table(['captions', 'chrF', 'BLEU', 'equal to the reference'], lines)}"
 
 
 def _classification(subject: _Subject, source: str) -> str:
@@ -124,7 +124,7 @@ def _classification(subject: _Subject, source: str) -> str:
         scores = classification.score_labels(predicted, test.labels)
         lines.append([name, f"{scores.accuracy:.1%}", f"{scores.macro_f1:.3f}"])
     title = f"## Classification: {source}, {len(test.texts):,} test texts of {len(labels)} labels"
-    return f"{title}\n\n{table(['labels', 'accuracy', 'macro F1'], lines)}"
+    return f"{title}\n\n{markdown_table(['labels', 'accuracy', 'macro F1'], lines)}"
 
 
 def _matching(subject: _Subject, source: str) -> str:
@@ -146,7 +146,7 @@ def _matching(subject: _Subject, source: str) -> str:
     ]
     header = [f"{way} R@{k}" for way in ("text to picture", "picture to text") for k in matching.RANKS]
     title = f"## Matching: {source}, {len(rows)} test pictures, {len(texts)} captions"
-    return f"{title}\n\n{table(['order by', *header], lines)}"
+    return f"{title}\n\n{markdown_table(['order by', *header], lines)}"
 
 
 def _neighbour_captions(rows: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]]) -> list[str]:

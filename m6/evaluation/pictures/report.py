@@ -17,6 +17,7 @@ from m6.evaluation.pictures.distances import Distances, distances_by_inception, 
 from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.evaluation.pictures.judge import Judge
 from m6.evaluation.pictures.real import RealPictures
+from m6.formatting import markdown_table
 
 
 @dataclass(frozen=True)
@@ -153,26 +154,26 @@ def copies(pictures: CaptionedPictures, among: CaptionedPictures) -> Copies:
 
 def markdown(report: PictureReport) -> str:
     """The report as tables."""
-    lines = [
-        "| captions | number | generated pictures | found by the judge (top 5) | real held-out pictures "
-        "| found by the judge (top 5) | ratio |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    header = ["captions", "number", "generated pictures", "found by the judge (top 5)", "real held-out pictures"]
+    header += ["found by the judge (top 5)", "ratio"]
+    groups = []
     for name, group in report.groups.items():
         ours, theirs = group.generated, group.real
         cells = [name, f"{ours.captions:,}", f"{ours.pictures:,}", _shares(ours)]
         cells += ["0", "", ""] if theirs is None else [f"{theirs.pictures:,}", _shares(theirs), _ratio(group.ratio)]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| against the judge's real pictures | FID | KID (standard deviation) |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {d.fid:.2f} | {d.kid:.4f} ({d.kid_std:.4f}) |" for name, d in report.distances.items()]
-    lines += [
-        "",
-        f"| nearest training picture | pictures | PSNR (dB, median) | from {COPY_PSNR_DB:.0f} dB | same caption |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {name} | {c.pictures:,} | {c.median_psnr_db:.1f} | {c.copies:.1%} | {c.same_caption:.1%} |"
+        groups.append(cells)
+    distances = [[name, f"{d.fid:.2f}", f"{d.kid:.4f} ({d.kid_std:.4f})"] for name, d in report.distances.items()]
+    nearest = [
+        [name, f"{c.pictures:,}", f"{c.median_psnr_db:.1f}", f"{c.copies:.1%}", f"{c.same_caption:.1%}"]
         for name, c in report.nearest.items()
+    ]
+    from_db = f"from {COPY_PSNR_DB:.0f} dB"
+    lines = [
+        markdown_table(header, groups),
+        "",
+        markdown_table(["against the judge's real pictures", "FID", "KID (standard deviation)"], distances),
+        "",
+        markdown_table(["nearest training picture", "pictures", "PSNR (dB, median)", from_db, "same caption"], nearest),
     ]
     lines += [
         "",

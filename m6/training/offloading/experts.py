@@ -166,13 +166,13 @@ class OffloadedExperts:
             try:
                 plan = solve(
                     # Other batches may be fuller than the first; none is fuller than those of the dry trace.
-                    runtime.trace.with_tide_of(self._setup.trace),
+                    runtime.trace.with_nonmodel_bytes_of(self._setup.trace),
                     runtime.sizes,
                     runtime.device.budget_bytes,
                     self.settings.prefetch_depth,
                     runtime.device.rates,
                     None if host is None else host - staging_bytes(runtime.sizes),
-                    self._setup.wishes,
+                    self._setup.constraints,
                 )
             except ValueError as error:
                 raise UserError(f"m6.offload: {error}") from None
@@ -184,11 +184,14 @@ class OffloadedExperts:
             assert runtime.plan is not None
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
             if isinstance(runtime.device, SimulatedDevice):
-                # From here on it takes the tide for what it was, and refuses what is beyond the budget.
+                # From here on it takes the non-model memory for what it was, and refuses what is beyond the budget.
                 trace = runtime.plan.trace
                 runtime.device.meter, self._meter = None, None
-                runtime.device.tide = [*(moment.nonmodel_bytes for moment in trace.moments), trace.outside_bytes]
-                runtime.device.tide_bytes = trace.outside_bytes
+                runtime.device.nonmodel_trace = [
+                    *(moment.nonmodel_bytes for moment in trace.moments),
+                    trace.outside_bytes,
+                ]
+                runtime.device.assumed_nonmodel_bytes = trace.outside_bytes
         return None
 
     # State

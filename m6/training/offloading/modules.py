@@ -18,7 +18,7 @@ from moe.kernels.experts_op import Pairs
 from moe.layer import MoELayer
 from moe.routing import Routing
 from offload import ActivationOffload, Stack, StreamedExperts
-from offload.experts import Holder
+from offload.runtime.experts import WeightProvider
 
 
 @dataclass
@@ -52,7 +52,7 @@ def experts_of(model: nn.Module) -> dict[str, ExpertUse]:
     return {names[key]: use for key, use in uses.items()}
 
 
-def stream(use: ExpertUse, holder: Holder, stack: str, divisor: int = 1) -> None:
+def stream(use: ExpertUse, holder: WeightProvider, stack: str, divisor: int = 1) -> None:
     """Makes the layers take their experts' weights from ``holder``. DeepSpeed then sees neither parameters nor, under
     expert parallelism, the class of layers by which it would ask for them.
 
@@ -115,7 +115,7 @@ class _Streamed(nn.Module):
     Dropout is drawn for all rows at once, as resident experts do, so that chunks do not show in it.
     """
 
-    def __init__(self, experts: Experts, holder: Holder, stack: str, divisor: int) -> None:
+    def __init__(self, experts: Experts, holder: WeightProvider, stack: str, divisor: int) -> None:
         super().__init__()
         self._compute = _Compute(experts, divisor)
         self._streamed = StreamedExperts(self._compute, holder, stack)

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from m6.files import write_json
+from m6.formatting import format_mib as mib
 from m6.training.offloading.setup import ActivationTraffic
-from offload import OffloadRuntime, Plan, predict_times
+from offload import OffloadRuntime, PlacementPlan, predict_times
 
 MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
 """In the run's folder; each rank writes its own."""
 
 
-def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: ActivationTraffic) -> str:
+def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffic: ActivationTraffic) -> str:
     """Where the experts lie under ``plan``, and what a step moves.
 
     Args:
@@ -22,7 +23,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     """
     sizes, device = runtime.sizes, runtime.device
     owned = sum(sizes[number].owned for number in plan.owned)
-    tide = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
+    nonmodel = max((moment.nonmodel_bytes for moment in plan.trace.moments), default=0)
     peak = max(
         (
             resident + moment.nonmodel_bytes
@@ -33,14 +34,14 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     times = predict_times(plan, sizes, device.rates)
     lines = [
         f"offloaded experts, planned by {source}: {len(sizes)} chunks of at most "
-        f"{_mib(max(size.weight for size in sizes))}, {_mib(sum(size.owned for size in sizes))} with "
+        f"{mib(max(size.weight for size in sizes))}, {mib(sum(size.owned for size in sizes))} with "
         f"{'' if runtime.update_in_backward else 'gradients and '}optimizer state",
-        f"  device, budget {_mib(device.budget_bytes)}: owns {len(plan.owned)} chunks, {_mib(owned)}; everything else "
-        f"of the model at most {_mib(tide)}; with the chunks that stay and the one in use at most {_mib(peak)}",
-        f"  host: {_mib(runtime.host_bytes)}"
-        + (f", of which {_mib(device.pageable_bytes)} could not be pinned" if device.pageable_bytes else ""),
-        f"  moved per step: {_mib(plan.upload_bytes)} up, {_mib(plan.download_bytes)} down; no plan moves less than "
-        f"{_mib(plan.bound_bytes)}",
+        f"  device, budget {mib(device.budget_bytes)}: owns {len(plan.owned)} chunks, {mib(owned)}; everything else "
+        f"of the model at most {mib(nonmodel)}; with the chunks that stay and the one in use at most {mib(peak)}",
+        f"  host: {mib(runtime.host_bytes)}"
+        + (f", of which {mib(device.pageable_bytes)} could not be pinned" if device.pageable_bytes else ""),
+        f"  moved per step: {mib(plan.upload_bytes)} up, {mib(plan.download_bytes)} down; no plan moves less than "
+        f"{mib(plan.bound_bytes)}",
         f"  predicted time of the copies per step: {times.uploads:.3f} s up, {times.downloads:.3f} s down"
         + (
             f"; exposed beside {times.computation:.3f} s of computation: {times.exposed:.3f} s"
@@ -51,7 +52,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     if traffic.host_bytes:
         down, up = traffic.downloaded_bytes, traffic.uploaded_bytes
         lines.append(
-            f"  activations on the host: {_mib(traffic.host_bytes)}; moved per step: {_mib(up)} up, {_mib(down)} down "
+            f"  activations on the host: {mib(traffic.host_bytes)}; moved per step: {mib(up)} up, {mib(down)} down "
             f"in {up / device.rates.upload:.3f} and {down / device.rates.download:.3f} s"
         )
     if device.pageable_bytes:
@@ -61,7 +62,7 @@ def memory_map(runtime: OffloadRuntime, plan: Plan, source: str, traffic: Activa
     return "\n".join(lines)
 
 
-def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Plan, step: int) -> None:
+def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: PlacementPlan, step: int) -> None:
     """Records the step that ended: what was planned for each use of a chunk, and what was there.
 
     Args:
@@ -89,7 +90,3 @@ def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: Pl
     folder = root / MEMORY_RECORD.parent
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"memory_rank_{rank:05d}.json", record)
-
-
-def _mib(number: float) -> str:
-    return f"{number / 2**20:,.1f} MiB"

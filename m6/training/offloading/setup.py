@@ -23,10 +23,10 @@ from offload import (
     Device,
     DryRuntime,
     OptimizerSettings,
-    Plan,
+    PlacementConstraints,
+    PlacementPlan,
     SimulatedDevice,
     Trace,
-    Wishes,
     available_bytes,
     lay_out,
     search_chunk_bytes,
@@ -70,11 +70,11 @@ class OffloadSetup:
     learning_rate_scale: float
     chunk_bytes: int
     host_budget_bytes: int | None
-    wishes: Wishes
+    constraints: PlacementConstraints
     activations: frozenset[LayerModule]
     traffic: ActivationTraffic
     trace: Trace
-    plan: Plan | None
+    plan: PlacementPlan | None
     shortage: str
 
 
@@ -119,7 +119,7 @@ def prepare(
             )
             chunk_bytes = _least(found, world_size)  # ranks measure other rates, but gradients meet chunk by chunk
         laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer)
-        wishes = _wishes(config, uses, [chunk.stack.name for chunk, _ in laid_out])
+        constraints = _constraints(config, uses, [chunk.stack.name for chunk, _ in laid_out])
         sizes = sizes_of(laid_out)
         trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
         for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
@@ -137,7 +137,7 @@ def prepare(
                 settings.prefetch_depth,
                 device.rates,
                 None if for_experts is None else for_experts - staging_bytes(sizes),
-                wishes,
+                constraints,
             )
         except ValueError as error:
             shortage = str(error)
@@ -149,7 +149,7 @@ def prepare(
             scale,
             chunk_bytes,
             for_experts,
-            wishes,
+            constraints,
             activations,
             traffic,
             trace,
@@ -273,7 +273,7 @@ def _least(value: int, world_size: int) -> int:
     return min(found)
 
 
-def _wishes(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> Wishes:
+def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> PlacementConstraints:
     """Numbers of the chunks of the layers that rules name; where layers share experts, a rule for one is for all."""
     assert config.expert_store is not None
     places = resolve_rules(config.expert_store.rules, config.model, offloads_states(config.deepspeed))
@@ -282,10 +282,10 @@ def _wishes(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list
         stacks = {name for name, use in uses.items() if layers & set(use.layer_indices)}
         return frozenset(number for number, stack in enumerate(chunk_stacks) if stack in stacks)
 
-    wishes = Wishes(chunks(places.owned), chunks(places.streamed), chunks(places.fetched))
-    if wishes.owned & wishes.never_owned:
+    constraints = PlacementConstraints(chunks(places.owned), chunks(places.streamed), chunks(places.fetched))
+    if constraints.owned & constraints.never_owned:
         raise UserError("m6.offload.rules: layers that share experts in the Pseudo stage have to lie in the same place")
-    return wishes
+    return constraints
 
 
 def _optimizer(config: RunConfig, settings: OffloadSettings) -> tuple[OptimizerSettings, float]:

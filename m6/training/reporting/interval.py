@@ -21,7 +21,7 @@ class IntervalReport:
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self._runtime = runtime
         self._config = config
-        self._peak = peak_flops(runtime.device.type) * runtime.world_size
+        self._peak = peak_flops(runtime.device, config.deepspeed.precision)
         self._restart()
 
     def _restart(self) -> None:
@@ -50,8 +50,9 @@ class IntervalReport:
             for name, count in outcome.result.targets.items():
                 sums[name] = sums.get(name, 0.0) + outcome.result.loss_sums[name]
                 targets[name] = targets.get(name, 0.0) + count
-        sequence_length = self._config.m6.data.sequence_length
-        flops = training_flops(self._config.model, tokens, sum(targets.values()), sequence_length)
+        pictures = sum(outcome.pictures for outcome in outcomes)
+        pairs = sum(outcome.token_pairs for outcome in outcomes)
+        speed = training_flops(self._config.model, tokens, sum(targets.values()), pictures, pairs) / elapsed
         entry = {
             "step": step,
             "time": time.time(),
@@ -69,7 +70,8 @@ class IntervalReport:
             "checkpoint_stall_s": self._checkpoint_stall_s / len(outcomes),
             "tokens_per_second": tokens / elapsed,
             "samples_per_second": sum(outcome.samples for outcome in outcomes) / elapsed,
-            "mfu": flops / elapsed / self._peak,
+            "model_flops_per_second": speed,
+            "mfu": None if self._peak is None else speed / (self._peak * self._runtime.world_size),
             "memory_bytes": memory_bytes(self._runtime.device),
         }
         self._restart()

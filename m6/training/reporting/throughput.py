@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-import functools
-import time
-
 import psutil
 import torch
 
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 
-# Dense bf16 peak of a device in FLOP/s, from the vendor's data sheet, by a part of the device's name.
-_DATASHEET_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "GB200": 2500e12}
+# Dense peak of a device in FLOP/s in 16 bits, from the vendor's data sheet, by a part of the device's name.
+_PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "GB200": 2500e12}
+_WITHOUT_BF16 = ("V100",)
 
 
-def training_flops(config: M6Config, tokens: float, targets: float, sequence_length: int) -> float:
+def training_flops(config: M6Config, tokens: float, targets: float, pictures: float, token_pairs: float) -> float:
     """FLOPs of forward and backward: 6 per parameter that multiplies a token (Kaplan et al. 2020, arXiv
-    2001.08361, section 2.1), with the output matrix at targets only, plus attention over half a row on average.
+    2001.08361, section 2.1), with the output matrix at targets only and the patch encoder at patches only.
 
-    Looking up embeddings costs nothing, and recomputation is not counted.
+    Attention counts half of the pairs of tokens in a sample, as if all were causal. Embeddings are looked up, not
+    multiplied, and recomputation is not counted. A patch encoder that convolves costs more than this.
+
+    Args:
+        config: of the model.
+        tokens: without padding.
+        targets: tokens that have a loss.
+        pictures: that the model reads.
+        token_pairs: the sum of the squared lengths of the samples.
     """
     counts = num_parameters(config)
-    per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"])
-    per_token += 6.0 * config.num_layers * config.hidden_size * sequence_length
-    return tokens * per_token + targets * 6.0 * config.vocab_size * config.hidden_size
+    per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"])
+    attention = 6.0 * config.num_layers * config.hidden_size * token_pairs
+    patches = 6.0 * counts["patch_encoder"] * pictures * config.num_patches
+    return tokens * per_token + attention + patches + targets * 6.0 * config.vocab_size * config.hidden_size
 
 
-@functools.cache
-def peak_flops(device_type: str) -> float:
-    """Peak FLOP/s of this device: the data sheet's for known GPUs, a measured fp32 matmul on a CPU."""
-    if device_type == "cuda":
-        name = torch.cuda.get_device_name()
-        return next((flops for part, flops in _DATASHEET_FLOPS.items() if part in name), float("nan"))
-    size = 1024
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    a @ b
-    best = float("inf")
-    for _ in range(10):
-        begin = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - begin)
-    return 2.0 * size**3 / best
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The peak FLOP/s of a GPU in ``fp16`` or ``bf16`` by its data sheet; None where there is no such figure.
+
+    A CPU has none: what its libraries reach depends on their kernels and on the load, so a share of it says nothing.
+    """
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if precision == "bf16" and any(part in name for part in _WITHOUT_BF16):
+        return None
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from offload.update import OptimizerSettings, update, write_master
+from offload.optimizer.master_weights import write_master
+from offload.optimizer.settings import OptimizerSettings
+from offload.optimizer.update import update
 from scripts.benchmarks.record import Recorder, spread
 
 PARAMETERS = 16_000_000

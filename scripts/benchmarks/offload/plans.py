@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from offload.chunks import Stack, lay_out
-from offload.plan import solve
-from offload.sizes import sizes_of, staging_bytes
-from offload.update import OptimizerSettings
+from offload.memory.chunks import Stack
+from offload.memory.layout import lay_out
+from offload.optimizer.settings import OptimizerSettings
+from offload.plan.sizes import sizes_of, staging_bytes
+from offload.plan.solver import solve
 from scripts.benchmarks.offload.replays import lru, patrickstar, zero_3_offload
 from scripts.benchmarks.offload.traces import Job, gpt, m6_10t
 from scripts.benchmarks.record import Recorder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.trace import Moment
+from offload.plan.trace import Moment
 from scripts.benchmarks.offload.traces import Job
 
 Choice = Callable[[set[int], int, list[int], dict[int, int]], int]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.sizes import ChunkBytes
-from offload.trace import Moment, Trace
+from offload.plan.sizes import ChunkBytes
+from offload.plan.trace import Moment, Trace
 
 ADAM = 12  # bytes per parameter beside the gradient: split master 4, moments 8
 ADAFACTOR = 4  # split master; rows and columns of second moments are less than 1 % of it
@@ -49,31 +49,33 @@ def gpt(
     numels = [int(layer_numel * share) for share in shares]
     tokens = 1024 * micro_batch_size
     layer_bytes = tokens * hidden_size * 34 + 5 * (hidden_size // 128) * 1024 * tokens
-    tide = [layer_bytes + (layer + 1) * 2 * tokens * hidden_size for layer in range(num_layers)]
+    nonmodel_bytes = [layer_bytes + (layer + 1) * 2 * tokens * hidden_size for layer in range(num_layers)]
     states = ADAM + GRADIENT * gradients_kept
-    return _zigzag(numels, tide, layer_bytes, states, int(device_bytes), int(host_bytes))
+    return _zigzag(numels, nonmodel_bytes, layer_bytes, states, int(device_bytes), int(host_bytes))
 
 
 def m6_10t(experts_per_chunk: int, activation_bytes: int, gradients_kept: bool = True) -> Job:
     """One of the 512 ranks of M6-10T (arXiv 2110.03888): 48 layers of 20 experts, 32 GB, 92 GB of its host."""
     numels = [experts_per_chunk * 2 * 1024 * 9984] * (20 // experts_per_chunk)
-    tide = [activation_bytes] * 48
+    nonmodel_bytes = [activation_bytes] * 48
     states = ADAFACTOR + GRADIENT * gradients_kept
-    return _zigzag(numels, tide, activation_bytes, states, 32 * 10**9, 92 * 10**9)
+    return _zigzag(numels, nonmodel_bytes, activation_bytes, states, 32 * 10**9, 92 * 10**9)
 
 
 def _zigzag(
-    numels: list[int], tide: list[int], outside: int, owned_bytes: int, device_bytes: int, host_bytes: int
+    numels: list[int], nonmodel_bytes: list[int], outside: int, owned_bytes: int, device_bytes: int, host_bytes: int
 ) -> Job:
     """Forward through all layers' chunks; backward, in each layer, forward again and then back."""
-    layers = [range(layer * len(numels), (layer + 1) * len(numels)) for layer in range(len(tide))]
+    layers = [range(layer * len(numels), (layer + 1) * len(numels)) for layer in range(len(nonmodel_bytes))]
     moments = [
-        Moment(chunk, False, (), bytes_) for chunks, bytes_ in zip(layers, tide, strict=True) for chunk in chunks
+        Moment(chunk, False, (), bytes_)
+        for chunks, bytes_ in zip(layers, nonmodel_bytes, strict=True)
+        for chunk in chunks
     ]
-    for chunks, bytes_ in reversed(list(zip(layers, tide, strict=True))):
+    for chunks, bytes_ in reversed(list(zip(layers, nonmodel_bytes, strict=True))):
         moments += [Moment(chunk, False, (), bytes_) for chunk in chunks]
         moments += [Moment(chunk, True, (), bytes_) for chunk in reversed(chunks)]
-    sizes = [ChunkBytes(2 * numel, 2 * numel, owned_bytes * numel) for numel in numels] * len(tide)
+    sizes = [ChunkBytes(2 * numel, 2 * numel, owned_bytes * numel) for numel in numels] * len(nonmodel_bytes)
     # Two staging blocks for gradients lie on the host whatever it holds.
     host_bytes -= 2 * GRADIENT * max(numels)
-    return Job(sum(numels) * len(tide), Trace(tuple(moments), outside), sizes, device_bytes, host_bytes)
+    return Job(sum(numels) * len(nonmodel_bytes), Trace(tuple(moments), outside), sizes, device_bytes, host_bytes)

@@ -17,7 +17,7 @@ import numpy as np
 from m6 import formatting as markdown
 from m6.files import atomic_path
 from scripts.experiments.experiment import ResultTable
-from scripts.experiments.prototyping.grid import FOLDER, NGRAMS, RESULTS, ROUTINGS, SPEED, Case, cases
+from scripts.experiments.prototyping.grid import FOLDER, NGRAMS, RESULTS, RETIRED, ROUTINGS, SPEED, Case, cases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,8 +66,7 @@ PAIRS: dict[str, list[tuple[Case, Case]]] = {
         if case.balanced and (changed := dataclasses.replace(case, balanced=False)) in cases()
     ],
     "experts on the attention projections too": [
-        (Case(routing, "k", True, moe_attention=True), Case(routing, "k", True))
-        for routing in ("top-1", "2 top-1", "4 top-1")
+        (case, dataclasses.replace(case, moe_attention=False)) for case in RETIRED
     ],
 }
 
@@ -139,7 +138,7 @@ def main_table(results: Results) -> str:
         "steps to top-1",
     ]  # fmt: skip
     lines = []
-    for case in cases():
+    for case in (*cases(), *RETIRED):
         losses = list(results.values(case, "validation_lm").values())
         if losses:
             lines.append(
@@ -217,7 +216,7 @@ def _draw_against(axes: Axes, results: Results, column: str, scale: float = 1.0)
         for row in ResultTable(NGRAMS, ()).rows()
         if (row["objective"], row["model"]) == ("language_modelling", "bigram")
     )
-    for case in cases():
+    for case in (*cases(), *RETIRED):
         losses = list(results.values(case, "validation_lm").values())
         if not losses:
             continue

@@ -82,6 +82,7 @@ def training_entry(step: int, objectives: dict[str, float], **changes: Any) -> d
         "checkpoint_stall_s": 0.001,
         "tokens_per_second": 1200.0,
         "samples_per_second": 40.0,
+        "model_flops_per_second": 2e9,
         "mfu": 0.25,
         "memory_bytes": 3 << 29,
         **changes,

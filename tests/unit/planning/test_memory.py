@@ -117,7 +117,6 @@ def autocast(config: RunConfig) -> torch.autocast:
 DENSE = {"m6__moe": None, "m6__model__hidden_dropout": 0.0}
 WIDE = {"m6__model__hidden_size": 96, "m6__model__ffn_hidden_size": 384, "m6__model__num_attention_heads": 4}
 LONG = {"m6__data__sequence_length": 192, "m6__model__max_position_embeddings": 192}
-MOE_ATTENTION = {"m6__model__moe_attention": True, "m6__moe": {"num_experts": 8, "num_prototypes": 2}}
 SHARED = {"num_experts": 8, "activation": "swiglu", "num_shared_experts": 2, "shared_expert_gate": True}
 DROPOUT = {"m6__model__hidden_dropout": 0.1, "m6__model__attention_dropout": 0.1}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
@@ -139,8 +138,6 @@ AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
         {},
         {**WIDE, **LONG, "m6__moe": {"num_experts": 8, "num_prototypes": 2, "top_k": 2}},
         {"m6__moe": {"num_experts": 8, "top_k": 2, "capacity_factor": 0.5}, "m6__model__moe_layer_frequency": 2},
-        {**MOE_ATTENTION, "m6__model__moe_layer_frequency": 2},
-        {**MOE_ATTENTION, **WIDE, "m6__model__hidden_dropout": 0.1, "torch_autocast": AUTOCAST},
         {"zero_optimization__stage": 2, "bf16": BF16},
         {"torch_autocast": AUTOCAST},
         {**WIDE, "m6__moe": SHARED},

@@ -98,10 +98,12 @@ def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     flops = sum(3 * block.flops * count for block, count in work)
     tokens = batch.rows * batch.sequence_length
     length, width, layers = batch.sequence_length, config.model.hidden_size, config.model.num_layers
-    expected = training_flops(config.model, tokens, batch.targets, length) + 6.0 * layers * width * length * tokens
-    # The formula counts biases and norms as if they multiplied, and the patch encoder for every token.
+    expected = (
+        training_flops(config.model, tokens, batch.targets, 0, length * tokens) + 6.0 * layers * width * length * tokens
+    )
+    # The formula counts biases and norms as if they multiplied.
     counts = num_parameters(config.model)
-    others = 6.0 * tokens * (counts["patch_encoder"] + counts["norms"] + 4 * layers * width)
+    others = 6.0 * tokens * (counts["norms"] + 4 * layers * width)
     assert flops == pytest.approx(expected - others, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Training with activations on the host: the same run with another tide."""
+"""Training with activations on the host: the same run with less non-model memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,19 +86,19 @@ def test_the_memory_map_says_what_activations_take(
     assert 0 < real.uploaded_bytes / trainer.step <= predicted.uploaded_bytes < predicted.downloaded_bytes
 
     without = make_trainer("without", m6__offload=SMALL, **changes)
-    tides = [
+    peaks = [
         max(moment.nonmodel_bytes for moment in experts_of(each)._setup.trace.moments) for each in (trainer, without)
     ]
-    assert tides[0] < tides[1]
+    assert peaks[0] < peaks[1]
     without.train()
-    tides = [
+    peaks = [
         max(moment.nonmodel_bytes for moment in experts_of(each).runtime.trace.moments) for each in (trainer, without)
     ]
-    assert tides[0] < tides[1]
+    assert peaks[0] < peaks[1]
 
 
 def test_auto_is_the_host_where_no_plan_fits_otherwise(folder: Any):
-    """The dry trace's tide without offloading is what the budget does not hold."""
+    """The dry trace's non-model memory without offloading is what the budget does not hold."""
     rules = [{"tensor": "activation", "place": "auto"}]
     changes = {"m6__model__num_layers": 6, "zero_optimization__stage": 0}
 

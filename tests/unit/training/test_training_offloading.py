@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-import offload.slots
+import offload.runtime.slots
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
@@ -193,7 +193,7 @@ def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: Ma
     """Nothing is saved that was half updated; the checkpoint before stays whole."""
     trainer = make_trainer("run", m6__offload=SMALL, m6__training__total_steps=6)
     steps = []
-    update = offload.slots.update
+    update = offload.runtime.slots.update
 
     def fail(*arguments: Any) -> None:
         steps.append(arguments[1])
@@ -201,7 +201,7 @@ def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: Ma
             raise MemoryError("no memory left")
         update(*arguments)
 
-    monkeypatch.setattr(offload.slots, "update", fail)
+    monkeypatch.setattr(offload.runtime.slots, "update", fail)
     with pytest.raises(WorkerFailure, match="no memory left"):
         trainer.train()
     assert 4 in steps

@@ -99,9 +99,3 @@ def test_a_router_that_is_not_finite_is_named(make_trainer: MakeTrainer):
         trainer.engine.module.model.layers[1].ffn.router.weight[2, 5] = float("nan")
     with pytest.raises(UserError, match=r"router logits are not finite in layers\.1\.ffn; batches in"):
         trainer.train()
-
-
-def test_expert_choice_is_refused(make_trainer: MakeTrainer):
-    moe = {"num_experts": 4, "routing": "expert_choice", "capacity_factor": 1.0, "eval_capacity_factor": 1.0}
-    with pytest.raises(UserError, match=r'routing is "expert_choice", in which .* later tokens'):
-        make_trainer(m6__moe=moe)

@@ -1,0 +1,57 @@
+"""Balances the experts' loads with biases of the routers instead of a loss."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe.layer import MoELayer
+    from moe.routing import Router, RoutingStats
+
+
+class BiasBalancer:
+    """Updates the ``balance_bias`` of routers outside of the forward pass, so that loads become even.
+
+    b_i <- b_i + rate * sign(mean_j c_j - c_i), where c_i counts how often expert i of a prototype was chosen since the
+    last update, on all ranks: auxiliary loss free balancing (arXiv 2408.15664), algorithm 1.
+
+    The counts come from the layers' outputs, which the caller passes to ``add``. A forward pass that activation
+    checkpointing repeats therefore counts once.
+
+    Args:
+        layers: in the order of the statistics given to ``add``; a layer that is used twice stands here twice.
+    """
+
+    def __init__(self, layers: Sequence["MoELayer"]) -> None:
+        self.layers = layers
+        self._counts: Tensor | None = None
+
+    def add(self, stats: Iterable["RoutingStats"]) -> None:
+        """Adds the counts of one forward pass; does not wait for the device."""
+        counts = torch.stack([layer.chosen_counts for layer in stats])
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates all biases with one all-reduce of the counts, and sets the counts to zero."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts)
+        totals: dict[Router, Tensor] = {}  # layers may share a router
+        for layer, own in zip(self.layers, counts, strict=True):
+            totals[layer.router] = totals[layer.router] + own if layer.router in totals else own
+        for router, total in totals.items():
+            bias, config = router.balance_bias, router.config
+            if bias is not None:
+                loads = total.view(config.num_prototypes, config.experts_per_prototype)
+                error = loads.mean(-1, keepdim=True) - loads
+                bias += config.balance_bias_rate * error.sign().view(-1)
+
+    def discard(self) -> None:
+        """Sets the counts to zero without an update, for a step that was skipped."""
+        self._counts = None

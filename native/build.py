@@ -1,0 +1,76 @@
+"""Compiles one C++ file into a shared library in the user's cache folder, or finds it there."""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def load_library(source: Path, flags: Sequence[str], compilers: Sequence[str], without_it: str) -> ctypes.CDLL | None:
+    """Loads the shared library of a C++ file, which is compiled if the cache does not have it.
+
+    The cache is ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``. Callers keep the result: each call asks the
+    compiler for its version.
+
+    Args:
+        source: the C++ file.
+        flags: options of the compiler. They have to contain ``-shared``.
+        compilers: programs to look for on PATH, best first, if the environment variable ``CXX`` names none.
+        without_it: what the user loses without the library; begins the warning.
+
+    Returns:
+        The library; None, after a warning, if it cannot be compiled or loaded.
+    """
+    try:
+        return ctypes.CDLL(str(_build(source, flags, compilers)))
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: a user without a home
+        reason = getattr(error, "stderr", None) or str(error)
+        warnings.warn(f"{without_it}, since the kernel could not be built: {reason.strip()}", stacklevel=3)
+        return None
+
+
+def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path:
+    """Returns the library's path in the cache.
+
+    The file's name contains a checksum of everything that decides its content. The library is compiled under a
+    temporary name and then linked to its own, so processes that start together may all compile it: no process waits
+    for a lock that a killed one left, and no process loses a file that it has mapped.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "")) or [path for path in map(shutil.which, compilers) if path][:1]
+    if not compiler:
+        raise FileNotFoundError(f"no C++ compiler: install {compilers[0]}, or name a compiler in CXX")
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    identity = [source.read_text(encoding="utf-8"), *compiler, *flags, version]
+    if "-march=native" in flags:
+        identity.append(_processor())  # unlike machines may share a home directory
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
+    checksum = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+    library = cache / f"{source.stem}_{checksum}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            compiled = Path(folder) / library.name
+            command = [*compiler, *flags, str(source), "-o", str(compiled)]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            with compiled.open("rb") as file:
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(compiled, library)
+    return library
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: the instruction sets of this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

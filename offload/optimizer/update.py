@@ -1,0 +1,150 @@
+"""The optimizers' arithmetic on one chunk, with results that are equal to the bit on the host and on the device.
+
+The compiled kernel and the PyTorch code below do the same operations in the same order, and round each to fp32. So the
+weights do not depend on which chunks the device owns and updates itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from offload.optimizer.kernel import load_kernel
+from offload.optimizer.master_weights import read_master, write_master
+from offload.optimizer.settings import OptimizerSettings
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SEPARATE_MASTER = 3  # a bfloat16 weight with a whole fp32 master
+_EPSILON_GRADIENT, _EPSILON_SCALE = torch.finfo(torch.float32).eps, 1e-3
+
+
+def sum_of_squares(values: Tensor) -> float:
+    """Returns the sum of squares in double precision; the compiled kernel computes it on the host."""
+    kernel = load_kernel() if values.device.type == "cpu" else None
+    if kernel is None:
+        return float(values.double().square().sum())
+    return float(kernel.sum_of_squares(values.numel(), values.data_ptr(), _DTYPE_CODES[values.dtype]))
+
+
+@torch.no_grad()
+def update(
+    settings: OptimizerSettings,
+    step: int,
+    learning_rate: float,
+    coefficient: float,
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    states: Mapping[str, Tensor],
+) -> None:
+    """Updates a contiguous stack of matrices or vectors in place.
+
+    Args:
+        step: the number of this update, from 1.
+        coefficient: the factor of the gradient, which combines loss scale and clipping.
+        weight: [N, rows, columns] or [N, numel], in the model's type.
+        remainder: of the same shape and the type ``remainder_dtype``.
+        gradient: of the same shape, in fp32 or a 16-bit type.
+        states: by name, with the shapes of ``OptimizerSettings.states``.
+    """
+    if weight.dim() == 2 and settings.weight_decay:  # vectors
+        settings = replace(settings, weight_decay=0.0)
+    if settings.kind == "adafactor":
+        remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
+        rows, columns = states["row_var"].unbind(0), states["col_var"].unbind(0)
+        for own, own_remainder, grad, row, column in zip(
+            weight.unbind(0), remainders, gradient.unbind(0), rows, columns, strict=True
+        ):
+            flat = None if own_remainder is None else _matrix(own_remainder)
+            own, grad, row, column = (_matrix(part) for part in (own, grad, row, column))
+            _adafactor(settings, step, learning_rate, coefficient, own, flat, grad, row, column)
+        return
+    # All scalars are computed in double precision here, so the kernel and PyTorch get the same fp32 numbers.
+    keep = 1 - learning_rate * settings.weight_decay
+    if settings.kind == "adamw":
+        buffers = [states["exp_avg"], states["exp_avg_sq"]]
+        scalars = [
+            keep,
+            *(settings.beta1, 1 - settings.beta1),
+            *(settings.beta2, 1 - settings.beta2),
+            1 / math.sqrt(1 - settings.beta2**step),
+            settings.epsilon,
+            learning_rate / (1 - settings.beta1**step),
+        ]
+    else:
+        buffers = [states["momentum_buffer"]] if settings.momentum else []
+        scalars = [keep, settings.momentum, learning_rate]
+    kernel = load_kernel() if weight.device.type == "cpu" else None
+    if kernel is None:
+        compute = _adamw if settings.kind == "adamw" else _sgd
+        master = compute(read_master(weight, remainder), gradient.float() * coefficient, buffers, scalars)
+        write_master(master, weight, remainder)
+        return
+    separate = weight.dtype == torch.bfloat16 and remainder is not None and remainder.dtype == torch.float32
+    (kernel.adamw if settings.kind == "adamw" else kernel.sgd)(
+        weight.numel(),
+        _SEPARATE_MASTER if separate else _DTYPE_CODES[weight.dtype],
+        weight.data_ptr(),
+        None if remainder is None else remainder.data_ptr(),
+        gradient.data_ptr(),
+        _DTYPE_CODES[gradient.dtype],
+        *([buffer.data_ptr() for buffer in buffers] if buffers else [None]),
+        coefficient,
+        *scalars,
+    )
+
+
+def _adamw(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
+    mean, square = buffers
+    keep, beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, epsilon, step_size = scalars
+    mean.mul_(beta1).add_(gradient * one_minus_beta1)
+    square.mul_(beta2).add_((gradient * gradient) * one_minus_beta2)
+    # In double, rounded once: PyTorch's fp32 square root on a CPU is wrong by up to one unit in the last place.
+    denominator = square.double().sqrt_().float().mul_(inverse_root).add_(epsilon)
+    return master * keep - (mean / denominator).mul_(step_size)
+
+
+def _sgd(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
+    keep, momentum, rate = scalars
+    for buffer in buffers:
+        gradient = buffer.mul_(momentum).add_(gradient)
+    return master * keep - gradient * rate
+
+
+def _matrix(part: Tensor) -> Tensor:
+    """Returns a vector as a matrix with one row."""
+    return part if part.dim() == 2 else part.view(1, -1)
+
+
+def _adafactor(
+    settings: OptimizerSettings,
+    step: int,
+    learning_rate: float,
+    coefficient: float,
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    row: Tensor,
+    column: Tensor,
+) -> None:
+    """Updates one matrix [rows, columns].
+
+    Each matrix is updated by itself, because sums over a stack could round differently for another chunk size.
+    """
+    master = read_master(weight, remainder)
+    gradient = gradient.float() * coefficient
+    squares = gradient.square()
+    share = step**settings.beta2_decay
+    row.lerp_(squares.mean(-1, keepdim=True), share)
+    column.lerp_(squares.mean(-2, keepdim=True), share)
+    variance = (row @ column) / row.mean().clamp(min=_EPSILON_GRADIENT)
+    change = gradient * variance.clamp_(min=_EPSILON_GRADIENT**2).rsqrt_()
+    scale = max(_EPSILON_SCALE, math.sqrt(sum_of_squares(master) / master.numel()))
+    rate = scale * min(learning_rate, 1 / math.sqrt(step))
+    size = math.sqrt(sum_of_squares(change) / change.numel())
+    rate /= max(1.0, size / settings.clipping_threshold)
+    write_master(master * (1 - learning_rate * settings.weight_decay) - change * rate, weight, remainder)

@@ -1,0 +1,40 @@
+"""The bytes of chunks, and the buffers that moving them needs on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.memory.chunks import Chunk
+from offload.memory.layout import ChunkLayout
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """The sizes of a chunk in bytes.
+
+    Attributes:
+        weight: its weights, which one upload moves.
+        gradient: its gradient, which one download moves.
+        owned: all of its values with gradients and optimizer state, wherever they are.
+    """
+
+    weight: int
+    gradient: int
+    owned: int
+
+
+def sizes_of(laid_out: Sequence[tuple[Chunk, ChunkLayout]]) -> list[ChunkBytes]:
+    """Returns the chunks' sizes; gradients are moved in the type of the weights."""
+    moved = [(chunk.numel * layout.planes["weight"].dtype.itemsize, layout) for chunk, layout in laid_out]
+    return [ChunkBytes(num_bytes, num_bytes, layout.num_bytes) for num_bytes, layout in moved]
+
+
+def window_bytes(sizes: Sequence[ChunkBytes], prefetch_depth: int) -> int:
+    """Returns what streaming always needs on the device: the chunk in use, prefetched chunks, and two gradients."""
+    return (1 + prefetch_depth) * max(size.weight for size in sizes) + 2 * max(size.gradient for size in sizes)
+
+
+def staging_bytes(sizes: Sequence[ChunkBytes]) -> int:
+    """Returns what the host needs in addition to chunks: two staging buffers for gradients."""
+    return 2 * max(size.gradient for size in sizes)

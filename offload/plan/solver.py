@@ -1,0 +1,290 @@
+"""Finds the plan that moves the fewest bytes under the device's budget, by a linear programme and rounding.
+
+For each chunk c, y_c = 1 if the device owns it with its optimizer state, so nothing of it moves. For each interval i
+between two uses of a chunk in a step, x_i = 1 if the chunk stays on the device, which saves one upload. At each moment
+t, and outside of the uses,
+
+    sum over c: owned_bytes_c y_c  +  sum over i that span t: weight_bytes_i x_i  <=  budget - nonmodel_bytes_t - window
+
+and y_c + x_i <= 1. The programme maximises the seconds of copies that are saved. Few values of its solution are
+fractional. They are rounded down, or up for one or two more chunks, and the remaining bytes are then given to
+intervals. The best of these plans is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offload.devices.device import Rates
+from offload.plan.placement import PlacementConstraints, PlacementPlan
+from offload.plan.retention import retain_by_belady, retain_greedily
+from offload.plan.sizes import ChunkBytes, window_bytes
+from offload.plan.trace import Trace
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+_NUM_ROUNDINGS = 3  # rounding down, and up by one and by two chunks
+
+
+def solve(
+    trace: Trace,
+    sizes: Sequence[ChunkBytes],
+    budget_bytes: int,
+    prefetch_depth: int = 1,
+    rates: Rates | None = None,
+    host_budget_bytes: int | None = None,
+    constraints: PlacementConstraints | None = None,
+) -> PlacementPlan:
+    """Returns the plan whose copies take the least time.
+
+    Args:
+        trace: the step to plan for.
+        sizes: the chunks' sizes, by number.
+        budget_bytes: the device's budget.
+        prefetch_depth: how many uses ahead an upload starts.
+        rates: the copies' rates; the update on the host counts as free.
+        host_budget_bytes: the most that the chunks which the device does not own may occupy on the host; each
+            occupies ``ChunkBytes.owned``. None: there is no limit.
+        constraints: decisions to follow.
+
+    Raises:
+        ValueError: a budget is too small; the message names the smallest that suffices.
+    """
+    problem = _Problem(
+        trace, sizes, budget_bytes, prefetch_depth, rates or Rates(), constraints or PlacementConstraints()
+    )
+    least_owned = 0
+    if host_budget_bytes is not None:
+        least_owned = max(0, sum(size.owned for size in sizes) - host_budget_bytes)
+        if least_owned > problem.ownable_bytes:
+            raise ValueError(
+                f"the host's budget of {host_budget_bytes} bytes is too small: with as many chunks on the device as "
+                f"it can own, the host has to hold {sum(size.owned for size in sizes) - problem.ownable_bytes}"
+            )
+    owned_share, _, bound = problem.relax(least_owned)
+    plans: list[PlacementPlan] = []
+    for num_more in range(_NUM_ROUNDINGS):
+        owned = problem.round_owned(owned_share, least_owned, num_more)
+        if plans and owned == plans[-1].owned:
+            break
+        _, kept_share, _ = problem.relax(0, owned)
+        plans.append(problem.plan(owned, problem.round_kept(owned, kept_share), bound))
+    return min(plans, key=problem.seconds)
+
+
+class _Problem:
+    """The coefficients of the linear programme, and the steps of its solution."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        sizes: Sequence[ChunkBytes],
+        budget_bytes: int,
+        prefetch_depth: int,
+        rates: Rates,
+        constraints: PlacementConstraints,
+    ) -> None:
+        self.constraints = constraints
+        self.trace, self.sizes, self.rates, self.prefetch_depth = trace, sizes, rates, prefetch_depth
+        self.intervals = list(trace.intervals())
+        window = window_bytes(sizes, prefetch_depth)
+        moments = trace.moments
+        # Pinned chunks occupy the device whatever is planned. So their bytes are subtracted here, and forced intervals
+        # have no bytes of their own in the programme.
+        self.free_bytes = [
+            budget_bytes - moment.nonmodel_bytes - window - sum(sizes[chunk].weight for chunk in moment.pinned)
+            for moment in moments
+        ]
+        self.free_bytes.append(budget_bytes - trace.outside_bytes)
+        tightest = min(self.free_bytes, default=0)
+        if tightest < 0:
+            raise ValueError(
+                f"the device's budget of {budget_bytes} bytes is too small for one window of chunks of {window} bytes "
+                f"and the rest of the model; the smallest that suffices is {budget_bytes - tightest}"
+            )
+        wanted = sum(sizes[chunk].owned for chunk in constraints.owned)
+        if wanted > tightest:
+            raise ValueError(
+                f"the device's budget of {budget_bytes} bytes is too small for the {wanted} bytes of the chunks that "
+                f"it has to own; the smallest that suffices is {budget_bytes - tightest + wanted}"
+            )
+        self.ownable_bytes = tightest
+        uses = [0] * len(sizes)
+        for moment in moments:
+            uses[moment.chunk] += 1
+        self.uses = uses
+        self.num_gradients = trace.gradients_per_chunk()
+        self.interval_seconds = [
+            0.0 if interval.forced else sizes[interval.chunk].weight / rates.upload for interval in self.intervals
+        ]
+        forced = [0] * len(sizes)
+        for interval in self.intervals:
+            forced[interval.chunk] += interval.forced
+        self.forced = forced
+        self.owned_seconds = [
+            (uses[chunk] - forced[chunk]) * size.weight / rates.upload
+            + self.num_gradients.get(chunk, 0) * size.gradient / rates.download
+            for chunk, size in enumerate(sizes)
+        ]
+
+    def relax(self, least_owned: int, owned: set[int] | None = None) -> tuple[list[float], list[float], float]:
+        """Solves the linear programme.
+
+        Args:
+            least_owned: how many bytes of chunks the device has to own at least.
+            owned: the chunks that the device owns, if that is already decided.
+
+        Returns:
+            The share of each chunk that is owned, the share of each interval that is kept, and the bytes moved.
+        """
+        if not self.sizes:
+            return [], [], 0.0
+        from scipy.optimize import linprog
+
+        gains = [*self.owned_seconds, *self.interval_seconds]
+        most = max(gains) or 1.0
+        matrix, limits = self._inequalities(least_owned)
+        objective = [-gain / most for gain in gains]
+        solution = linprog(objective, A_ub=matrix, b_ub=limits, bounds=self._bounds(owned), method="highs-ds")
+        if not solution.success:
+            raise ValueError(f"no plan meets both budgets: {solution.message}")
+        shares = solution.x.tolist()
+        own, keep = shares[: len(self.sizes)], shares[len(self.sizes) :]
+        return own, keep, self._bytes(own, keep)
+
+    def _inequalities(self, least_owned: int) -> tuple[csr_array, list[float]]:
+        """Returns the matrix A and the right side b of A (y, x) <= b."""
+        from scipy.sparse import coo_array
+
+        rows: list[int] = []
+        columns: list[int] = []
+        values: list[float] = []
+        unit = max(size.owned for size in self.sizes)  # bytes are divided by it, to keep the matrix well scaled
+
+        def add(row: int, column: int, value: float) -> None:
+            rows.append(row)
+            columns.append(column)
+            values.append(value)
+
+        # One row for each moment: owned chunks, and intervals that span it, have to fit.
+        limits = [free / unit for free in self.free_bytes]
+        for chunk, size in enumerate(self.sizes):
+            for moment in range(len(limits)):
+                add(moment, chunk, size.owned / unit)
+        for column, interval in enumerate(self.intervals, start=len(self.sizes)):
+            if not interval.forced:
+                for moment in range(interval.begin + 1, interval.end):
+                    add(moment, column, self.sizes[interval.chunk].weight / unit)
+            # y_c + x_i <= 1: a chunk that is owned needs no replica.
+            add(len(limits), interval.chunk, 1.0)
+            add(len(limits), column, 1.0)
+            limits.append(1.0)
+        if least_owned:  # the negative of: owned bytes >= least_owned
+            for chunk, size in enumerate(self.sizes):
+                add(len(limits), chunk, -size.owned / unit)
+            limits.append(-least_owned / unit)
+        shape = (len(limits), len(self.sizes) + len(self.intervals))
+        return coo_array((values, (rows, columns)), shape=shape).tocsr(), limits
+
+    def _bounds(self, owned: set[int] | None) -> list[tuple[int, int]]:
+        """Returns the bounds of each y and x, which ``constraints`` and ``owned`` fix to 0 or 1."""
+        chunks = range(len(self.sizes))
+        if owned is not None:
+            bounds = [(int(chunk in owned),) * 2 for chunk in chunks]
+        else:
+            wanted, refused = self.constraints.owned, self.constraints.never_owned
+            bounds = [(int(chunk in wanted), int(chunk not in refused)) for chunk in chunks]
+        for interval in self.intervals:
+            dropped = interval.chunk in self.constraints.fetched and not interval.forced
+            bounds.append((0, 0) if dropped else (0, 1))
+        return bounds
+
+    def _bytes(self, owned: Sequence[float], kept: Sequence[float]) -> float:
+        """Returns the bytes that shares of owned chunks and kept intervals move in a step."""
+        moved = 0.0
+        for chunk, size in enumerate(self.sizes):
+            uploads = (self.uses[chunk] - self.forced[chunk]) * size.weight
+            moved += (1 - owned[chunk]) * (uploads + self.num_gradients.get(chunk, 0) * size.gradient)
+        for interval, share in zip(self.intervals, kept, strict=True):
+            moved -= 0 if interval.forced else share * self.sizes[interval.chunk].weight
+        return moved
+
+    def round_owned(self, shares: Sequence[float], least_owned: int, num_more: int) -> set[int]:
+        """Chooses whole chunks to own: by descending share, then by the seconds that a byte saves, while they fit.
+
+        Args:
+            shares: the relaxation's share of each chunk.
+            least_owned: how many bytes to own at least.
+            num_more: how many chunks to own in addition to the relaxation's bytes; fewer intervals are then kept.
+
+        Raises:
+            ValueError: whole chunks of these sizes do not fit both budgets.
+        """
+        # Shares are rounded, so that noise of the solver does not decide the order.
+        order = sorted(
+            (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6 and chunk not in self.constraints.owned),
+            key=lambda chunk: (-round(shares[chunk], 6), -self.owned_seconds[chunk] / self.sizes[chunk].owned, chunk),
+        )
+        if least_owned:  # the host's budget counts more than the time of copies: any chunk may be owned
+            chosen = set(order)
+            order += [chunk for chunk in range(len(self.sizes)) if chunk not in chosen | self.constraints.never_owned]
+        owned = set(self.constraints.owned)
+        used = sum(self.sizes[chunk].owned for chunk in owned)
+        planned = sum(share * size.owned for share, size in zip(shares, self.sizes, strict=True))
+        planned += num_more * max((size.owned for size in self.sizes), default=0)
+        for chunk in order:
+            size = self.sizes[chunk].owned
+            if chunk in owned:
+                continue
+            wanted = used + size <= planned * (1 + 1e-9) or used < least_owned
+            if wanted and used + size <= self.ownable_bytes:
+                owned.add(chunk)
+                used += size
+        if used < least_owned:
+            raise ValueError("no plan meets both budgets with whole chunks; smaller chunks may")
+        return owned
+
+    def round_kept(self, owned: set[int], shares: Sequence[float]) -> set[int]:
+        """Chooses whole intervals to keep: the best of three rules.
+
+        If all chunks have the same size, the constraints' matrix has consecutive ones. Its solutions are whole if the
+        free bytes are multiples of that size, so rounding then changes little.
+        """
+        free_bytes = [value - sum(self.sizes[chunk].owned for chunk in owned) for value in self.free_bytes]
+        best: tuple[float, set[int]] = (-1.0, set())
+        candidates = [
+            index
+            for index, interval in enumerate(self.intervals)
+            if interval.chunk not in owned and (interval.forced or interval.chunk not in self.constraints.fetched)
+        ]
+        by_length = sorted(candidates, key=lambda index: self.intervals[index].end - self.intervals[index].begin)
+        by_share = sorted(by_length, key=lambda index: -round(shares[index], 6))
+        weights = [0 if interval.forced else self.sizes[interval.chunk].weight for interval in self.intervals]
+        for kept in (
+            retain_greedily(self.intervals, weights, by_share, free_bytes),
+            retain_greedily(self.intervals, weights, by_length, free_bytes),
+            retain_by_belady(self.intervals, weights, candidates, free_bytes),
+        ):
+            gain = sum(self.interval_seconds[index] for index in kept)
+            if gain > best[0]:
+                best = (gain, kept)
+        return best[1]
+
+    def seconds(self, plan: PlacementPlan) -> float:
+        """Returns the time of all copies of a plan."""
+        return plan.upload_bytes / self.rates.upload + plan.download_bytes / self.rates.download
+
+    def plan(self, owned: set[int], kept: set[int], bound: float) -> PlacementPlan:
+        """Makes the plan for a choice of owned chunks and kept intervals, and counts its bytes."""
+        keep = [False] * len(self.trace.moments)
+        for index, interval in enumerate(self.intervals):
+            keep[interval.begin] = index in kept or interval.forced
+        plan = PlacementPlan(self.trace, frozenset(owned), tuple(keep), 0, 0, bound, self.prefetch_depth)
+        fetched = zip(self.trace.moments, plan.fetches(), strict=True)
+        upload = sum(self.sizes[moment.chunk].weight for moment, fetches in fetched if fetches)
+        downloaded = (chunk for chunk in self.num_gradients if chunk not in owned)
+        download = sum(self.num_gradients[chunk] * self.sizes[chunk].gradient for chunk in downloaded)
+        return replace(plan, upload_bytes=upload, download_bytes=download)

@@ -1,0 +1,89 @@
+"""The trace of a step: which chunk it uses when, and how much memory everything else occupies at each use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The time from one use of a chunk to the next use of any chunk; PatrickStar (arXiv 2108.05818) uses the word so.
+
+    Attributes:
+        chunk: the number of the chunk that is used.
+        backward: whether this use computes the chunk's gradients.
+        pinned: other chunks in use at this time. Reentrant activation checkpointing nests uses.
+        nonmodel_bytes: the peak of all other memory on the device: activations, dense parameters, workspace.
+        seconds: how long the computation took; 0 if it was not measured.
+    """
+
+    chunk: int
+    backward: bool = False
+    pinned: tuple[int, ...] = ()
+    nonmodel_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The time between two uses of a chunk in a step, in which it can stay on the device or be dropped.
+
+    Attributes:
+        chunk: the chunk's number.
+        begin, end: the moments of the two uses; moments ``begin + 1`` to ``end - 1`` lie between them.
+        forced: the chunk is pinned all the time, so it cannot be dropped.
+    """
+
+    chunk: int
+    begin: int
+    end: int
+    forced: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One optimizer step: the forward and backward passes of all its micro-batches.
+
+    Attributes:
+        moments: in the order of the uses.
+        outside_bytes: the peak of non-model memory from the last backward pass to the first use of a chunk.
+    """
+
+    moments: tuple[Moment, ...]
+    outside_bytes: int = 0
+
+    def intervals(self) -> Iterator[Interval]:
+        """Yields the intervals between two uses of a chunk, in the order of their ends."""
+        last: dict[int, int] = {}
+        for index, moment in enumerate(self.moments):
+            if moment.chunk in last:
+                begin = last[moment.chunk]
+                forced = all(moment.chunk in self.moments[time].pinned for time in range(begin + 1, index))
+                yield Interval(moment.chunk, begin, index, forced)
+            last[moment.chunk] = index
+
+    def repeat_last(self, num_moments: int, times: int) -> Trace:
+        """Appends the last ``num_moments`` so many times more, for micro-batches that are all alike."""
+        return replace(self, moments=self.moments + self.moments[len(self.moments) - num_moments :] * times)
+
+    def with_nonmodel_bytes_of(self, other: Trace) -> Trace:
+        """Returns this trace with the larger non-model bytes of the two traces at every moment.
+
+        If ``other`` has different uses it is ignored.
+        """
+        if [moment.chunk for moment in self.moments] != [moment.chunk for moment in other.moments]:
+            return self
+        moments = [
+            replace(mine, nonmodel_bytes=max(mine.nonmodel_bytes, theirs.nonmodel_bytes))
+            for mine, theirs in zip(self.moments, other.moments, strict=True)
+        ]
+        return Trace(tuple(moments), max(self.outside_bytes, other.outside_bytes))
+
+    def gradients_per_chunk(self) -> dict[int, int]:
+        """Returns how many gradients each chunk gets in a step; chunks without any are missing."""
+        counts: dict[int, int] = {}
+        for moment in self.moments:
+            if moment.backward:
+                counts[moment.chunk] = counts.get(moment.chunk, 0) + 1
+        return counts

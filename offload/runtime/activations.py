@@ -1,0 +1,234 @@
+"""Moves activations to the host until the backward pass needs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.devices.device import Event
+from offload.memory.arena import Arena, Block
+
+
+class CopyDevice(Protocol):
+    """The part of ``Device`` that copies activations; its methods are documented there."""
+
+    storages: set[int]
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor [numel] with undefined content."""
+
+    def upload(self, source: Tensor, target: Tensor, memory: Tensor, after: Sequence[Event]) -> Event:
+        """Queues a copy to the device."""
+
+    def download(self, source: Tensor, target: Tensor, memory: Tensor, after: Sequence[Event]) -> Event:
+        """Queues a copy to the host."""
+
+    def compute_event(self) -> Event:
+        """Returns the end of the computation that was queued so far."""
+
+    def compute_waits(self, event: Event) -> None:
+        """Makes later computation wait for an event."""
+
+    def computes_on(self, memory: Tensor, write: bool) -> None:
+        """Declares an access by the computation."""
+
+
+class ActivationOffload:
+    """Moves the tensors that autograd saves in parts of a model to the host, and back before they are needed.
+
+    Each call of such a part is a **unit**. Inside ``unit``, the download of a storage starts as soon as autograd saves
+    a tensor of it. Its device memory is freed when the next unit begins, so that of the last unit is still there when
+    the backward pass begins. In the backward pass, the first tensor of a unit that is needed starts the uploads of the
+    unit before it. Device memory of activations is not in buffers, so traces count it as non-model memory, and plans
+    take into account that there is less of it.
+
+    Whole storages are moved. So a storage is moved once even if several operators save it or views of it, strides do
+    not change, and results are equal to the bit. Not moved are parameters, weights of chunks, small storages, and
+    integers and masks, which layers share. If a unit contains a checkpointed function, only the function's inputs are
+    moved.
+
+    Args:
+        device: the accelerator.
+        new_block: makes host memory of the given size.
+
+    Attributes:
+        slab_bytes: the size in which host memory is allocated.
+        small_bytes: smaller storages are not moved: starting a copy takes as long as moving about 100 KiB.
+        downloaded_bytes, uploaded_bytes: the bytes moved so far.
+    """
+
+    small_bytes = 2**16
+    slab_bytes = 2**25
+
+    def __init__(self, device: CopyDevice, new_block: Callable[[int], Block]) -> None:
+        self.device = device
+        self.arena = Arena(new_block, self.slab_bytes)
+        self.downloaded_bytes = self.uploaded_bytes = 0
+        self._units: list[_Unit] = []
+        self._inside = False
+
+    @contextmanager
+    def unit(self, excluded: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Makes the forward pass inside ``with`` a unit; without gradients it does nothing.
+
+        Args:
+            excluded: tensors whose storages are not moved, such as parameters.
+
+        Raises:
+            RuntimeError: a saved tensor of the unit before was changed in place, or that unit has not ended.
+        """
+        if self._inside:
+            raise RuntimeError("a unit of activations begins within another one")
+        if not torch.is_grad_enabled():
+            yield
+            return
+        while self._units and not self._units[-1].saved:  # autograd has freed all of its tensors
+            self._units.pop()
+        if self._units:
+            for saved in list(self._units[-1].saved.values()):
+                saved.free_device_memory()
+        unit = _Unit(self._units[-1] if self._units else None, {tensor.untyped_storage()._cdata for tensor in excluded})
+        self._units.append(unit)
+        self._inside = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
+                yield
+        finally:
+            self._inside = False
+
+    def _pack(self, unit: _Unit, tensor: Tensor) -> Tensor | _View:
+        """Returns what autograd saves instead of a tensor."""
+        storage = tensor.untyped_storage()
+        fixed = storage._cdata in unit.excluded or storage._cdata in self.device.storages
+        if fixed or not tensor.is_floating_point() or storage.nbytes() < self.small_bytes:
+            return tensor.detach()  # the tensor itself would keep its graph alive in a reference cycle
+        # Several operators may save views of one storage: it is moved once for each type in which it is seen.
+        key = (storage._cdata, tensor.dtype)
+        saved = unit.saved.get(key)
+        if saved is None:
+            numel = storage.nbytes() // tensor.itemsize
+            saved = unit.saved[key] = _Saved(self, unit, tensor.detach().as_strided((numel,), (1,), 0))
+        return _View(saved, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, packed: Tensor | _View) -> Tensor:
+        """Returns the tensor again in the backward pass."""
+        if isinstance(packed, Tensor):
+            return packed
+        unit = packed.saved.unit
+        memory = packed.saved.read()
+        if not unit.reached:
+            unit.reached = True
+            for saved in reversed(list(unit.before.saved.values())) if unit.before is not None else ():
+                saved.fetch()
+        return memory.as_strided(packed.shape, packed.stride, packed.offset)
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is allocated, in use or kept for the next step."""
+        return self.arena.num_bytes
+
+    def close(self) -> None:
+        """Frees the host memory; memory that a graph still needs is freed with the graph."""
+        self.arena.close()
+
+
+class _Unit:
+    """One unit.
+
+    Attributes:
+        before: the unit before it, whose backward pass comes next.
+        excluded: ``_cdata`` of the storages that are not moved.
+        saved: the saved storages by storage and type, while a graph needs them.
+        reached: whether the backward pass has reached the unit.
+    """
+
+    def __init__(self, before: _Unit | None, excluded: set[int]) -> None:
+        self.before, self.excluded = before, excluded
+        self.saved: weakref.WeakValueDictionary[tuple[int, torch.dtype], _Saved] = weakref.WeakValueDictionary()
+        self.reached = False
+
+
+class _View(NamedTuple):
+    """What autograd saves instead of a tensor: the storage, and the tensor's place in it."""
+
+    saved: _Saved
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+class _Saved:
+    """A storage that is moved. It is deleted with the last graph that needs it.
+
+    Args:
+        owner: gives host memory and counts bytes.
+        unit: the unit that saved it.
+        memory: [numel], the whole storage.
+    """
+
+    def __init__(self, owner: ActivationOffload, unit: _Unit, memory: Tensor) -> None:
+        self.unit = unit
+        self._owner, self._device = owner, owner.device
+        self._numel, self._dtype, self._version = len(memory), memory.dtype, memory._version
+        self._slab, self._offset = owner.arena.take(memory.nbytes)
+        self._memory: Tensor | None = memory
+        self._downloaded = False
+        self._device.computes_on(memory, write=True)
+        # The end of the last copy, down or up.
+        self._copied: Event = self._device.download(memory, self._host(), memory, [self._device.compute_event()])
+        owner.downloaded_bytes += memory.nbytes
+
+    def _host(self) -> Tensor:
+        """Returns the host memory."""
+        return self._slab.block.view(self._dtype, self._offset, (self._numel,))
+
+    def free_device_memory(self) -> None:
+        """Frees the device memory, after the download."""
+        if not self._downloaded:
+            self._check_version()
+            self._free()
+            self._downloaded = True
+
+    def fetch(self) -> None:
+        """Starts the upload, if the storage is not on the device."""
+        if self._memory is None:
+            self._memory = self._device.empty(self._numel, self._dtype)
+            after = [self._device.compute_event()]
+            self._copied = self._device.upload(self._host(), self._memory, self._memory, after)
+            self._owner.uploaded_bytes += self._memory.nbytes
+
+    def read(self) -> Tensor:
+        """Returns the storage [numel] on the device, for computation that is queued from now on."""
+        self.fetch()
+        assert self._memory is not None
+        if self._downloaded:
+            self._device.compute_waits(self._copied)
+        else:
+            self._check_version()
+        self._device.computes_on(self._memory, write=False)
+        return self._memory
+
+    def _check_version(self) -> None:
+        """Checks that nobody has changed the tensor; with hooks, autograd does not check this itself.
+
+        Raises:
+            RuntimeError: it was changed in place.
+        """
+        if self._memory is not None and self._memory._version != self._version:
+            raise RuntimeError("a tensor that autograd had saved for the backward pass was changed in place")
+
+    def _free(self) -> None:
+        if self._memory is not None:
+            self._device.compute_waits(self._copied)
+            self._device.computes_on(self._memory, write=True)  # the next owner of this memory may write to it
+            self._memory = None
+
+    def __del__(self) -> None:
+        self._free()
+        self._owner.arena.give(self._slab)

@@ -1,0 +1,169 @@
+"""A chunk's memory on the host and on the device, and the operations on its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.devices.device import Buffer, Device, Event
+from offload.memory.chunks import Chunk
+from offload.memory.host_memory import HostBlock
+from offload.memory.layout import ChunkLayout, plane_tensors
+from offload.optimizer.master_weights import read_master, write_master
+from offload.optimizer.settings import OptimizerSettings
+from offload.optimizer.update import sum_of_squares, update
+from offload.runtime.workers import Job
+
+WEIGHT = "weight"
+
+
+class Slot:
+    """The memory of one chunk.
+
+    The home has all values of the chunk and is the authoritative copy. The replica is a copy of the weights on the
+    device, which exists only around uses.
+
+    Attributes:
+        home: host memory, or a buffer of the device if it owns the chunk.
+        replica: a buffer of the device; if it is present, it has or is about to get the weights of ``replica_version``.
+        ready: the upload that the computation has not waited for yet.
+        uploaded: the last upload, which reads the home's weights.
+        job: the last host job that uses the home.
+        pins: the number of uses at this time; the replica stays while there is one.
+        last_use: the plan's moment of the last use.
+        num_gradients: how many gradients the chunk has got in this step.
+        squares: the sum of squares of each matrix of the gradient, computed by ``squares_job``.
+        version: how often the home's weights have changed; a replica of an older version must not be used.
+    """
+
+    def __init__(self, chunk: Chunk, layout: ChunkLayout, device: Device, owned: bool) -> None:
+        self.chunk, self.layout, self.number = chunk, layout, chunk.number
+        weight = layout.planes[WEIGHT]
+        self.home: HostBlock | Buffer
+        if owned:
+            self.home = device.buffer(layout.num_bytes)
+            device.acquire(self.home)
+            device.computes_on(self.home, write=True)
+            self.home.view(torch.uint8, 0, (layout.num_bytes,)).zero_()  # as host memory is: states start at 0
+        else:
+            self.home = HostBlock(layout.num_bytes, device)
+        self.replica = device.buffer(weight.numel * weight.dtype.itemsize)
+        self.ready: Event | None = None
+        self.uploaded: Event | None = None
+        self.job: Job | None = None
+        self.pins = 0
+        self.last_use = -1
+        self.num_gradients = 0
+        self.squares: list[float] = []
+        self.squares_job: Job | None = None
+        self.version = self.replica_version = 0
+
+    @property
+    def owned(self) -> bool:
+        """Whether the device owns the chunk."""
+        return isinstance(self.home, Buffer)
+
+    @property
+    def device_memory(self) -> Buffer:
+        """The buffer in which the computation finds the weights."""
+        return self.home if isinstance(self.home, Buffer) else self.replica
+
+    def device_weights(self) -> list[Tensor]:
+        """Returns the weights [N, ...] of each parameter; they are at the start of home and replica."""
+        return list(plane_tensors(self.device_memory, self.layout.planes[WEIGHT]))
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients [N, ...] of each parameter in the home."""
+        return list(plane_tensors(self.home, self.layout.planes["gradient"]))
+
+    def measure(self, gradients: Sequence[Tensor]) -> None:
+        """Computes the sum of squares of each matrix by itself, so that no sum depends on the size of the chunk."""
+        matrices = [matrix for stack in gradients for matrix in stack]
+        if matrices[0].device.type == "cpu":
+            self.squares = [sum_of_squares(matrix) for matrix in matrices]
+        else:  # the host waits for the device once
+            self.squares = torch.stack([matrix.double().square().sum() for matrix in matrices]).tolist()
+
+    def update(
+        self,
+        settings: OptimizerSettings,
+        step: int,
+        learning_rate: float,
+        coefficient: float,
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Applies one step of the optimizer to the home; for the arguments see ``offload.optimizer.update``."""
+        states = {name: list(plane_tensors(self.home, self.layout.planes[name])) for name in self.layout.state_names}
+        for index, ((weight, remainder), gradient) in enumerate(zip(self._masters(), gradients, strict=True)):
+            own = {name: values[index] for name, values in states.items()}
+            update(settings, step, learning_rate, coefficient, weight, remainder, gradient, own)
+
+    @torch.no_grad()
+    def read(self, kind: str) -> list[Tensor]:
+        """Returns the fp32 values of each parameter, copied to the host.
+
+        Args:
+            kind: ``WEIGHT`` or the name of an optimizer state.
+        """
+        if kind != WEIGHT:
+            return [part.to("cpu", copy=True) for part in plane_tensors(self.home, self.layout.planes[kind])]
+        return [read_master(weight, remainder).to("cpu", copy=True) for weight, remainder in self._masters()]
+
+    @torch.no_grad()
+    def write(self, kind: str, values: Sequence[Tensor]) -> None:
+        """Sets the values that ``read`` returns."""
+        self.version += 1
+        if kind != WEIGHT:
+            for part, value in zip(plane_tensors(self.home, self.layout.planes[kind]), values, strict=True):
+                part.copy_(value)
+            return
+        for (weight, remainder), value in zip(self._masters(), values, strict=True):
+            write_master(value.to(weight.device, torch.float32), weight, remainder)
+
+    def _masters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yields the weight and the remainder of each parameter."""
+        planes = self.layout.planes
+        weights = list(plane_tensors(self.home, planes[WEIGHT]))
+        remainders = (
+            list(plane_tensors(self.home, planes["remainder"])) if "remainder" in planes else [None] * len(weights)
+        )
+        yield from zip(weights, remainders, strict=True)
+
+    def free(self, device: Device) -> None:
+        """Frees all memory. Nothing may use it any more."""
+        if self.replica.present:
+            device.release(self.replica)
+        if isinstance(self.home, HostBlock):
+            self.home.free()
+        elif self.home.present:
+            device.release(self.home)
+
+    def move(self, home: HostBlock | Buffer, device: Device) -> None:
+        """Copies all values to another home, waits for it, and frees the old home."""
+        source = self.home.view(torch.uint8, 0, (self.layout.num_bytes,))
+        target = home.view(torch.uint8, 0, (self.layout.num_bytes,))
+        # The copy has to come after everything that wrote the old home or used the new home's memory.
+        now = [device.compute_event()]
+        if isinstance(home, Buffer):
+            event = device.upload(source, target, home, now)
+        else:
+            assert isinstance(self.home, Buffer)
+            event = device.download(source, target, self.home, now)
+        device.compute_waits(event)
+        device.host_waits(event)
+        if isinstance(self.home, Buffer):
+            device.release(self.home)
+        else:
+            self.home.free()
+        self.home, self.job, self.uploaded = home, None, None
+
+
+def accumulate(totals: Sequence[Tensor], gradients: Sequence[Tensor], more: bool) -> None:
+    """Adds gradients to the totals, or replaces the totals unless ``more``."""
+    for total, gradient in zip(totals, gradients, strict=True):
+        if more:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)

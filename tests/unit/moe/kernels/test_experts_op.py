@@ -1,0 +1,224 @@
+"""The experts' operator: equal by every way of computing it, without waiting for the device, in bounded memory."""
+
+import pytest
+import torch
+from torch import library
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe import MoEConfig, MoELayer
+from moe.kernels import products
+from moe.kernels.experts_op import ExpertsFunction, experts_backward_op, experts_op
+from moe.routing import Router, route
+
+
+def make_layer(dtype=torch.float32, sizes=(16, 32), **changes) -> MoELayer:
+    config = MoEConfig(**{"num_experts": 6, "num_prototypes": 2, "top_k": 2, **changes})
+    torch.manual_seed(0)
+    layer = MoELayer(*sizes, config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    return layer.to(dtype)
+
+
+def run(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, the gradient of the input and those of the parameters."""
+    x = x.detach().requires_grad_()
+    output = layer(x)
+    loss = (output.hidden_states.float() * torch.linspace(-1, 1, x.shape[-1])).sum() + output.aux_loss
+    return [output.hidden_states.detach(), *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_16_bit_products_computed_in_float32(monkeypatch: pytest.MonkeyPatch, dtype, activation: str) -> None:
+    """2 % of the largest value: a few roundings to 8 bits (bfloat16), most by chance in opposite directions."""
+    monkeypatch.setattr(products, "_is_emulated", lambda rows: rows.dtype == dtype)
+    layer = make_layer(dtype, activation=activation, bias=True)
+    x = torch.randn(40, 16).to(dtype)
+    own = run(layer, x)
+    for result, exact in zip(own, run(layer.double(), x.double()), strict=True):
+        torch.testing.assert_close(result.double(), exact, rtol=0, atol=0.02 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_of_hidden_units(activation: str, recompute: bool) -> None:
+    """Against plain autograd with the same mask, in float64."""
+    layer = make_layer(torch.float64, activation=activation, bias=True, top_k=1, recompute_activation=recompute)
+    x = torch.randn(9, 16, dtype=torch.float64, requires_grad=True)
+    routing, *_ = route(layer.router(x), layer.config, True)
+    gates = routing.gates.detach().requires_grad_()
+    mask = torch.rand(len(gates), 32) < 0.7
+    experts = layer.experts
+    weights = [experts.w_in, experts.w_out, experts.b_in, experts.b_out]
+    pairs = (routing.tokens, gates, *routing.by_token)
+    output = ExpertsFunction.apply(x, *pairs, routing.counts, *weights, mask, 0.3, activation, recompute, True)
+
+    ids = torch.arange(6).repeat_interleave(routing.counts)
+    hidden = torch.einsum("rd,rfd->rf", x[routing.tokens], experts.w_in[ids]) + experts.b_in[ids]
+    if activation == "swiglu":
+        gate, value = hidden.chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate) * value
+    else:
+        hidden = getattr(torch.nn.functional, activation)(hidden)
+    rows = torch.einsum("rf,rdf->rd", hidden * mask / 0.7, experts.w_out[ids]) + experts.b_out[ids]
+    expected = torch.zeros_like(x).index_add(0, routing.tokens, rows * gates[:, None])
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    inputs = [x, gates, *weights]
+    direction = torch.randn_like(x)
+    for own, other in zip(
+        torch.autograd.grad((output * direction).sum(), inputs),
+        torch.autograd.grad((expected * direction).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_without_gradients_no_operator_is_dispatched(activation: str) -> None:
+    layer, x = make_layer(activation=activation).eval(), torch.randn(9, 16)
+    with Seen() as seen:
+        expected = layer(x).hidden_states
+    assert "moe.experts.default" in seen.names
+    with Seen() as seen, torch.no_grad():
+        output = layer(x).hidden_states
+    assert "moe.experts.default" not in seen.names
+    assert torch.equal(output, expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        assert layer(mode.from_tensor(x)).hidden_states.shape == x.shape
+
+
+def test_dropout_and_jitter_only_in_training() -> None:
+    layer = make_layer(expert_dropout=0.5, router_jitter=0.1)
+    x = torch.randn(50, 16)
+    torch.manual_seed(1)
+    first = layer(x).hidden_states
+    torch.manual_seed(1)
+    assert torch.equal(layer(x).hidden_states, first)
+    assert not torch.equal(layer(x).hidden_states, first)
+    layer.eval()
+    assert torch.equal(layer(x).hidden_states, layer(x).hidden_states)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+def test_results_are_deterministic(recompute: bool, capacity_factor: float | None) -> None:
+    layer = make_layer(recompute_activation=recompute, capacity_factor=capacity_factor)
+    x = torch.randn(200, 16)
+    for first, second in zip(run(layer, x), run(layer, x), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute_activation": True}, {"bias": True, "activation": "swiglu"}], ids=str
+)
+def test_operators_follow_pytorchs_rules(changes: dict) -> None:
+    """Their schemas, and fake kernels whose shapes and types equal the real ones."""
+    layer = make_layer(**changes)
+    x = torch.randn(9, 16)
+    with torch.no_grad():
+        routing, *_ = route(layer.router(x), layer.config, True)
+        experts = layer.experts
+        weights = [None if each is None else each.detach() for each in (experts.w_in, experts.w_out, experts.b_in)]
+        weights.append(None if experts.b_out is None else experts.b_out.detach())
+        settings = (None, 0.0, layer.config.activation, layer.config.recompute_activation)
+        pairs = (routing.tokens, routing.gates, *routing.by_token)
+        for rows, own in ((x, pairs), (x[routing.tokens], (None,) * 4)):
+            arguments = (rows, *own, routing.counts, *weights, *settings)
+            output, *kept = experts_op(*arguments, True)
+            library.opcheck(experts_op, (*arguments, True))
+            library.opcheck(experts_backward_op, (torch.randn_like(output), *kept, *arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"recompute_activation": True, "gating": "sigmoid"}], ids=str)
+def test_compiles_into_one_graph(dtype: torch.dtype, changes: dict) -> None:
+    """The eager backend traces forward and backward as inductor would; bfloat16 rounds at other places."""
+    layer = make_layer(dtype, **changes)
+    x = torch.randn(32, 16, dtype=dtype)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for own, eager in zip(run(compiled, x), run(layer, x), strict=True):
+        torch.testing.assert_close(own, eager, rtol=tolerance, atol=tolerance * eager.abs().max().item())
+
+
+def test_dropless_path_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors whatever would read a value on the host raises, inside of the operator too.
+
+    The path of every device that multiplies 16-bit numbers itself.
+    """
+    monkeypatch.setattr(products, "_is_emulated", lambda rows: False)
+    config = MoEConfig(num_experts=6, num_prototypes=2, bias=True)
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(32, 16, dtype=torch.bfloat16)
+        router = Router(16, config)
+        weights = [torch.empty(6, *shape, dtype=torch.bfloat16) for shape in ((32, 16), (16, 32), (32,), (16,))]
+        routing, *_ = route(router(x), config, True)
+        pairs = (routing.tokens, routing.gates, *routing.by_token)
+        settings = (None, 0.0, "gelu", True)
+        output, h, a, y = experts_op._init_fn(x, *pairs, routing.counts, *weights, *settings, True)
+        assert (output.shape, h.shape) == ((32, 16), (64, 32))
+        grads = experts_backward_op._init_fn(output, h, a, y, x, *pairs, routing.counts, *weights, *settings)
+        assert [grad.shape for grad in grads[2:]] == [weight.shape for weight in weights]
+        with pytest.raises(DataDependentOutputException):  # the check checks
+            routing.counts.tolist()
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        layer = MoELayer(16, 32, MoEConfig(num_experts=6, num_prototypes=2))
+        output = layer(torch.empty(2, 5, 16, requires_grad=True))
+    (output.hidden_states.sum() + output.aux_loss).backward()
+    assert output.hidden_states.shape == (2, 5, 16)
+    assert layer.experts.w_in.grad.device.type == "meta"
+
+
+def saved_bytes(function, *inputs: torch.Tensor, weights: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages that autograd keeps, weights excepted."""
+    known = {weight.untyped_storage().data_ptr() for weight in weights}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = function(*inputs)
+    assert kept is not None
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"), [({"top_k": 2}, 0.55), ({"num_prototypes": 4}, 0.55), ({}, 0.60)], ids=str
+)
+def test_bytes_kept_with_recomputation(changes: dict, bound: float) -> None:
+    """Against a dense network with the same products: inputs, inner values, activations of as many rows.
+
+    One expert a token keeps D + F of D + 2 F numbers, 0.556; more experts share the token.
+    """
+    config = MoEConfig(**{"num_experts": 8, "recompute_activation": True, "num_prototypes": 1, "top_k": 1} | changes)
+    layer = MoELayer(64, 256, config)
+    x = torch.randn(512, 64, requires_grad=True)
+    own = saved_bytes(lambda x: layer(x), x, weights=list(layer.parameters()))
+    dense = torch.nn.Sequential(
+        torch.nn.Linear(64, 256, bias=False), torch.nn.GELU(), torch.nn.Linear(256, 64, bias=False)
+    )
+    rows = torch.randn(512 * config.experts_per_token, 64, requires_grad=True)
+    assert own <= bound * saved_bytes(dense, rows, weights=list(dense.parameters()))

@@ -1,0 +1,76 @@
+"""The configuration: what it refuses, and the capacity."""
+
+import subprocess
+import sys
+
+import pytest
+
+from moe import MoEConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 6, "num_prototypes": 4}, "num_experts"),
+        ({"num_prototypes": 2, "top_k": 3}, "top_k"),
+        ({"capacity_factor": 0.0}, "capacity_factor"),
+        ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor"),
+        ({"aux_loss_weight": -1.0}, "aux_loss_weight"),
+        ({"balance_bias_rate": -1.0}, "balance_bias_rate"),
+        ({"capacity_rule": "2"}, "capacity_rule"),
+        ({"gating": None}, "gating"),
+        ({"expert_dropout": 1.0}, "expert_dropout"),
+        ({"router_jitter": -0.1}, "router_jitter"),
+        ({"shared_expert_gate": True}, "shared_expert_gate"),
+        ({"exchange": "prototype"}, "exchange"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"num_experts": 4.0}, "num_experts"),
+        ({"num_experts": True}, "num_experts"),
+        ({"top_k": None}, "top_k"),
+        ({"ranks_per_node": 2.0}, "ranks_per_node"),
+        ({"capacity_factor": "1"}, "capacity_factor"),
+        ({"aux_loss_weight": True}, "aux_loss_weight"),
+        ({"bias": 1}, "bias"),
+        ({"normalize_gates": "false"}, "normalize_gates"),
+    ],
+)
+def test_errors_begin_with_the_field(values, field) -> None:
+    with pytest.raises(ValueError, match=f"^{field} "):
+        MoEConfig(**{"num_experts": 4} | values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_tokens", "training", "expected"),
+    [
+        ("k", 100, True, 32),  # ceil(1.25 * 4 * 100 / 16) = ceil(31.25)
+        ("1", 100, True, 8),  # ceil(1.25 * 100 / 16) = ceil(7.8125)
+        ("1", 10, True, 4),  # min_capacity
+        ("k", 100, False, 50),  # ceil(2.0 * 4 * 100 / 16)
+    ],
+)
+def test_capacity(rule, num_tokens, training, expected) -> None:
+    config = MoEConfig(
+        num_experts=16,
+        num_prototypes=2,
+        top_k=2,
+        capacity_factor=1.25,
+        eval_capacity_factor=2.0,
+        capacity_rule=rule,
+    )
+    assert config.capacity(num_tokens, training) == expected
+    assert MoEConfig(num_experts=10, capacity_factor=1.1).capacity(100, True) == 11
+    assert MoEConfig(num_experts=16).capacity(num_tokens, training) is None
+
+
+def test_import_loads_torch_alone() -> None:
+    program = "import sys, moe; print([m for m in ('deepspeed', 'transformers', 'm6', 'offload') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_capacity_of_0_is_an_error() -> None:
+    config = MoEConfig(num_experts=8, capacity_factor=1e-9, min_capacity=0)
+    with pytest.raises(ValueError, match=r"capacity_factor 1e-09 gives a capacity of 0 for 100 tokens and 8 experts"):
+        config.capacity(100, True)
+    assert config.capacity(0, True) == 0

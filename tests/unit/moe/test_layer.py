@@ -1,0 +1,319 @@
+"""The layer against the loop over tokens, in float64: tolerance 1e-9, about 1e6 rounding errors of values near 1."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from moe import MoEConfig, MoELayer
+from moe.reference import reference_moe
+
+
+def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 12, dtype=torch.float64):
+    layer = MoELayer(hidden_size, ffn_hidden_size, config).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # large and uneven
+            parameter.normal_(std=0.5)
+    return layer
+
+
+@st.composite
+def cases(draw):
+    prototypes = draw(st.sampled_from([1, 2, 3]))
+    size = draw(st.integers(1, 4))
+    factors = [0.3, 1.0, 1.1, 1.25, None, None]
+    num_shared_experts = draw(st.integers(0, 2))
+    config = MoEConfig(
+        num_experts=prototypes * size,
+        num_prototypes=prototypes,
+        top_k=draw(st.integers(1, size)),
+        gating=draw(st.sampled_from(["softmax", "global_softmax", "sigmoid"])),
+        normalize_gates=draw(st.booleans()),
+        capacity_factor=draw(st.sampled_from(factors)),
+        eval_capacity_factor=draw(st.sampled_from([factors[-1], 0.5])),
+        capacity_rule=draw(st.sampled_from(["k", "1"])),
+        min_capacity=draw(st.integers(0, 2)),
+        drop_order=draw(st.sampled_from(["position", "probability"])),
+        activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
+        bias=draw(st.booleans()),
+        num_shared_experts=num_shared_experts,
+        shared_expert_gate=num_shared_experts > 0 and draw(st.booleans()),
+        aux_loss_weight=draw(st.sampled_from([0.0, 0.1])),
+        z_loss_weight=draw(st.sampled_from([0.0, 0.1])),
+        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])),
+        recompute_activation=draw(st.booleans()),
+    )
+    num_tokens = draw(st.integers(1, 9))
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
+    return config, mask, draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases(), seed=st.integers(0, 10**6))
+def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
+    config, mask, hidden_size, ffn_hidden_size, training = case
+    torch.manual_seed(seed)
+    layer = make_layer(config, hidden_size, ffn_hidden_size).train(training)
+    if config.balance_bias_rate:
+        layer.router.balance_bias.normal_(std=0.3)
+    x = torch.randn(len(mask), hidden_size, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn_like(x)
+    parameters = dict(layer.named_parameters())
+    inputs = [x, *parameters.values()]
+
+    def gradients(loss):
+        return torch.autograd.grad(loss + sum(0 * each.sum() for each in inputs), inputs)  # 0: no token reached it
+
+    output = layer(x, mask)
+    grads = gradients((output.hidden_states * direction).sum() + output.aux_loss)
+    expected = reference_moe(x, mask, {**parameters, **dict(layer.named_buffers())}, config, training)
+    expected_grads = gradients((expected.hidden_states * direction).sum() + expected.aux_loss)
+
+    close = dict(rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(output.hidden_states, expected.hidden_states, **close)
+    torch.testing.assert_close(output.aux_loss, expected.aux_loss, **close)
+    torch.testing.assert_close(grads, expected_grads, **close)
+    assert output.stats.expert_counts.tolist() == [len(tokens) for tokens in expected.tokens_of_expert]
+    assert output.stats.chosen_counts.tolist() == expected.chosen_counts
+    assert output.stats.dropped.tolist() == expected.dropped
+    assert output.stats.num_tokens.item() == mask.sum().item()
+    assert output.stats.router_entropy.tolist() == pytest.approx(expected.router_entropy, abs=1e-6)  # float32
+    choices = mask.sum().item() * config.experts_per_token  # every choice is either computed or dropped
+    assert output.stats.expert_counts.sum() + output.stats.dropped.sum() == choices
+
+
+@pytest.mark.parametrize(("hidden_size", "ffn_hidden_size"), [(8, 12), (6, 12), (8, 5)])
+def test_grouped_product_and_loop_agree_in_float32(hidden_size: int, ffn_hidden_size: int) -> None:
+    """(8, 12) is aligned and takes the grouped product, the others the loop. 1e-5: sums of 12 terms near 1."""
+    torch.manual_seed(0)
+    config = MoEConfig(num_experts=6, num_prototypes=2, top_k=2, capacity_factor=1.0)
+    exact = make_layer(config, hidden_size, ffn_hidden_size)
+    layer = MoELayer(hidden_size, ffn_hidden_size, config)
+    layer.load_state_dict(exact.state_dict())
+    x = torch.randn(3, 7, hidden_size)
+    for each, inputs in ((exact, x.double()), (layer, x)):
+        output = each(inputs)
+        (output.hidden_states.square().mean() + output.aux_loss).backward()
+    torch.testing.assert_close(layer(x).hidden_states.double(), exact(x.double()).hidden_states, rtol=1e-5, atol=1e-5)
+    for (name, parameter), reference in zip(layer.named_parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.double(), reference.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_tokens_choose_one_expert(dtype: torch.dtype) -> None:
+    layer = make_layer(MoEConfig(num_experts=4), dtype=dtype)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[2] = 1.0
+    x = torch.rand(5, 8, dtype=dtype)
+    output = layer(x)
+    assert output.stats.expert_counts.tolist() == [0, 0, 5, 0]
+    output.hidden_states.sum().backward()
+    for weight in layer.experts.parameters():
+        assert weight.grad[2].abs().sum() > 0
+        assert weight.grad[[0, 1, 3]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_only_padding(dtype: torch.dtype, capacity_factor: float | None) -> None:
+    config = MoEConfig(num_experts=4, num_prototypes=2, capacity_factor=capacity_factor, z_loss_weight=0.1)
+    layer = make_layer(config, dtype=dtype)
+    x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
+    for inputs, mask in ((x, torch.zeros(2, 3, dtype=torch.bool)), (x[:0], None)):
+        output = layer(inputs, mask)
+        (output.hidden_states.sum() + output.aux_loss).backward()
+        assert output.hidden_states.shape == inputs.shape
+        assert output.hidden_states.abs().sum() == 0
+        assert output.aux_loss == 0
+        assert output.stats.num_tokens == output.stats.router_entropy.sum() == 0
+        for tensor in [x, *layer.parameters()]:
+            assert tensor.grad.abs().sum() == 0
+            tensor.grad = None
+
+
+def test_padding_changes_nothing_even_when_not_finite() -> None:
+    torch.manual_seed(0)
+    layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2, capacity_factor=0.5, min_capacity=1))
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    mask = torch.rand(2, 6) < 0.6
+    padded = x.masked_fill(~mask[..., None], float("nan"))
+    output, expected = layer(padded, mask), layer(x[mask])
+    torch.testing.assert_close(output.hidden_states[mask], expected.hidden_states, rtol=0, atol=0)
+    assert output.hidden_states[~mask].abs().sum() == 0
+    assert torch.equal(output.aux_loss, expected.aux_loss)
+    for of_padded, alone in zip(output.stats, expected.stats, strict=True):
+        assert torch.equal(of_padded, alone)
+    output.hidden_states.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_earlier_tokens_are_kept_first() -> None:
+    torch.manual_seed(0)
+    layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2, capacity_factor=1.0, min_capacity=0))
+    x = torch.randn(8, dtype=torch.float64).expand(10, 8)
+    output = layer(x)  # C = 1.0 * 2 * 10 / 4
+    assert sorted(output.stats.expert_counts.tolist()) == [0, 0, 5, 5]
+    assert output.stats.dropped.tolist() == [5, 5]
+    assert output.hidden_states[5:].abs().sum() == 0
+    torch.testing.assert_close(
+        output.hidden_states[:5], layer.eval()(x[:1]).hidden_states.expand(5, 8), rtol=1e-12, atol=0
+    )
+
+
+def test_first_choices_are_kept_before_second_choices() -> None:
+    layer = make_layer(MoEConfig(num_experts=2, top_k=2, capacity_factor=0.5, min_capacity=0), hidden_size=2)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(2))
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # C = 0.5 * 2 * 2 / 2 = 1
+    output = layer(x).hidden_states
+    gate = torch.tensor([1.0, 0.0]).softmax(0)[0].item()
+    experts = layer.experts
+    for t in range(2):
+        hidden = torch.nn.functional.gelu(experts.w_in[t] @ x[t])
+        torch.testing.assert_close(output[t], gate * (experts.w_out[t] @ hidden), rtol=1e-6, atol=1e-6)
+
+
+def test_balancing_loss_is_one_for_an_even_load_and_m_for_a_collapsed_one() -> None:
+    config = MoEConfig(num_experts=8, num_prototypes=2, aux_loss_weight=1.0)
+    layer = make_layer(config, hidden_size=4)
+    with torch.no_grad():
+        layer.router.weight.copy_(100 * torch.eye(4).repeat(2, 1))
+    tokens = torch.eye(4, dtype=torch.float64)
+    assert layer(tokens).aux_loss.item() == pytest.approx(1.0)
+    assert layer(tokens[:1].expand(4, 4)).aux_loss.item() == pytest.approx(4.0)
+
+
+def test_activation_checkpointing_gives_equal_gradients() -> None:
+    torch.manual_seed(0)
+    layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2, capacity_factor=1.0), dtype=torch.float32)
+    x = torch.randn(9, 8, requires_grad=True)
+    grads = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        output = run(x)
+        grads.append(torch.autograd.grad(output.hidden_states.sum() + output.aux_loss, [x, *layer.parameters()]))
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("hidden_size", [8, 6])
+def test_autocast_and_bfloat16_route_in_float32(hidden_size: int) -> None:
+    """bfloat16 has 8 bits: 2 % of the largest value after two matrix products. 6 columns take the loop."""
+    torch.manual_seed(0)
+    config = MoEConfig(num_experts=4, num_prototypes=2)
+    layer = make_layer(config, hidden_size, 16, torch.float32)
+    x = torch.randn(64, hidden_size).bfloat16().float()
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+    assert output.hidden_states.dtype == torch.float32
+    assert output.aux_loss.dtype == torch.float32
+    assert torch.equal(output.stats.expert_counts, expected.stats.expert_counts)
+    tolerance = dict(rtol=0, atol=0.02 * expected.hidden_states.abs().max().item())
+    torch.testing.assert_close(output.hidden_states, expected.hidden_states, **tolerance)
+    output.hidden_states.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
+
+    layer = layer.bfloat16()
+    output = layer(x.bfloat16())
+    assert output.hidden_states.dtype == torch.bfloat16
+    assert output.aux_loss.dtype == torch.float32
+    expected = layer.float()(x)
+    torch.testing.assert_close(output.hidden_states.float(), expected.hidden_states, **tolerance)
+    assert torch.equal(output.stats.expert_counts, expected.stats.expert_counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden_size", "ffn_hidden_size"), [(16, 24), (6, 5)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation": "swiglu", "bias": True, "num_shared_experts": 1}, {"recompute_activation": True}],
+    ids=str,
+)
+def test_16_bit_forward_and_gradients(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int, changes) -> None:
+    """By whatever way this processor takes, aligned and not; against the same weights and tokens in float64.
+
+    The routers' float32 makes the same choices. Three of the type's roundings of the largest value, and as much again:
+    tokens, hidden units and outputs are rounded, and most sums average their errors out.
+    """
+    torch.manual_seed(0)
+    config = MoEConfig(**{"num_experts": 4, "num_prototypes": 2, "capacity_factor": 1.0} | changes)
+    layer = make_layer(config, hidden_size, ffn_hidden_size, dtype)
+    exact = copy.deepcopy(layer).double()
+    x, direction = torch.randn(2, 40, hidden_size).to(dtype)
+    results = []
+    for each in (layer, exact):
+        inputs = x.to(each.router.weight.dtype).requires_grad_()
+        output = each(inputs)
+        loss = (output.hidden_states * direction).sum() + output.aux_loss
+        grads = torch.autograd.grad(loss, [inputs, *each.parameters()])
+        results.append([output.hidden_states.detach(), *grads])
+        assert all(result.dtype == inputs.dtype for result in results[-1])
+    assert torch.equal(layer(x).stats.expert_counts, exact(x.double()).stats.expert_counts)
+    for own, expected in zip(*results, strict=True):
+        tolerance = 6 * torch.finfo(dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(own.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_experts_start_independent() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(32, 64, MoEConfig(num_experts=8))
+    for weight in (layer.router.weight, layer.experts.w_in, layer.experts.w_out):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.15)
+        flat = weight.flatten(1)
+        assert torch.cdist(flat, flat).add(torch.eye(8)).min() > 0.05
+
+
+def test_attributes_of_parameters_survive_moves_copies_and_loading() -> None:
+    with torch.device("meta"):
+        layer = MoELayer(8, 12, MoEConfig(num_experts=4))
+    layer.experts.keep_local(2, 2, "ep_size_2")
+    layer.to_empty(device="cpu")
+    copied = copy.deepcopy(layer)
+    copied_again = copy.deepcopy(layer)
+    copied_again.load_state_dict(layer.state_dict(), assign=True)
+    for each in (layer, copied, copied_again, layer.bfloat16()):
+        for parameter in each.experts.parameters():
+            assert parameter.shape[0] == 2
+            assert (parameter.first_expert, parameter.num_global_experts) == (2, 4)
+            assert (parameter.allreduce, parameter.group_name) == (False, "ep_size_2")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "message"),
+    [
+        (torch.zeros(3, 7), None, r"shape \(3, 7\); expected 8 columns"),
+        (torch.zeros(3, 8, dtype=torch.int64), None, "hidden_states is torch.int64"),
+        (torch.zeros(3, 8, dtype=torch.bfloat16), None, "weights are torch.float32, but the tokens are torch.bfloat16"),
+        (torch.zeros(3, 8, device="meta"), None, "hidden_states is on meta, but the layer on cpu"),
+        (torch.zeros(3, 8), torch.ones(3), "token_mask is torch.float32; expected torch.bool"),
+        (torch.zeros(3, 8), torch.ones(4, dtype=torch.bool), r"token_mask has the shape \(4,\).*expected \(3,\)"),
+    ],
+)
+def test_errors_name_the_input(inputs, mask, message) -> None:
+    layer = MoELayer(8, 12, MoEConfig(num_experts=4))
+    with pytest.raises(ValueError, match=message):
+        layer(inputs, mask)
+
+
+def test_depth_scaled_initialisation() -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(num_experts=4, bias=True, num_shared_experts=2, shared_expert_gate=True)
+    layer = MoELayer(512, 64, config)
+    layer.reset_parameters(deviation=0.1, num_layers=8)
+    for name, parameter in layer.named_parameters():
+        expected = 0.0 if name.endswith(("b_in", "b_out")) else 0.1 / 4 if name.endswith("w_out") else 0.1
+        assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_larger_gates_are_kept_first() -> None:
+    config = MoEConfig(num_experts=2, capacity_factor=0.5, min_capacity=0, drop_order="probability")
+    layer = make_layer(config, hidden_size=2)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(2))
+    x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # C = 0.5 * 4 / 2 = 1
+    computed = layer(x).hidden_states.abs().sum(-1) > 0
+    assert computed.tolist() == [False, True, False, True]

@@ -1,0 +1,30 @@
+"""The balancing loss over the tokens of all ranks."""
+
+import torch
+
+from moe.losses import load_balancing_loss
+from tests.distributed.spawn import run_distributed
+
+
+def global_loss(parts: list[torch.Tensor], counts: list[torch.Tensor], expected: torch.Tensor, grad: torch.Tensor):
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    probabilities = parts[rank].requires_grad_()
+    loss = load_balancing_loss(probabilities, counts[rank], "global_batch")
+    (own,) = torch.autograd.grad(loss, probabilities)
+    begin = sum(len(part) for part in parts[:rank])
+    # The mean over ranks is the loss of the whole batch: what averaging the gradients over ranks gives.
+    torch.testing.assert_close(own / len(parts), grad[begin : begin + len(own)], rtol=1e-12, atol=1e-12)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    torch.testing.assert_close(total / len(parts), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_global_batch_loss_equals_that_of_one_rank_with_all_tokens() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(size, 2, 4, dtype=torch.float64).softmax(-1) for size in (7, 12)]
+    counts = [torch.stack([part[:, z].argmax(-1).bincount(minlength=4) for z in range(2)]) for part in parts]
+    everything = torch.cat(parts).requires_grad_()
+    expected = load_balancing_loss(everything, sum(counts))
+    (grad,) = torch.autograd.grad(expected, everything)
+    run_distributed(global_loss, 2, parts, counts, expected.detach(), grad)

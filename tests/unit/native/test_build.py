@@ -1,0 +1,67 @@
+"""The build of C++ libraries: once, by processes side by side, and what happens where it fails."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from native import load_library
+
+SOURCE = 'extern "C" int add(int left, int right) { return left + right; }\n'
+FLAGS = ("-O1", "-fPIC", "-shared")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    path = tmp_path / "add.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def load(source: Path, flags: tuple[str, ...] = FLAGS):
+    return load_library(source, flags, ("g++", "clang++"), "addition is slower")
+
+
+def test_it_is_built_once(source: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:  # side by side, as ranks do
+        libraries = list(pool.map(lambda _: load(source), range(3)))
+    assert [library.add(2, 3) for library in libraries] == [5, 5, 5]
+    (built,) = (tmp_path / "cache").rglob("*.so")
+    before = built.stat().st_mtime_ns
+    load(source)
+    assert built.stat().st_mtime_ns == before
+    assert sorted(path.name for path in built.parent.iterdir()) == [built.name], "temporary files are left"
+
+
+@pytest.mark.parametrize("change", ["source", "flags", "compiler"])
+def test_another_content_is_another_library(source: Path, tmp_path: Path, monkeypatch, change: str) -> None:
+    load(source)
+    if change == "source":
+        source.write_text(SOURCE.replace("left + right", "left - right"))
+    if change == "compiler":
+        monkeypatch.setenv("CXX", "g++ -fno-plt")
+    library = load(source, ("-O2", *FLAGS) if change == "flags" else FLAGS)
+    assert library.add(2, 3) == (-1 if change == "source" else 5)
+    assert len(list((tmp_path / "cache").rglob("*.so"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("compiler", "flags", "reason"),
+    [
+        ("/nowhere/c++", FLAGS, r"/nowhere/c\+\+"),
+        ("g++", ("-no-such-flag",), "-no-such-flag"),
+    ],
+)
+def test_what_fails_is_a_warning(source: Path, tmp_path: Path, monkeypatch, compiler, flags, reason) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match=rf"(?s)^addition is slower, .*{reason}"):
+        assert load(source, flags) is None
+    assert list((tmp_path / "cache").rglob("*.so")) == []
+
+
+def test_a_machine_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.warns(UserWarning, match="install g"):
+        assert load(source) is None
