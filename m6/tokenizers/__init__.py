@@ -3,7 +3,6 @@
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
 from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
-from m6.training.tokenizers.text import train_text_tokenizer
 
 __all__ = [
     "NUM_SPECIAL_TOKENS",
@@ -12,5 +11,4 @@ __all__ = [
     "M6Processor",
     "M6Tokenizer",
     "load_text_tokenizer",
-    "train_text_tokenizer",
 ]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
 from m6.errors import UserError
-from m6.tokenizers import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, M6Tokenizer, load_text_tokenizer, train_text_tokenizer
+from m6.tokenizers import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, M6Tokenizer, load_text_tokenizer
 from m6.tokenizers.text import MODEL_FILE, normalize_text, split_sentences
-from m6.training.tokenizers.text import TRAINING_FILE
+from m6.training.tokenizers.text import TRAINING_FILE, train_text_tokenizer
 from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE, build_tiny_data, build_tiny_tokenizer
 
 CHINESE = st.text(alphabet="一只红色的熊猫在公园里，。！？“”（）ａＺ９ \t\n<mask>▁🐼é𠮷", max_size=60)
