@@ -99,7 +99,7 @@ def _train(
     settings.deepspeed.check_device()
     check_trackers(settings.m6.logging)
     check_patch_encoder(settings.model.patch_encoder)
-    from m6.planning.profile import load_profile
+    from m6.planning.machine.profile import load_profile
 
     calibration = None if profile is None else load_profile(profile)
     folder = RunDirectory(run or Path("runs") / config.stem)

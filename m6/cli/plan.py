@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from m6.planning.cluster import Cluster
-    from m6.planning.search import Planner
+    from m6.planning.machine.cluster import Cluster
+    from m6.planning.search.planner import Planner
 
 _DEFAULT = "best"
 
@@ -63,12 +63,12 @@ def best(
     two."""
     from m6.errors import UserError
     from m6.files import write_json, write_text
-    from m6.planning.emit import job_description, run_document, sbatch_header
     from m6.planning.reports import search_report
-    from m6.planning.search import stages
+    from m6.planning.search.job_files import job_description, run_document, sbatch_header
+    from m6.planning.search.planner import training_stages
 
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
-    for stage in stages(planner):  # the last one holds the whole model: its layout is that of the JSON
+    for stage in training_stages(planner):  # the last one holds the whole model: its layout is that of the JSON
         planner, result = stage, stage.search()
         print(search_report(planner, result), end="\n\n")
     if not result.plans:
@@ -96,14 +96,14 @@ def explain(
     """Prices one layout in full: that of the JSON, changed by --force; and what the engine can do at all."""
     from dataclasses import replace
 
-    from m6.planning.layout import layout_of, parse_forced
     from m6.planning.reports import explanation
-    from m6.planning.rules import capability_matrix
+    from m6.planning.search.configuration import layout_of, parse_forced
+    from m6.planning.search.feasibility import capability_matrix
 
     planner = _planner(config, cluster, overrides, None, profile, memory_fraction, stage)(world)
     layout = layout_of(planner.config, planner.cluster.num_devices)
     layout = replace(layout, **parse_forced(tuple(force or ())))
-    print(explanation(planner, planner.judge(layout)))
+    print(explanation(planner, planner.evaluate(layout)))
     print(f"\nWhat the engine runs of this optimizer and precision:\n\n{capability_matrix(planner.config)}")
 
 
@@ -119,9 +119,9 @@ def frontier(
     out: Annotated[Path | None, typer.Option(help="PNG to draw")] = None,
 ) -> None:
     """Lists the layouts that none beats in step time, device memory, host memory and number of devices together."""
-    from m6.planning.frontier import device_counts, draw_frontier
-    from m6.planning.frontier import frontier as find
     from m6.planning.reports import frontier_table
+    from m6.planning.search.frontier import device_counts, draw_frontier
+    from m6.planning.search.frontier import frontier as find
 
     make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     planner = make(None)
@@ -142,9 +142,9 @@ def curve(
     memory_fraction: Fraction = MEMORY_FRACTION,
 ) -> None:
     """Shows the best layout and its speed on 1, 2, 4, ... devices of the cluster."""
-    from m6.planning.frontier import curve as find
-    from m6.planning.frontier import device_counts
     from m6.planning.reports import curve_table
+    from m6.planning.search.frontier import curve as find
+    from m6.planning.search.frontier import device_counts
 
     make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     whole = make(None).cluster
@@ -163,7 +163,7 @@ def dry_run(
 ) -> None:
     """Trains one step as one rank of a large job, by the real code over numbers that do not exist."""
     from m6.config.run import load_config
-    from m6.planning.cluster import load_cluster
+    from m6.planning.machine.cluster import load_cluster
     from m6.training.dry_run import dry_run as run
     from m6.training.dry_run import report
 
@@ -180,13 +180,20 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measures this machine: products, memory, the optimizer; under a launcher the links between its ranks."""
-    from m6.planning.calibrate import calibrate as measure
-    from m6.planning.profile import load_profile, save_profile
+    import torch
+
+    import m6.training.loop  # noqa: F401 - what a run imports is part of its process's memory
+    from m6.planning.machine.calibration import calibrate as measure
+    from m6.planning.machine.profile import load_profile, save_profile
     from m6.runs.processes import start
+    from m6.training.engine.optimizer import Adafactor
+
+    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, fused=True)
 
     runtime = start()
     previous = load_profile(out) if out.exists() else None
-    profile = measure(runtime.device, previous, disk)
+    profile = measure(runtime.device, {"AdamW": adamw, "Adafactor": Adafactor}, previous, disk)
     if runtime.is_main:
         save_profile(profile, out)
         print(f"{out}: {profile.source}; {len(profile.matmul)} products, {len(profile.collectives)} collectives")
@@ -199,9 +206,9 @@ def validate(
     refit: Annotated[Path | None, typer.Option(help="profile to write, with the factors that these runs show")] = None,
 ) -> None:
     """Compares what runs were predicted to need with what they needed; a profile's factors are applied."""
+    from m6.planning.machine.profile import Profile, load_profile, save_profile
     from m6.planning.prediction import read_outcome, validation_table
     from m6.planning.prediction import refit as fit
-    from m6.planning.profile import Profile, load_profile, save_profile
 
     calibration = Profile() if profile is None else load_profile(profile)
     outcomes = [read_outcome(run) for run in runs]
@@ -227,10 +234,10 @@ def _planner(
     """
     from m6.config.run import load_config
     from m6.errors import UserError
-    from m6.planning.cluster import load_cluster
-    from m6.planning.layout import parse_forced
-    from m6.planning.profile import Profile, load_profile
-    from m6.planning.search import Planner, pseudo_sharing
+    from m6.planning.machine.cluster import load_cluster
+    from m6.planning.machine.profile import Profile, load_profile
+    from m6.planning.search.configuration import parse_forced
+    from m6.planning.search.planner import Planner, pseudo_sharing
 
     settings = load_config(config, tuple(overrides or ()))
     whole: Cluster = load_cluster(cluster)

@@ -1,4 +1,4 @@
-"""What a run was predicted to need, kept beside it, and what it needed."""
+"""Predictions of a run's memory and time: made at its start, kept in its folder, compared with measurements."""
 
 from __future__ import annotations
 
@@ -13,30 +13,64 @@ import torch
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.files import write_json
-from m6.planning.activations import BatchShape
-from m6.planning.detect import detect_cluster
-from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret
-from m6.planning.footprint import Footprint
-from m6.planning.layout import layout_of
-from m6.planning.profile import Profile
-from m6.planning.search import Plan, Planner, giga
+from m6.model.sharing import Sharing
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.memory import MemoryFootprint, MemoryModel
+from m6.planning.machine.detection import detect_cluster
+from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.machine.profile import Profile
+from m6.planning.search.configuration import layout_of
+from m6.planning.search.planner import Planner, PricedLayout, format_gb
 
 _FILE = "plan.json"
 
 
-def predict_run(config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> Plan:
-    """The price of a run's own layout on the machine that it finds itself on.
+def predict_memory(
+    config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None
+) -> MemoryFootprint:
+    """The memory of the run's own layout on ``world_size`` ranks, without calibrated overheads.
+
+    Args:
+        batch: the shape of a micro-batch.
+        sharing: what the layers share in the Pseudo stage; None: nothing.
 
     Raises:
-        UserError: no description knows the device.
+        UserError: the run does not fit ``world_size``.
+    """
+    return MemoryModel(config, Profile(), batch, sharing)(layout_of(config, world_size))
+
+
+def describe_memory(footprint: MemoryFootprint) -> str:
+    """A few lines about the memory of the fullest rank, for the start of a run."""
+    lines = [
+        "memory of the fullest rank, without buffers of collectives: at most "
+        f"{_mib(footprint.resident + footprint.activations)}",
+        f"  weights {_mib(footprint.weights)}, gradients {_mib(footprint.gradients)}, "
+        f"optimizer state {_mib(footprint.optimizer_state)}",
+        f"  activations of one micro-batch, with gradients of its logits {_mib(footprint.activations)}",
+    ]
+    if footprint.host:
+        lines.append(f"  in host memory {_mib(footprint.host)}")
+    return "\n".join(lines)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def predict_run(config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> PricedLayout:
+    """The price of the run's own layout on this machine.
+
+    Raises:
+        UserError: no cluster description has this device.
     """
     planner = Planner(config, detect_cluster(world_size), profile, batch)
     layout = layout_of(config, world_size)
-    return Plan(layout, planner.memory(layout), planner.time(layout))
+    return PricedLayout(layout, planner.memory(layout), planner.time(layout))
 
 
 def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> str:
-    """Predicts, keeps the prediction in the run's folder and says it; says why not where the machine is unknown."""
+    """Predicts the run, writes the prediction to its folder, and returns it as a line; or why there is none."""
     try:
         plan = predict_run(config, world_size, batch, profile)
     except UserError as error:
@@ -44,8 +78,8 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
     return write_prediction(run, plan, profile)
 
 
-def write_prediction(run: Path, plan: Plan, profile: Profile) -> str:
-    """Keeps the prediction as RUN/plan.json and returns it in one line."""
+def write_prediction(run: Path, plan: PricedLayout, profile: Profile) -> str:
+    """Writes the prediction to RUN/plan.json and returns it as a line."""
     layout, factors = asdict(plan.layout), {part: profile.factor(part) for part in profile.factors}
     memory, process = _measurable(plan.footprint)
     write_json(
@@ -64,13 +98,15 @@ def write_prediction(run: Path, plan: Plan, profile: Profile) -> str:
     stamp = "" if profile.calibrated else " (uncalibrated)"
     return (
         f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, "
-        f"memory at most {giga(plan.footprint.peak)} a rank and {giga(plan.footprint.host)} offloaded"
+        f"memory at most {format_gb(plan.footprint.peak)} a rank and {format_gb(plan.footprint.host)} offloaded"
     )
 
 
-def _measurable(footprint: Footprint) -> tuple[int, int | None]:
-    """What ``memory_bytes`` of the metrics shows, and what of it is the process: all of it on a CPU, torch's own on a
-    GPU."""
+def _measurable(footprint: MemoryFootprint) -> tuple[int, int | None]:
+    """(bytes that the metric ``memory_bytes`` measures, bytes of the process among them).
+
+    On a GPU the metric is what PyTorch allocated there, without the process; on a CPU it is the whole process.
+    """
     if torch.cuda.is_available():
         return footprint.peak - footprint.process, None
     return footprint.peak + footprint.host + footprint.host_process, footprint.host_process
@@ -81,12 +117,15 @@ class Outcome:
     """Prediction and measurement of one run; times in seconds, memory in bytes.
 
     Attributes:
-        parts: predicted seconds without fitted factors.
-        predicted_bytes: with the factors of that time.
-        activations: predicted bytes without a factor.
-        process: predicted bytes of the process itself; None on a GPU, where they are not measured.
+        run: the run's folder.
+        layout: of the run.
+        parts: predicted seconds by part, without fitted factors.
+        predicted_bytes: as predicted at the start of the run, with the factors of its profile.
+        activations: predicted bytes of activations, without a factor.
+        process: predicted bytes of the process; None on a GPU, where the metric leaves them out.
+        measured_s: median of a step, without waiting for data and for checkpoints.
+        measured_bytes: the most that a step measured.
         states: predicted bytes of everything else.
-        measured_s: of a step but for waiting for data and for checkpoints.
     """
 
     run: Path
@@ -100,12 +139,12 @@ class Outcome:
     states: float
 
     def seconds(self, profile: Profile) -> float:
-        """Predicted with the factors of ``profile``."""
+        """Seconds of a step, predicted with the factors of ``profile``."""
         factors: dict[Any, float] = dict(profile.factors)
         return sum(value * factors.get(name, 1.0) for name, value in self.parts.items())
 
     def bytes(self, profile: Profile) -> float:
-        """The same of memory."""
+        """Bytes, predicted with the process and the activation factor of ``profile``."""
         return (
             self.states
             + (0 if self.process is None else profile.host_bytes)
@@ -114,10 +153,10 @@ class Outcome:
 
 
 def read_outcome(run: Path) -> Outcome:
-    """Reads RUN/plan.json and the median step of RUN/metrics.jsonl, of which the first line does not count.
+    """Reads RUN/plan.json and RUN/metrics.jsonl. The first step does not count, unless it is the only one.
 
     Raises:
-        UserError: a file is missing or holds no steps.
+        UserError: a file is missing, unreadable or without steps.
     """
     try:
         plan = json.loads((run / _FILE).read_text(encoding="utf-8"))
@@ -128,7 +167,7 @@ def read_outcome(run: Path) -> Outcome:
         raise UserError(f"{run}: not readable: {error}") from None
     steps = [line for line in lines if "step_time_s" in line]
     if not steps:
-        raise UserError(f"{run / 'metrics.jsonl'}: holds no steps")
+        raise UserError(f"{run / 'metrics.jsonl'}: has no steps")
     warm = steps[1:] or steps
     waits = ("data_wait_s", "checkpoint_stall_s")
     return Outcome(
@@ -145,7 +184,7 @@ def read_outcome(run: Path) -> Outcome:
 
 
 def outcome_line(run: Path) -> str:
-    """Measured against predicted, for the end of a run; empty where nothing was predicted."""
+    """Measurement and prediction in one line, for the end of a run; empty without a prediction."""
     if not (run / _FILE).exists():
         return ""
     plan = json.loads((run / _FILE).read_text(encoding="utf-8"))
@@ -153,12 +192,12 @@ def outcome_line(run: Path) -> str:
     seconds = sum(plan["seconds"].values())
     return (
         f"measured: {found.measured_s:.3g} s a step (plan {seconds:.3g}), memory of the process "
-        f"{giga(found.measured_bytes)} (plan at most {giga(found.predicted_bytes)})"
+        f"{format_gb(found.measured_bytes)} (plan at most {format_gb(found.predicted_bytes)})"
     )
 
 
 def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
-    """Errors of each run, as ``profile`` would have predicted it; of several also rank correlation and regret."""
+    """Markdown: the error of each run as ``profile`` predicts it; of several runs also rank correlation and regret."""
     lines = [
         "| run | ranks | step s, predicted | measured | error | memory GB, predicted | measured | error |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -177,11 +216,11 @@ def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
 
 
 def refit(profile: Profile, outcomes: list[Outcome]) -> Profile:
-    """``profile`` with the factors, and the memory of a process, that these runs show."""
+    """``profile`` with the factors and the memory of a process that fit these runs best."""
     factors = fit_factors([each.parts for each in outcomes], [each.measured_s for each in outcomes])
     measured = [each.measured_bytes for each in outcomes]
     on_cpu = any(each.process is not None for each in outcomes)
-    # Where nothing was calibrated, a process is taken to be half of the smallest.
+    # A start value for profiles without calibration: half of the smallest run.
     calibrated = (max(each.process or 0 for each in outcomes) or min(measured) / 2) if on_cpu else 0
     states, activations = [each.states for each in outcomes], [each.activations for each in outcomes]
     constant, activation_factor = fit_memory(states, activations, measured, calibrated)

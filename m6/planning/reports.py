@@ -1,24 +1,24 @@
-"""What the planner prints."""
+"""The planner's reports, as Markdown."""
 
 from __future__ import annotations
 
-from m6.planning.alternatives import alternatives
-from m6.planning.emit import checkpoint_bytes, checkpoint_s, signal_lead_s
-from m6.planning.footprint import Footprint
-from m6.planning.profile import Profile
-from m6.planning.search import Plan, Planner, Rejection, SearchResult, giga, pseudo_sharing, smallest_cluster, would_fit
-from m6.planning.step_time import StepTime
+from m6.planning.cost.memory import MemoryFootprint
+from m6.planning.cost.step_time import StepTime
+from m6.planning.search.alternatives import unsupported_alternatives
+from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_lead_s
+from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, format_gb, pseudo_sharing
+from m6.planning.search.requirements import fastest_streamed, smallest_cluster
 
 _HEAD = "| layout | step s | device GB | host GB a node | tokens/s |"
 
 
 def search_report(planner: Planner, result: SearchResult) -> str:
-    """What a search found, or why it found nothing."""
+    """The plans that a search found, or why it found none."""
     return plan_report(planner, result) if result.plans else no_plan_report(planner, result)
 
 
 def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> str:
-    """The best plan, the next ones, and why each change of the best is not better."""
+    """The best plan, the next ones, and why each neighbour of the best is not better."""
     best = result.best
     lines = [
         _title(planner),
@@ -36,64 +36,66 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         *(_row(planner, plan) for plan in [best, *(plan for plan in result.plans if plan is not best)][:num_plans]),
         "",
         "Why not otherwise, one choice changed at a time:",
-        *(f"- {rejection.why}" for rejection in planner.neighbours(best)),
+        *(f"- {rejection.reason}" for rejection in planner.neighbours(best)),
         "",
         "What the engine does not do:",
-        *(alternatives(planner, best) or ["- nothing that would apply"]),
+        *(unsupported_alternatives(planner, best) or ["- nothing that would apply"]),
         "",
-        tally(result),
-        *warnings(planner),
+        tally_line(result),
+        *notes(planner),
     ]
     return "\n".join(lines)
 
 
 def no_plan_report(planner: Planner, result: SearchResult) -> str:
-    """Why nothing fits, and what would: the nearest layout and its parts."""
+    """Why nothing fits: the nearest layout with its memory, and what would hold the run."""
     nearest = result.nearest
     lines = [_title(planner), "", "**no layout fits**", ""]
     if nearest is not None:
         lines += [
-            f"The nearest, {nearest.layout}, {nearest.why}:",
+            f"The nearest, {nearest.layout}, {nearest.reason}:",
             "",
             memory_table(planner, planner.memory(nearest.layout)),
             "",
         ]
-    lines += _remedies(planner)
-    lines.append(tally(result))
+    lines += _requirements(planner)
+    lines.append(tally_line(result))
     return "\n".join(lines)
 
 
-def _remedies(planner: Planner) -> list[str]:
-    """What would hold the run: more devices, streamed experts, the Pseudo stage."""
+def _requirements(planner: Planner) -> list[str]:
+    """What would hold the run: more devices, streamed experts, a Pseudo stage."""
     smallest = smallest_cluster(planner)
-    kind = planner.cluster.nodes[0]
+    nodes = planner.cluster.nodes[0]
     enough = "with this global batch no number of them holds it"
     if smallest is not None:
         enough = f"{smallest.num_devices} such devices hold it ({smallest.nodes[0].count} nodes)"
-    lines = [f"- More of {kind.device.name}: {enough}."]
-    lifted = ("streamed experts", "what m6.offload refuses")
-    streamed = would_fit(planner, lifted, {"stream_experts": True, "pp_size": 1, "tp_size": 1})
+    lines = [f"- {nodes.device.name}: {enough}."]
+    streamed = fastest_streamed(planner)
     if streamed is not None:
+        footprint = streamed.plan.footprint
+        on_host = footprint.host * planner.cluster.smallest.devices_per_node
+        refused = f" The run as it is cannot take it: {streamed.refusal}." if streamed.refusal else ""
         lines.append(
-            f"- Experts streamed from host memory, by m6.offload on a real device and in 16 bits: {streamed.layout} "
-            f"would need {giga(streamed.footprint.peak)} on the device and "
-            f"{giga(streamed.footprint.host * planner.cluster.smallest.devices_per_node)} in the host memory of a node."
+            f'- Experts streamed from host memory by m6.offload with "update": "{streamed.update}": '
+            f"{streamed.plan.layout} would need {format_gb(footprint.peak)} on the device and {format_gb(on_host)} in "
+            f"the host memory of a node.{refused}"
         )
-    if planner.memory.sharing is None and planner.config.m6.pseudo_to_real is None:  # else it has a report of its own
+    if planner.memory.sharing is None and planner.config.m6.pseudo_to_real is None:  # otherwise it has its own report
         pseudo = planner.changed(sharing=pseudo_sharing(planner.config)).search()
         if pseudo.plans:
             plan = pseudo.best
             lines.append(
-                f"- A Pseudo stage, whose layers share weights, fits: {plan.layout}, {giga(plan.footprint.peak)}."
+                f"- A Pseudo stage, whose layers share weights, fits: {plan.layout}, {format_gb(plan.footprint.peak)}."
             )
     return ["What would hold it:", *lines, ""]
 
 
-def explanation(planner: Planner, judged: Plan | Rejection) -> str:
-    """One layout in full, or why it is none."""
+def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:
+    """The price of one layout, or why it is rejected."""
     if isinstance(judged, Rejection):
-        text = f"{judged.layout}: {judged.why}"
-        if judged.kind == "rule":
+        text = f"{judged.layout}: {judged.reason}"
+        if judged.kind == "infeasible":
             return text
         return f"{text}\n\n{memory_table(planner, planner.memory(judged.layout))}"
     lines = [
@@ -104,41 +106,45 @@ def explanation(planner: Planner, judged: Plan | Rejection) -> str:
         time_table(judged.time),
         "",
         memory_table(planner, judged.footprint),
-        *warnings(planner),
+        *notes(planner),
     ]
     return "\n".join(lines)
 
 
 def time_table(time: StepTime) -> str:
+    """The parts of a step."""
     rows = [f"| {name} | {value:.4g} | {value / time.total:.1%} |" for name, value in time.parts().items() if value]
     total = f"| **step** | **{time.total:.4g}** | |"
     return "\n".join(["| part of a step | seconds | share |", "| --- | ---: | ---: |", *rows, total])
 
 
-def checkpoint_line(planner: Planner, plan: Plan) -> str:
+def checkpoint_line(planner: Planner, plan: PricedLayout) -> str:
+    """Size and duration of a checkpoint, and when the job needs its signal."""
     known = "measured" if planner.profile.checkpoint_bytes_per_s else "assumed"
-    size, seconds = giga(checkpoint_bytes(planner, plan)), checkpoint_s(planner, plan)
+    size, seconds = format_gb(checkpoint_bytes(planner, plan)), checkpoint_s(planner, plan)
     return (
         f"A checkpoint is {size} of a rank and takes {seconds:.0f} s at the {known} rate: a job must be told "
         f"{signal_lead_s(planner, plan)} s before its end."
     )
 
 
-def memory_table(planner: Planner, footprint: Footprint) -> str:
+def memory_table(planner: Planner, footprint: MemoryFootprint) -> str:
+    """The parts of the fullest rank's memory."""
     nodes = planner.cluster.smallest
     device = nodes.device.memory_bytes * planner.memory_fraction
-    rows = [f"| {name.replace('_', ' ')} | {giga(value)} |" for name, value in footprint.parts().items() if value]
-    rows.append(f"| **device, at most** | **{giga(footprint.peak)}** of {giga(device)} usable |")
+    rows = [f"| {name.replace('_', ' ')} | {format_gb(value)} |" for name, value in footprint.parts().items() if value]
+    rows.append(f"| **device, at most** | **{format_gb(footprint.peak)}** of {format_gb(device)} usable |")
     return "\n".join(["| bytes of the fullest rank | |", "| --- | ---: |", *rows])
 
 
-def tally(result: SearchResult) -> str:
+def tally_line(result: SearchResult) -> str:
+    """How many layouts were visited, and how many were rejected for which reason."""
     parts = [f"{name} {number:,}" for name, number in sorted(result.tally.items(), key=lambda item: -item[1])]
     return f"{result.visited:,} layouts: {'; '.join(parts)}."
 
 
-def warnings(planner: Planner) -> list[str]:
-    """What the reader must know of the figures."""
+def notes(planner: Planner) -> list[str]:
+    """Lines about the limits of the figures."""
     device, dtype = planner.time.nodes.device, planner.time.dtype
     found = []
     if dtype not in device.matmul_flops:
@@ -152,8 +158,8 @@ def warnings(planner: Planner) -> list[str]:
     return ["", *(f"Note: {text}" for text in found)] if found else []
 
 
-def curve_table(rows: list[tuple[int, Plan | None, str]]) -> str:
-    """Throughput over numbers of devices; the last column says why there is no plan."""
+def curve_table(rows: list[tuple[int, PricedLayout | None, str]]) -> str:
+    """The rows of :func:`m6.planning.search.frontier.curve`, with the throughput as a share of linear scaling."""
     lines = ["| devices | layout | step s | steps/h | of linear |", "| ---: | --- | ---: | ---: | ---: |"]
     first: tuple[int, float] | None = None
     for num_devices, plan, why in rows:
@@ -168,20 +174,12 @@ def curve_table(rows: list[tuple[int, Plan | None, str]]) -> str:
     return "\n".join(lines)
 
 
-def frontier_table(planner: Planner, plans: list[Plan]) -> str:
+def frontier_table(planner: Planner, plans: list[PricedLayout]) -> str:
+    """One line for each plan."""
     return "\n".join([_HEAD, "| --- | ---: | ---: | ---: | ---: |", *(_row(planner, plan) for plan in plans)])
 
 
-def summary(profile: Profile, plan: Plan) -> str:
-    """The prediction in two lines, for the start of a run."""
-    stamp = "" if profile.calibrated else " (uncalibrated)"
-    return (
-        f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, "
-        f"device memory at most {giga(plan.footprint.peak)}, host {giga(plan.footprint.host)} a rank"
-    )
-
-
-def _row(planner: Planner, plan: Plan) -> str:
+def _row(planner: Planner, plan: PricedLayout) -> str:
     tokens = _rows(planner) * planner.config.m6.data.sequence_length / plan.time.total
     host = plan.footprint.host * planner.cluster.smallest.devices_per_node
     device = plan.footprint.peak / 1e9

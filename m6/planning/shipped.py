@@ -1,4 +1,4 @@
-"""The plans of the configurations that are shipped with clusters of their own: ``python -m m6.planning.shipped``."""
+"""Writes configs/plans, the plans of the configurations that name a cluster: ``python -m m6.planning.shipped``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from m6.config.run import load_config
 from m6.files import write_text
-from m6.planning.cluster import CLUSTERS, load_cluster
-from m6.planning.emit import job_description, sbatch_header
+from m6.planning.machine.cluster import CLUSTERS, load_cluster
 from m6.planning.reports import no_plan_report, search_report
-from m6.planning.search import Planner, stages
+from m6.planning.search.job_files import job_description, sbatch_header
+from m6.planning.search.planner import Planner, training_stages
 
 CONFIGS = CLUSTERS.parent
 PLANS = CONFIGS / "plans"
@@ -19,7 +19,7 @@ _TIME_LIMIT_MIN = 24 * 60
 
 
 def shipped_plan(name: str) -> str:
-    """The page of one configuration."""
+    """The page of one configuration, as Markdown."""
     cluster = load_cluster(Path(SHIPPED[name]))
     planner = Planner(load_config(CONFIGS / f"{name}.json"), cluster)
     lines = [
@@ -28,16 +28,16 @@ def shipped_plan(name: str) -> str:
         f"Written by `python -m m6.planning.shipped`; the same as `m6 plan configs/{name}.json --cluster "
         f"{SHIPPED[name]}`. GB are 10^9 bytes; nine tenths of a memory may be planned for.",
     ]
-    for stage in stages(planner):
+    for stage in training_stages(planner):
         result = stage.search()
         lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
         lines.append(search_report(stage, result))
         if result.plans:
             header = sbatch_header(job_description(stage, result.best, _TIME_LIMIT_MIN), name)
             lines += ["", "```", header.rstrip(), "```"]
-    if planner.config.deepspeed.optimizer_type == "Adafactor" and len(stages(planner)) == 1:
+    if planner.config.deepspeed.optimizer_type == "Adafactor" and len(training_stages(planner)) == 1:
         adam = Planner(load_config(CONFIGS / f"{name}.json", (_ADAM,)), cluster, forced={"offload_optimizer": False})
-        layout = stages(planner)[0].search().best.layout
+        layout = training_stages(planner)[0].search().best.layout
         experts = planner.memory.counts(layout).experts
         lines += [
             "",
@@ -54,6 +54,7 @@ def shipped_plan(name: str) -> str:
 
 
 def main() -> None:
+    """Writes all pages."""
     for name in SHIPPED:
         write_text(PLANS / f"{name}.md", shipped_plan(name))
 

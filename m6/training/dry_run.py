@@ -13,12 +13,13 @@ from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.model.outputs import M6Output
-from m6.planning.cluster import Nodes
-from m6.planning.fake_world import FakeWorld, fake_process_group, fake_tensors
-from m6.planning.footprint import MemoryModel, full_row, scale_batch
-from m6.planning.layout import layout_of
-from m6.planning.profile import Profile
-from m6.planning.work import work_of
+from m6.planning.cost.batch_shape import full_row, scale_batch
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.work import work_of
+from m6.planning.machine.cluster import Nodes
+from m6.planning.machine.fake_world import FakeWorld, fake_process_group, fake_tensors
+from m6.planning.machine.profile import Profile
+from m6.planning.search.configuration import layout_of
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
@@ -34,7 +35,7 @@ class DryRun:
 
     Attributes:
         held: bytes by part: weights, gradients, optimizer_state, activations; and the peak of the step.
-        predicted: the same by :mod:`m6.planning.footprint`.
+        predicted: the same by :mod:`m6.planning.cost.memory`.
         ledger: bytes at the peak of the forward and backward pass, by the module that made them.
         collectives: (operator, ranks) -> [calls, bytes contributed by this rank].
         exchange: bytes of a rank's rows to experts and back in one step: found and predicted.

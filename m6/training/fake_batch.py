@@ -6,8 +6,8 @@ import torch
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
-from m6.planning.activations import BatchShape
-from m6.planning.fake_world import FakeWorld, to_fake
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.fake_world import FakeWorld, to_fake
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 
 

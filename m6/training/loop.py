@@ -17,10 +17,9 @@ from m6.checkpoints.loading import make_processor
 from m6.config.run import RunConfig, check_world_size
 from m6.data.pretraining import MicroBatch
 from m6.errors import StorageError, UserError
-from m6.planning.activations import BatchShape
-from m6.planning.memory import describe, predict_memory
-from m6.planning.prediction import announce, outcome_line
-from m6.planning.profile import Profile
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.profile import Profile
+from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.runs.data import open_data
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory
@@ -219,7 +218,7 @@ class Trainer:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.coming():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
-                self._print(f"{name}{describe(prediction)}")
+                self._print(f"{name}{describe_memory(prediction)}")
             if memory_map := self.engine.memory_map():
                 self._print(memory_map)
             self._print(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))

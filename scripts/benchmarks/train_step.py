@@ -18,9 +18,10 @@ from record import Recorder, spread
 from m6.config.run import load_config
 from m6.data.collate import MicroBatch
 from m6.model import num_parameters
-from m6.planning.activations import BatchShape
-from m6.planning.measure import SavedTensors, new_storages, storage_bytes
-from m6.planning.memory import predict_memory
+from m6.planning.cost.activations import Activations
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.storages import SavedTensors, new_storages, storage_bytes
+from m6.planning.prediction import predict_memory
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.runs.signals import Requests
@@ -209,16 +210,17 @@ def memory(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None, ste
         run = Run(config, overrides, num_workers=0)
         for micro_batches in batches:
             run.train(micro_batches)
-    prediction = predict_memory(run.config, 1, BatchShape.of(*itertools.chain(*batches)))
+    shape = BatchShape.of(*itertools.chain(*batches))
+    prediction = predict_memory(run.config, 1, shape)
     measured = measured_parts(run, batches)
-    predicted = {part: getattr(prediction, part) for part in measured if part != "peak"} | {"peak": prediction.total}
+    peak_bytes = prediction.resident + prediction.activations
+    predicted = {part: getattr(prediction, part) for part in measured if part != "peak"} | {"peak": peak_bytes}
+    predicted["activations"] = Activations(run.config, shape).total()  # the gradients of logits come later
     table = [
         [part.replace("_", " "), mib(predicted[part]), mib(measured[part]), f"{predicted[part] / measured[part]:.4f}"]
         for part in measured
     ]
-    table.append(
-        ["growth of the process", mib(prediction.total), mib(peak.growth), f"{prediction.total / peak.growth:.4f}"]
-    )
+    table.append(["growth of the process", mib(peak_bytes), mib(peak.growth), f"{peak_bytes / peak.growth:.4f}"])
     notes = f"""\
 `{config}`: {run.describe()}; the largest of {steps} steps. Measured are live storages: parameters, gradients before the
 update, the optimizer's state, what autograd saved for the backward pass, and the most bytes that lived at one time in a

@@ -17,7 +17,7 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
-from m6.planning.measure import storage_bytes
+from m6.planning.cost.storages import storage_bytes
 from m6.runs.processes import seed_everything
 from m6.training.engine import state
 from m6.training.engine.clipping import clip_gradients, count_in_norm

@@ -173,9 +173,10 @@ def dry_trace(
     The tide counts weights, gradients and activations as they come, and the optimizer state of all but experts and
     DeepSpeed's bucket all the time.
     """
-    from m6.planning.fake_world import FakeWorld, fake_tensors
-    from m6.planning.footprint import BUCKET_NUMEL, full_row, scale_batch
-    from m6.planning.memory import predict_memory
+    from m6.planning.cost.batch_shape import full_row, scale_batch
+    from m6.planning.cost.memory import BUCKET_NUMEL
+    from m6.planning.machine.fake_world import FakeWorld, fake_tensors
+    from m6.planning.prediction import predict_memory
     from m6.training.fake_batch import fake_batch
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1

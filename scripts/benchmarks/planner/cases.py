@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from m6.planning.layout import Layout
+from m6.planning.cost.layout import ParallelLayout
 
 CONFIG = "configs/m6_cpu.json"
 STEPS = 6
@@ -52,7 +52,7 @@ class Case:
     """
 
     model: str
-    layout: Layout
+    layout: ParallelLayout
     fit: bool = False
 
     @property
@@ -97,7 +97,7 @@ def _cases() -> list[Case]:
     for model, rows in table.items():
         for row in rows.split(","):
             world, ep, stage, micro, checkpointing = (int(number) for number in row.replace("*", "").split())
-            layout = Layout(world, ep, 1, 1, stage, micro, bool(checkpointing))
+            layout = ParallelLayout(world, ep, 1, 1, stage, micro, bool(checkpointing))
             cases.append(Case(model, layout, "*" in row))
     return cases
 

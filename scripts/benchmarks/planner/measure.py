@@ -31,7 +31,7 @@ import typer
 from m6.config.deepspeed import prepare_deepspeed
 from m6.config.run import load_config
 from m6.files import write_json
-from m6.planning.activations import BatchShape
+from m6.planning.cost.batch_shape import BatchShape
 from m6.runs.data import open_data
 from scripts.benchmarks.planner.cases import CASES, CONFIG, Case
 from scripts.benchmarks.planner.rank import FILE_PAGES, resident_bytes, run_rank

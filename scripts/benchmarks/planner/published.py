@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from m6.config.run import RunConfig, load_config, parse_config
-from m6.planning.activations import BatchShape
-from m6.planning.cluster import load_cluster
-from m6.planning.fit import fit_factors, kendall_tau, regret
-from m6.planning.footprint import MemoryModel
-from m6.planning.layout import Layout
-from m6.planning.partition import balanced_share
-from m6.planning.profile import Part, Profile
-from m6.planning.step_time import TimeModel
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.partition import balanced_share
+from m6.planning.cost.step_time import TimeModel
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.machine.fitting import fit_factors, kendall_tau, regret
+from m6.planning.machine.profile import Profile, StepPart
 from scripts.benchmarks.record import ROOT, Recorder
 
 FOLDER = Path(__file__).with_name("published")
@@ -36,7 +36,7 @@ class Row:
 
     use: str
     config: RunConfig
-    layout: Layout
+    layout: ParallelLayout
     memory_gb: float | None
     seconds: float | None
     fp32_gradients: bool
@@ -62,7 +62,7 @@ def _row(line: dict[str, str]) -> Row:
         return int(line[name])
 
     dp, tp, pp = number("dp"), number("tp"), number("pp")
-    layout = Layout(dp * tp * pp, 1, tp, pp, 1, number("micro_batch"), checkpointing=True)
+    layout = ParallelLayout(dp * tp * pp, 1, tp, pp, 1, number("micro_batch"), checkpointing=True)
     config = gpt(number("layers"), number("hidden"), number("heads"), number("global_batch"))
     memory = line["memory_gb"]
     return Row(
@@ -207,7 +207,7 @@ def _gb(value: float | None) -> str:
     return "" if value is None else "OOM" if value == math.inf else f"{value:.0f}"
 
 
-def _time_notes(comparison: dict[str, dict[str, float]], factors: dict[Part, float]) -> list[str]:
+def _time_notes(comparison: dict[str, dict[str, float]], factors: dict[StepPart, float]) -> list[str]:
     lines = ["| steps | mean error | Kendall's tau | regret of the choice | of a random one |", "|" + " --- |" * 5]
     for name, each in comparison.items():
         columns = (

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from m6.config.run import load_config
-from m6.planning.activations import BatchShape
-from m6.planning.cluster import load_cluster
-from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret
-from m6.planning.profile import Profile, load_profile
-from m6.planning.search import Plan, Planner
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.machine.profile import Profile, load_profile
+from m6.planning.search.planner import Planner, PricedLayout
 from scripts.benchmarks.planner.cases import CASES, CONFIG, MODELS, Case
 from scripts.benchmarks.planner.measure import TABLE
 from scripts.benchmarks.record import RESULTS, Recorder
@@ -69,7 +69,7 @@ def read_measured() -> list[Measured]:
     return found
 
 
-def predict(measured: Measured, profile: Profile) -> Plan:
+def predict(measured: Measured, profile: Profile) -> PricedLayout:
     """What ``m6 pretrain --profile`` would have said."""
     case = measured.case
     settings = tuple(f"{key}={json.dumps(value)}" for key, value in case.overrides().items())
@@ -79,7 +79,7 @@ def predict(measured: Measured, profile: Profile) -> Plan:
     nodes = nodes.model_copy(update={"devices_per_node": case.layout.world_size, "host": host})
     cluster = cluster.model_copy(update={"nodes": [nodes]})
     planner = Planner(load_config(Path(CONFIG), settings), cluster, profile, measured.shape)
-    return Plan(case.layout, planner.memory(case.layout), planner.time(case.layout))
+    return PricedLayout(case.layout, planner.memory(case.layout), planner.time(case.layout))
 
 
 def main() -> None:
@@ -133,11 +133,11 @@ def score(measured: Sequence[Measured], profile: Profile) -> dict[str, Any]:
     }
 
 
-def _memory(plan: Plan) -> int:
+def _memory(plan: PricedLayout) -> int:
     return plan.footprint.peak + plan.footprint.host + plan.footprint.host_process
 
 
-def _row(measured: Measured, plan: Plan) -> list[str]:
+def _row(measured: Measured, plan: PricedLayout) -> list[str]:
     seconds, memory = plan.time.total, _memory(plan)
     return [
         measured.case.name,

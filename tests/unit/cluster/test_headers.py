@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from m6.config.run import check_world_size, load_config
-from m6.planning.cluster import load_cluster as load_machine
-from m6.planning.emit import signal_lead_s
-from m6.planning.layout import layout_of
-from m6.planning.search import Plan, Planner
+from m6.planning.machine.cluster import load_cluster as load_machine
+from m6.planning.search.configuration import layout_of
+from m6.planning.search.job_files import signal_lead_s
+from m6.planning.search.planner import Planner, PricedLayout
 from m6.slurm.description import load_cluster
 
 ROOT = Path(__file__).parents[3]
@@ -57,8 +57,8 @@ def test_header_and_configuration(name: str):
 def test_the_signal_comes_no_later_than_the_plan_asks(name: str, machine: str):
     job = load_cluster(ROOT / "configs" / "jobs" / f"{SCRIPTS[f'pretrain_{name}'][0]}.json")
     planner = Planner(load_config(ROOT / "configs" / f"m6_{name}.json"), load_machine(Path(machine)))
-    plan = planner.judge(layout_of(planner.config, job.world_size))
-    assert isinstance(plan, Plan)
+    plan = planner.evaluate(layout_of(planner.config, job.world_size))
+    assert isinstance(plan, PricedLayout)
     assert job.signal_lead_s >= signal_lead_s(planner, plan)
 
 

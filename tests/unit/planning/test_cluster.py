@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from m6.errors import UserError
-from m6.planning.cluster import CLUSTERS, Cluster, load_cluster
+from m6.planning.machine.cluster import CLUSTERS, Cluster, load_cluster
 
 SHIPPED = {
     "v100_32g_x480": 480,

@@ -1,6 +1,6 @@
-"""Predicted memory against what an engine holds and what autograd keeps."""
+"""Predicted model states against an engine, and against sums over every parameter."""
 
-import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +8,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from m6.config.run import RunConfig, parse_config
-from m6.data.collate import MicroBatch
-from m6.errors import UserError
-from m6.model import M6ForConditionalGeneration
-from m6.planning.activations import BatchShape
-from m6.planning.measure import SavedTensors, new_storages, storage_bytes
-from m6.planning.memory import MemoryPrediction, describe, predict_memory
+from m6.config.run import RunConfig, load_config, parse_config
+from m6.model.sharing import PARTS, Sharing
+from m6.planning.cost.batch_shape import BatchShape, full_row
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.machine.profile import Profile
+from m6.planning.prediction import predict_memory
+from m6.planning.search.configuration import configured, layout_of
+from m6.planning.search.planner import pseudo_sharing
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
 from tests.distributed.spawn import run_distributed
+from tests.fixtures.model_states import model_states
 from tests.fixtures.tiny_run import tiny_document
 
 ANY_BATCH = BatchShape(samples=1, rows=1, sequence_length=64, real=64, targets=1, pictures=0)
+
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
+
 BF16 = {"enabled": True}
 
 
@@ -51,8 +56,14 @@ def assert_states_are_exact(documents: dict[str, dict[str, Any]]) -> None:
     for name, document in documents.items():
         config = parse_config(document)
         prediction = predict_memory(config, start().world_size, ANY_BATCH)
+        memory = MemoryModel(config, Profile())
+        largest = memory.counts(layout_of(config, start().world_size)).largest * memory.precision.weights
         for part, held in states_of_engine(config).items():
-            assert getattr(prediction, part) == held, f"{part} of {name}"
+            predicted = getattr(prediction, part)
+            if part == "gradients" and config.deepspeed.zero_stage == 2:
+                assert abs(predicted - held) <= largest, name
+            else:
+                assert predicted == held, f"{part} of {name}"
 
 
 def test_states_of_one_rank_are_exact(folder):
@@ -78,148 +89,89 @@ def test_states_of_the_fullest_of_several_ranks_are_exact(folder):
     run_distributed(assert_states_are_exact, 2, documents)
 
 
-def loss_of(model: M6ForConditionalGeneration, batch: MicroBatch) -> torch.Tensor:
-    """The loss as the training step makes it."""
-    output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-    return (output.target_losses * batch.loss_weights[batch.labels != -100]).sum() + output.aux_loss
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+MIXED = {"num_experts": 8, "num_prototypes": 2}
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "text_vocab_size": 64, "image_vocab_size": 8, "image_size": 64}
 
 
-def measured_activations(config: RunConfig, batch: MicroBatch) -> int:
-    """The larger of what is kept at the end of the forward pass and while a block is computed anew."""
-    model = M6ForConditionalGeneration(config.model).train()
-    if config.deepspeed.precision == "bf16":
-        model.bfloat16()
-    if not config.m6.training.activation_checkpointing:
-        with SavedTensors(model) as saved, autocast(config):
-            loss_of(model, batch)
-            return saved.bytes
-    inputs: list[tuple[Any, ...]] = []
-    first = model.model.layers[0]
-    handle = first.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments))
-    model(**batch.model_inputs())
-    handle.remove()
-    hidden_states = inputs[0][0].detach().requires_grad_()
-    with SavedTensors(first) as block:
-        first(hidden_states, *inputs[0][1:])
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with SavedTensors(model) as stack:
-        model.model(**batch.model_inputs())
-    with SavedTensors(model) as saved:
-        loss_of(model, batch)
-    return max(saved.bytes, stack.bytes + block.bytes - storage_bytes(hidden_states))
+def small_run(**changes: object) -> RunConfig:
+    document = load_config(CONFIGS / "m6_100b.json").document
+    document["m6"]["model"] = {**SMALL, "num_layers": 6, "ffn_hidden_size": 47, "hidden_dropout": 0.1}
+    document["m6"]["moe"] = {**MIXED, "capacity_factor": 1.25}
+    document["m6"]["training"] |= {"ep_size": 4}
+    document |= changes
+    return parse_config(document)
 
 
-def autocast(config: RunConfig) -> torch.autocast:
-    enabled = config.deepspeed.keys.get("torch_autocast", {}).get("enabled", False)
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+@pytest.mark.parametrize("world_size", [4, 16])
+@pytest.mark.parametrize("sharing", [None, Sharing(6, 2, PARTS), Sharing(6, 1, ("experts",))], ids=str)
+@pytest.mark.parametrize(("stage", "ep_size"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 4), (2, 1), (3, 1)])
+def test_states_are_the_sums_over_every_parameter(stage: int, ep_size: int, sharing: Sharing | None, world_size: int):
+    changes = {"bf16": {"enabled": True}} if stage else {"bf16": {}, "zero_optimization": {"stage": 0}}
+    asked = ParallelLayout(world_size, ep_size, zero_stage=stage, micro_batch_size=4)
+    config = small_run(**changes)
+    exact = model_states(configured(config, asked), world_size, sharing)
+    model = MemoryModel(config, Profile(), sharing=sharing)
+    found = model(asked)
+    assert found.weights == exact.weights
+    assert found.optimizer_state == exact.optimizer_state
+    if stage == 2:
+        largest = model.counts(asked).largest * model.precision.weights
+        assert abs(found.gradients - exact.gradients) <= largest
+    else:
+        assert found.gradients == exact.gradients
 
 
-DENSE = {"m6__moe": None, "m6__model__hidden_dropout": 0.0}
-WIDE = {"m6__model__hidden_size": 96, "m6__model__ffn_hidden_size": 384, "m6__model__num_attention_heads": 4}
-LONG = {"m6__data__sequence_length": 192, "m6__model__max_position_embeddings": 192}
-SHARED = {"num_experts": 8, "activation": "swiglu", "num_shared_experts": 2, "shared_expert_gate": True}
-DROPOUT = {"m6__model__hidden_dropout": 0.1, "m6__model__attention_dropout": 0.1}
-AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+@pytest.mark.parametrize("ep_size", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_states_without_streamed_experts(stage: int, ep_size: int):
+    """DeepSpeed holds the states of the dense part; of the experts a few layers visit the device."""
+    changes: dict[str, object] = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": stage > 0}}
+    document = small_run(**changes).document
+    document["m6"]["offload"] = {"device_budget_mib": 64}
+    document["m6"]["training"]["ep_size"] = ep_size
+    config = parse_config(document)
+    exact, found = model_states(config, 16), predict_memory(config, 16, full_row(config))
+    assert found.optimizer_state == exact.optimizer_state
+    window = 2 * 8 // ep_size * (2 * 32 * 47) * (2 if stage else 4)
+    assert found.weights == exact.weights + window
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        DENSE,
-        {**DENSE, **WIDE, "train_micro_batch_size_per_gpu": 8},
-        {**DENSE, **LONG, "m6__model__num_layers": 3, "m6__data__packing": False},
-        {**DENSE, **DROPOUT, "m6__data__packing": False},
-        {**DENSE, **DROPOUT, "m6__data__packing": False, "zero_optimization__stage": 1, "bf16": BF16},
-        {**DENSE, **DROPOUT, "m6__data__packing": False, "torch_autocast": AUTOCAST},
-        {**DENSE, "zero_optimization__stage": 1, "bf16": BF16},
-        {**DENSE, "torch_autocast": AUTOCAST},
-        {**DENSE, "m6__model__patch_encoder": "resnet", "train_micro_batch_size_per_gpu": 8},
-        {**DENSE, "m6__model__patch_encoder": "resnet", "torch_autocast": AUTOCAST},
-        {},
-        {**WIDE, **LONG, "m6__moe": {"num_experts": 8, "num_prototypes": 2, "top_k": 2}},
-        {"m6__moe": {"num_experts": 8, "top_k": 2, "capacity_factor": 0.5}, "m6__model__moe_layer_frequency": 2},
-        {"zero_optimization__stage": 2, "bf16": BF16},
-        {"torch_autocast": AUTOCAST},
-        {**WIDE, "m6__moe": SHARED},
-        {**WIDE, "m6__moe": SHARED | {"activation": "gelu"}, "torch_autocast": AUTOCAST},
-        {**WIDE, "m6__moe": SHARED | {"router_jitter": 0.1}, "zero_optimization__stage": 1, "bf16": BF16},
-        {"m6__training__activation_checkpointing": True},
-        {**WIDE, "m6__training__activation_checkpointing": True},
-        {**DENSE, "m6__training__activation_checkpointing": True, "train_micro_batch_size_per_gpu": 8},
-        {**DENSE, **LONG, **WIDE, "m6__training__activation_checkpointing": True},
-    ],
-    ids=str,
-)
-def test_activations(folder, changes):
-    config = parse_config(tiny_document(folder, **changes))
-    batch = open_data(config).micro_batch(0)
-    assert len(batch.pixel_values) > 0
-    measured = measured_activations(config, batch)
-    prediction = predict_memory(config, 1, BatchShape.of(batch))
-    # Exact but for a few scalars, BatchNorm's statistics, which only the meta device keeps, and experts that do not
-    # fill their capacity: up to 2.5 %.
-    assert prediction.activations == pytest.approx(measured, rel=0.05)
+def test_pseudo_stage_stores_one_layer():
+    config = small_run()
+    one = small_run()
+    one.document["m6"]["model"]["num_layers"] = 1
+    single = parse_config(one.document)
+    layout = ParallelLayout(4, 4, zero_stage=2, micro_batch_size=4, checkpointing=True)
+    pseudo = MemoryModel(config, Profile(), sharing=pseudo_sharing(config))
+    shallow = MemoryModel(single, Profile())
+    assert pseudo.model.num_parameters == shallow.model.num_parameters
+    for part in ("weights", "gradients", "optimizer_state"):
+        assert getattr(pseudo(layout), part) == getattr(shallow(layout), part)
+    assert pseudo(layout).activations == MemoryModel(config, Profile())(layout).activations
 
 
-def test_measuring_keeps_no_graph():
-    """exp saves its own output: a hook that keeps that very tensor would keep the graph for good."""
-    weight = torch.ones(8, requires_grad=True)
-    with SavedTensors(torch.nn.Identity()) as saved:
-        output = weight.exp()
-    assert saved.bytes == output.untyped_storage().nbytes()
-    output.sum().backward()
-    assert torch.equal(weight.grad, output)
-    with SavedTensors(torch.nn.Identity()):
-        kept = weakref.ref((weight + 0).exp().untyped_storage())
-    assert kept() is None
+def test_host_memory_takes_what_the_device_gives_up():
+    config = small_run()
+    model = MemoryModel(config, Profile())
+    layout = ParallelLayout(16, 4, zero_stage=2, micro_batch_size=4)
+    owned = sum(model.counts(layout).partitions(16, 4))
+    on_device, offloaded = model(layout), model(replace(layout, offload_optimizer=True))
+    assert offloaded.optimizer_state == 0
+    # DeepSpeed 0.19.8 holds 21 bytes for each parameter it owns, 23 with several micro-batches (1024 / 64 here).
+    assert offloaded.host == 23 * owned
+    assert offloaded.peak < on_device.peak
 
 
-def test_a_batch_shape_holds_every_batch(folder):
-    data = open_data(parse_config(tiny_document(folder)))
-    batches = [data.micro_batch(index) for index in range(4)]
-    shape = BatchShape.of(*batches)
-    assert shape.real == max(batch.num_tokens for batch in batches)
-    assert shape.targets == max(int((batch.labels != -100).sum()) for batch in batches)
-    assert (shape.rows, shape.sequence_length) == (max(len(batch.input_ids) for batch in batches), 64)
-    assert shape.pictures == max(len(batch.pixel_values) for batch in batches)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {**DENSE, **WIDE, "m6__model__num_layers": 6, "train_micro_batch_size_per_gpu": 16},
-        {"train_micro_batch_size_per_gpu": 16},
-        {"m6__training__activation_checkpointing": True, "train_micro_batch_size_per_gpu": 16},
-    ],
-    ids=str,
-)
-def test_peak_of_a_step(folder, changes):
-    config = parse_config(tiny_document(folder, train_batch_size=16, **changes))
-    batch = open_data(config).micro_batch(0)
-    model = M6ForConditionalGeneration(config.model).train()
-    if config.m6.training.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with new_storages(*model.parameters(), *batch.tensors().values()) as new:
-        loss_of(model, batch).backward()
-    peak = new.take_peak()
-    prediction = predict_memory(config, 1, BatchShape.of(batch))
-    predicted = prediction.activations + prediction.loss_backward
-    # What is missing are small results that live at that time and, where blocks are computed anew, the gradients
-    # within a block: up to 13 %.
-    assert predicted == pytest.approx(peak, rel=0.15)
-    assert peak <= predicted + prediction.gradients
-
-
-def test_description():
-    mib = 2**20
-    prediction = MemoryPrediction(mib, 2 * mib, 3 * mib, 2000 * mib, 4 * mib)
-    assert prediction.total == 2010 * mib
-    text = describe(prediction)
-    assert len(text.splitlines()) <= 4
-    for part in ("2,010.0 MiB", "weights 1.0 MiB", "gradients 2.0 MiB", "state 3.0 MiB", "2,000.0 MiB", "4.0 MiB"):
-        assert part in text
-
-
-def test_unfit_world_size(folder):
-    with pytest.raises(UserError, match="ep_size 2 does not divide the world size 1"):
-        predict_memory(parse_config(tiny_document(folder, m6__training__ep_size=2)), 1, ANY_BATCH)
+def test_pipeline_stages_share_layers_and_have_the_embeddings():
+    config = small_run()
+    memory = MemoryModel(config, Profile())
+    whole, half = (memory.counts(ParallelLayout(8, pp_size=size)) for size in (1, 2))
+    embeddings = sum(block.numel * n for block, _, n in memory.model.blocks if block.type in ("embeddings", "norm"))
+    assert half.local - embeddings == (whole.local - embeddings) / 2
+    one, two, four = (memory(ParallelLayout(8, pp_size=size, tp_size=1, micro_batch_size=4)) for size in (1, 2, 4))
+    assert one.weights > two.weights > four.weights
+    # The first of two stages keeps two micro-batches of half of the layers.
+    assert two.activations == one.activations

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from m6.errors import UserError
-from m6.planning.partition import balanced_share, delayed_step_s, partition_layers, share_rows, slice_tokens
+from m6.planning.cost.partition import balanced_share, delayed_step_s, partition_layers, share_rows, slice_tokens
 
 
 def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:

@@ -30,9 +30,9 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     assert f"m6 submit {tmp_path}/m6_base.json --cluster {tmp_path}/m6_base.job.json" in text
 
 
-def test_explain_names_the_rule():
+def test_explain_gives_the_reason():
     text = run("explain", CONFIG, *MACHINE, "--world", "8", "--force", "zero_stage=3", "--force", "micro_batch_size=1")
-    assert 'refused by "experts at stage 3"' in text
+    assert "refused: zero_optimization.stage 3 cannot hold experts" in text
     assert "| experts split |" in text
 
 

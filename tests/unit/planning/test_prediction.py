@@ -1,7 +1,6 @@
-"""Scores, fitted factors, and the prediction that lies beside a run."""
+"""The prediction in a run's folder, and what measurements make of it."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -9,43 +8,21 @@ import pytest
 
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.planning.activations import BatchShape
-from m6.planning.detect import detect_cluster
-from m6.planning.fit import fit_factors, fit_memory, kendall_tau, regret
-from m6.planning.prediction import announce, outcome_line, read_outcome, refit, validation_table
-from m6.planning.profile import PARTS, Profile, load_profile, save_profile
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.machine.profile import Profile, load_profile, save_profile
+from m6.planning.prediction import (
+    announce,
+    describe_memory,
+    outcome_line,
+    predict_memory,
+    read_outcome,
+    refit,
+    validation_table,
+)
 
 CONFIG = Path(__file__).parents[3] / "configs" / "m6_smoke.json"
+
 SHAPE = BatchShape(samples=4, rows=4, sequence_length=256, real=900, targets=500, pictures=3)
-
-
-def test_scores():
-    assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
-    assert kendall_tau([4, 3, 2, 1], [10, 20, 30, 40]) == -1
-    assert kendall_tau([1, 3, 2], [1, 2, 3]) == pytest.approx(1 / 3)
-    assert regret([1.0, 2.0], [3.0, 2.0]) == pytest.approx(0.5)
-    assert regret([2.0, 1.0], [3.0, 2.0]) == 0
-
-
-def test_factors_are_found_again():
-    generator = random.Random(0)
-    truth = {"matmul": 1.7, "experts": 0.6, "exchange": 3.0}
-    runs = [{part: generator.random() for part in (*truth, "bubble")} for _ in range(200)]
-    measured = [sum(value * truth.get(part, 1.0) for part, value in run.items()) for run in runs]
-    found = fit_factors(runs, measured)
-    # The pull to 1 keeps a few percent back.
-    assert {part: found[part] for part in truth} == pytest.approx(truth, rel=0.1)  # type: ignore[index]
-    assert all(found[part] == pytest.approx(1) for part in PARTS if part not in truth)
-
-
-def test_memory_of_the_process_is_found_again():
-    generator = random.Random(1)
-    states, activations = ([generator.uniform(1e8, 2e9) for _ in range(30)] for _ in range(2))
-    measured = [8e8 + s + 0.7 * a for s, a in zip(states, activations, strict=True)]
-    constant, factor = fit_memory(states, activations, measured, 5e8)
-    # The pull to what was calibrated keeps a little back.
-    assert (constant, factor) == pytest.approx((8e8, 0.7), rel=0.02)
-    assert fit_memory([], [], [], 5e8) == pytest.approx((5e8, 1.0))
 
 
 def finished_run(folder: Path, seconds: float, **changes: Any) -> Path:
@@ -91,22 +68,17 @@ def test_runs_improve_a_profile(tmp_path: Path):
     assert load_profile(tmp_path / "profile.json") == better
 
 
-def test_bad_runs_and_profiles(tmp_path: Path):
+def test_a_run_without_a_prediction(tmp_path: Path):
     with pytest.raises(UserError, match=r"plan.json: no such file; `m6 pretrain` writes it"):
         read_outcome(tmp_path)
-    (tmp_path / "profile.json").write_text('{"kernels": 1}')
-    with pytest.raises(UserError, match=r"profile.json: kernels: unknown key"):
-        load_profile(tmp_path / "profile.json")
-    with pytest.raises(UserError, match=r"no such file; `m6 plan calibrate"):
-        load_profile(tmp_path / "none.json")
 
 
-def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="CPU core has no network"):
-        detect_cluster(4)
-    assert detect_cluster(2).num_devices == 2
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Quantum 9")
-    with pytest.raises(UserError, match="device 'Quantum 9' is in no description"):
-        detect_cluster(2)
+def test_the_memory_of_a_run_in_words():
+    config = load_config(CONFIG)
+    predicted = predict_memory(config, 1, SHAPE)
+    text = describe_memory(predicted)
+    total = predicted.weights + predicted.gradients + predicted.optimizer_state + predicted.activations
+    for number in (total, predicted.weights, predicted.gradients, predicted.optimizer_state, predicted.activations):
+        assert f"{number / 2**20:,.1f} MiB" in text
+    with pytest.raises(UserError, match="ep_size 2 does not divide the world size 1"):
+        predict_memory(load_config(CONFIG, ("m6.training.ep_size=2",)), 1, SHAPE)

@@ -1,0 +1,1 @@
+"""What a layout costs: bytes of memory and seconds of a step."""

@@ -1,0 +1,185 @@
+"""The bytes that autograd keeps for the backward pass of one micro-batch, as a formula.
+
+The formula follows the CPU kernels of PyTorch 2.13; tests compare it with what :class:`SavedTensors` counts. Names:
+
+    tokens     rows * sequence_length, padding included         real    tokens without padding
+    vectors    elements of [tokens, hidden_size]                choices real * experts of a token
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from m6.config.run import RunConfig
+from m6.model.patch_encoders import build_patch_encoder
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.precision import FP32, Precision
+from m6.planning.cost.storages import SavedTensors
+from moe.config import MoEConfig
+
+_INT64 = 8
+
+
+class Activations:
+    """Bytes by part of the model, for micro-batches of the shape ``batch``.
+
+    Under expert parallelism a rank is taken to receive as many tokens as it sends.
+    """
+
+    def __init__(self, config: RunConfig, batch: BatchShape) -> None:
+        self.config, self.model, self.batch = config, config.model, batch
+        self.precision = Precision.of(config)
+        self.tokens = batch.rows * batch.sequence_length
+        self.vectors = self.tokens * self.model.hidden_size
+
+    @functools.cached_property
+    def moe(self) -> MoEConfig:
+        """The settings of the sparse layers."""
+        return self.model.moe_config()
+
+    def total(self) -> int:
+        """Bytes kept at the end of the forward pass; with activation checkpointing while the backward pass recomputes a
+        block, if that is more."""
+        kept = self.embeddings() + self.norm() + self.head() + self.kept_by_blocks()
+        if not self.config.m6.training.activation_checkpointing:
+            return kept
+        masks = self.tokens * (self.batch.sequence_length + 1)  # inputs of every recomputed block
+        return kept + masks + self.recomputation()
+
+    def kept_by_blocks(self) -> int:
+        """Bytes that all blocks keep after the forward pass."""
+        if self.config.m6.training.activation_checkpointing:
+            return self.model.num_layers * self.block_input()
+        return sum(self.blocks())
+
+    def replicated(self) -> int:
+        """Bytes of ``kept_by_blocks`` that tensor parallelism does not split: with checkpointing the inputs of blocks,
+        otherwise five vectors of each block (arXiv 2205.05198, equation 2)."""
+        vectors = 1 if self.config.m6.training.activation_checkpointing else 5
+        return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
+
+    def loss_backward(self) -> int:
+        """Bytes on top of ``total`` when the backward pass begins: gradients of log-probabilities and of logits."""
+        gradients = 2 * self.batch.targets * self.model.vocab_size * FP32
+        return max(0, gradients - self.recomputation())
+
+    def recomputation(self) -> int:
+        """Bytes by which the largest recomputed block exceeds the head, whose activations are freed before."""
+        if not self.config.m6.training.activation_checkpointing:
+            return 0
+        return max(0, max(self.blocks()) - self.block_input() - self.head())
+
+    def blocks(self) -> list[int]:
+        """Bytes that each block keeps without checkpointing, by layer."""
+        is_sparse = [self.model.is_moe_layer(layer) for layer in range(self.model.num_layers)]
+        each = {sparse: self.block(sparse) for sparse in set(is_sparse)}
+        return [each[sparse] for sparse in is_sparse]
+
+    def block_input(self) -> int:
+        """Bytes of the residual stream."""
+        return self.vectors * self.precision.residual
+
+    def embeddings(self) -> int:
+        """Ids of tokens, positions and segments; the patch encoder and the positions of its patches; dropout."""
+        places = 3 * _INT64 * (self.tokens + self.batch.pictures * self.model.num_patches)
+        dropout = self.vectors * self.precision.residual if self.model.hidden_dropout else 0
+        return places + self.patch_encoder() + dropout
+
+    def patch_encoder(self) -> int:
+        """Measured on the meta device: two of the three patch encoders are third-party networks without a formula."""
+        if not self.batch.pictures:
+            return 0
+        copied = self.precision.compute != self.precision.weights
+        with torch.device("meta"):
+            encoder = build_patch_encoder(self.model)
+            encoder.to(torch.float32 if self.precision.compute == FP32 else torch.bfloat16)
+            pictures = torch.empty(self.batch.pictures, 3, self.model.image_size, self.model.image_size)
+        # The 16-bit copies of weights count, but not in the first layer, whose input has no gradient.
+        with SavedTensors(nn.Identity() if copied else encoder) as saved:
+            encoder(pictures)
+        return saved.bytes
+
+    def block(self, sparse: bool) -> int:
+        """One transformer block, with experts where ``sparse``."""
+        dropout = 0
+        if self.model.hidden_dropout:
+            # On the CPU dropout keeps factors in the type of its input, not bits.
+            output = self.precision.residual if sparse else self.precision.compute
+            dropout = self.vectors * (self.precision.compute + output)
+        return 2 * self.norm() + self.attention() + (self.experts() if sparse else self.dense_ffn()) + dropout
+
+    def norm(self) -> int:
+        """A layer norm: its input, and the mean and deviation of each token."""
+        return (self.vectors + 2 * self.tokens) * self.precision.residual
+
+    def attention(self) -> int:
+        """Attention with its projections."""
+        compute, heads, width = self.precision.compute, self.model.num_attention_heads, self.model.hidden_size
+        kept = self.vectors * compute  # the result
+        kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
+        scores = self.tokens * self.batch.sequence_length
+        if self.model.attention_dropout:
+            # Dropout needs the kernel that writes the scores, which works in fp32: queries, keys, values;
+            # probabilities, dropout factors, their product.
+            return kept + 3 * (self.vectors + heads * scores) * FP32
+        # The flash kernel keeps no scores, but an additive mask of their size, and the logsumexp of each token.
+        return kept + (3 * self.vectors + scores) * compute + heads * self.tokens * FP32
+
+    def dense_ffn(self) -> int:
+        """The input, and the inner activations before and after GELU."""
+        width, inner = self.model.hidden_size, self.model.ffn_hidden_size
+        elements = self.vectors + 2 * self.tokens * inner
+        return elements * self.precision.compute + self.precision.weight_copies(2 * width * inner)
+
+    def experts(self) -> int:
+        """Router, dispatch and expert networks: inputs where they are not the router's; inner activations; outputs."""
+        moe, width, inner = self.moe, self.model.hidden_size, self.model.ffn_hidden_size
+        real, rows, precision = self.batch.real, self.rows(), self.precision
+        # For each row its choice, token and gate, and its position by token; for each token its first row.
+        dispatch = rows * (3 * _INT64 + FP32) + real * _INT64
+        inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
+        kept = inner_inputs if moe.recompute_activation else inner_inputs + inner + width
+        networks = rows * kept * precision.compute + (rows * inner if moe.expert_dropout else 0)
+        copied_tokens = real * width * precision.compute if precision.compute != precision.residual else 0
+        networks += copied_tokens + precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
+        if moe.num_shared_experts:
+            shared, gate = moe.num_shared_experts, int(moe.shared_expert_gate)
+            elements = shared * 2 * inner_inputs + gate * (width + 1)  # the gate, and what it multiplies
+            networks += copied_tokens + real * elements * precision.compute
+            networks += precision.weight_copies(width * (shared * (inner_inputs + inner) + gate))
+        return self.router() + dispatch + networks + self.combined(width)
+
+    def rows(self) -> int:
+        """(token, expert) pairs that experts compute. Padding is not routed."""
+        moe, real = self.moe, self.batch.real
+        choices = real * moe.experts_per_token
+        capacity = moe.capacity(real, training=True)
+        return choices if capacity is None else min(choices, capacity * moe.num_experts)
+
+    def router(self) -> int:
+        """The router's input, scores and choices."""
+        moe, real, width = self.moe, self.batch.real, self.model.hidden_size
+        # The tokens in the type of the residual stream, and the noise that multiplies them.
+        router = real * width * (self.precision.residual + (FP32 if moe.router_jitter else 0))
+        # Scores and chosen experts; for the z loss logits and their logsumexp.
+        router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
+        if moe.z_loss_weight:
+            router += real * (moe.num_experts + moe.num_prototypes) * FP32
+        return router
+
+    def local_experts(self) -> int:
+        """Experts of a layer on one rank."""
+        return self.moe.num_experts // self.config.m6.training.ep_size
+
+    def combined(self, output_size: int) -> int:
+        """Positions of the real tokens, and their results before these are scattered into the padded batch."""
+        return self.batch.real * (_INT64 + output_size * self.precision.residual)
+
+    def head(self) -> int:
+        """At labelled positions only: hidden states; log-probabilities in fp32; positions, labels, loss weights."""
+        width, vocab_size = self.model.hidden_size, self.model.vocab_size
+        each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + 2 * FP32
+        return self.batch.targets * each + self.precision.weight_copies(vocab_size * width)

@@ -1,0 +1,51 @@
+"""The sizes of a micro-batch that decide how much memory and time it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of one micro-batch.
+
+    Attributes:
+        samples: of the micro-batch; several may share a row.
+        rows: B.
+        sequence_length: S, padding included.
+        real: tokens that are not padding.
+        targets: tokens with a label.
+        pictures: images of the micro-batch.
+    """
+
+    samples: int
+    rows: int
+    sequence_length: int
+    real: int
+    targets: int
+    pictures: int
+
+    @classmethod
+    def of(cls, *batches: MicroBatch) -> BatchShape:
+        """The largest of each size over ``batches``."""
+        shapes = [
+            (b.num_samples, *b.input_ids.shape, b.num_tokens, b.num_target_tokens, len(b.pixel_values)) for b in batches
+        ]
+        return cls(*(max(sizes) for sizes in zip(*shapes, strict=True)))
+
+
+def full_row(config: RunConfig) -> BatchShape:
+    """One row with one picture, without padding, in which every token is a target: an upper bound of any data."""
+    length = config.m6.data.sequence_length
+    return BatchShape(samples=1, rows=1, sequence_length=length, real=length, targets=length, pictures=1)
+
+
+def scale_batch(batch: BatchShape, samples: int) -> BatchShape:
+    """The shape of ``samples`` samples like those of ``batch``."""
+    share = samples / batch.samples
+    rows, *others = (math.ceil(number * share) for number in (batch.rows, batch.real, batch.targets, batch.pictures))
+    return BatchShape(samples, rows, batch.sequence_length, *others)

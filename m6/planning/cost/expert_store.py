@@ -1,0 +1,126 @@
+"""The host memory of experts that ``m6.offload`` streams, as the store itself lays them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from m6.config.offload import OffloadOptimizer, OffloadSettings
+from m6.config.run import RunConfig
+from m6.planning.cost.folding import Block, FoldedModel
+from m6.planning.cost.precision import Precision
+from offload import OptimizerSettings, Stack, lay_out, sizes_of, staging_bytes
+
+_MIB = 2**20
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CHUNK_MIB = 64.0  # where the size is chosen at the start of a run; it hardly changes the sum
+
+
+@dataclass(frozen=True)
+class ExpertStore:
+    """How the store keeps a run's experts.
+
+    Attributes:
+        dtype: of the weights on the device, and of their copies.
+        gradient_dtype: of the gradients that the host keeps until the update; None: it keeps none.
+        optimizer: the experts' optimizer.
+        chunk_bytes: the largest copy.
+    """
+
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype | None
+    optimizer: OptimizerSettings
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, config: RunConfig, accumulation: int, shared: bool) -> ExpertStore:
+        """The store of a run; without a section ``m6.offload`` that of the section's defaults.
+
+        ``m6.offload`` refuses autocast. Such a run is priced as the bf16 run that it would have to become.
+
+        Args:
+            config: the run.
+            accumulation: micro-batches of a step.
+            shared: whether layers share experts.
+        """
+        settings = config.expert_store or OffloadSettings()
+        precision = config.deepspeed.precision
+        if precision == "fp32" and Precision.of(config).compute == 2:
+            precision = "bf16"
+        dtype = _DTYPES[precision]
+        chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
+        gradient = gradient_dtype(settings, dtype, accumulation, shared)
+        return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB))
+
+    @property
+    def optimizer_type(self) -> str:
+        """The experts' optimizer as a run's JSON names it."""
+        return {"adamw": "AdamW", "adafactor": "Adafactor", "sgd": "SGD"}[self.optimizer.kind]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight on the device, and of a gradient that leaves it."""
+        return self.dtype.itemsize
+
+    def host_bytes(self, model: FoldedModel, ep_size: int) -> int:
+        """Bytes of the experts of one rank with all that belongs to them, and of the staging blocks of gradients."""
+        total, staging = 0, 0
+        for block, _, stored in model.blocks:
+            if block.experts:
+                chunks = lay_out(
+                    [_stack(block, ep_size)], self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer
+                )
+                sizes = sizes_of(chunks)
+                total += stored * sum(size.owned for size in sizes)
+                staging = max(staging, staging_bytes(sizes))
+        return total + staging
+
+
+def layer_numel(model: FoldedModel, ep_size: int) -> int:
+    """Elements of the experts of one layer on one rank, the largest over the layers."""
+    stacks = [_stack(block, ep_size) for block, _, _ in model.blocks if block.experts]
+    return max((stack.num_experts * stack.expert_size for stack in stacks), default=0)
+
+
+def stored_numel(model: FoldedModel, ep_size: int) -> int:
+    """Elements of all experts on one rank."""
+    stacks = [(_stack(block, ep_size), stored) for block, _, stored in model.blocks if block.experts]
+    return sum(stack.num_experts * stack.expert_size * stored for stack, stored in stacks)
+
+
+def shares_experts(model: FoldedModel) -> bool:
+    """Whether several layers compute with the same experts (the Pseudo stage)."""
+    return any(block.experts and computed > stored for block, computed, stored in model.blocks)
+
+
+def gradient_dtype(
+    settings: OffloadSettings, dtype: torch.dtype, accumulation: int, shared: bool
+) -> torch.dtype | None:
+    """The type in which the host keeps gradients: fp32 where several add up, otherwise that of the weights."""
+    if settings.update == "backward":
+        return None
+    return dtype if accumulation == 1 and not shared else torch.float32
+
+
+def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
+    """The experts' optimizer, and the ratio of its learning rate to that of the other parameters."""
+    settings, params = config.expert_store or OffloadSettings(), config.deepspeed.optimizer_params
+    own = settings.optimizer
+    if own is None:
+        own = OffloadOptimizer.model_validate({"type": config.deepspeed.optimizer_type, **params})
+    if own.type == "Adafactor":
+        decay, threshold = own.beta2_decay, own.clipping_threshold
+        made = OptimizerSettings("adafactor", beta2_decay=decay, clipping_threshold=threshold)
+    elif own.type == "SGD":
+        made = OptimizerSettings("sgd", momentum=own.momentum)
+    else:
+        beta1, beta2 = own.betas
+        made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)
+    made = replace(made, weight_decay=own.weight_decay, split_master=settings.split_master)
+    return made, own.lr / params["lr"]
+
+
+def _stack(block: Block, ep_size: int) -> Stack:
+    shapes = [block.shapes[index] for index in sorted(block.experts)]
+    return Stack(block.type, shapes[0][0] // ep_size, {str(number): shape[1:] for number, shape in enumerate(shapes)})

@@ -1,0 +1,120 @@
+"""The model as a few distinct blocks with counts, so that the cost of planning does not depend on the depth.
+
+Equal subgraphs are folded into one with a count, as in TAP (arXiv 2302.00247), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from m6.model.configuration import M6Config
+from m6.model.embeddings import M6Embeddings
+from m6.model.modeling import M6Block
+from m6.model.sharing import Sharing
+
+Shape = tuple[int, ...]
+BlockType = Literal["embeddings", "dense", "sparse", "norm"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The parameters of one block, with all experts.
+
+    Attributes:
+        type: what the block computes; ``norm`` is the last norm with the output layer.
+        shapes: of every parameter, in the module's order.
+        experts: indices in ``shapes`` of stacks of experts [E, ...].
+        buffer_bytes: bytes of the module's buffers.
+        frozen: indices in ``shapes`` of parameters without gradients.
+    """
+
+    type: BlockType
+    shapes: tuple[Shape, ...]
+    experts: frozenset[int] = frozenset()
+    buffer_bytes: int = 0
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the block."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class FoldedModel:
+    """Distinct blocks, how often each is computed, and how often its weights are stored.
+
+    Attributes:
+        blocks: (block, times computed, times stored). The counts differ in the Pseudo stage of M6-10T (arXiv
+            2110.03888), where layers share weights. If layers share only some of their weights, the others are a
+            second entry that is computed 0 times.
+    """
+
+    config: M6Config
+    blocks: tuple[tuple[Block, int, int], ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that are stored."""
+        return sum(block.numel * stored for block, _, stored in self.blocks)
+
+    def fullest_stage(self, stages: int) -> FoldedModel:
+        """The first of ``stages`` pipeline stages. No stage has more layers, and only the last one also has the
+        embeddings, which are the weights of its output layer."""
+        if stages == 1:
+            return self
+
+        def share(block: Block, number: int) -> int:
+            return math.ceil(number / stages) if block.type in ("dense", "sparse") else number
+
+        blocks = ((block, share(block, computed), share(block, stored)) for block, computed, stored in self.blocks)
+        return FoldedModel(self.config, tuple(blocks))
+
+
+def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
+    """Builds each distinct block once, on the meta device.
+
+    Args:
+        config: the model.
+        sharing: what the layers share in the Pseudo stage; None: nothing.
+    """
+    blocks: list[tuple[Block, int, int]] = []
+    with torch.device("meta"):
+        blocks.append((_block("embeddings", M6Embeddings(config)), 1, 1))
+        layer_types: tuple[tuple[BlockType, bool], ...] = (("dense", False), ("sparse", True))
+        for layer_type, sparse in layer_types:
+            layers = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer) == sparse]
+            if layers:
+                blocks += _layers(layer_type, M6Block(config, layers[0]), layers, sharing)
+        blocks.append((_block("norm", nn.LayerNorm(config.hidden_size)), 1, 1))
+    return FoldedModel(config, tuple(blocks))
+
+
+def _layers(
+    block_type: BlockType, layer: nn.Module, layers: list[int], sharing: Sharing | None
+) -> list[tuple[Block, int, int]]:
+    """The entries of ``layers``, which are all equal to ``layer``."""
+    if sharing is None:
+        return [(_block(block_type, layer), len(layers), len(layers))]
+    firsts = sum(sharing.first_layer(index) == index for index in layers)
+    shared = _block(block_type, layer, sharing.shares)
+    rest = _block(block_type, layer, lambda name: not sharing.shares(name))
+    return [(shared, len(layers), firsts), *([(rest, 0, len(layers))] if rest.shapes else [])]
+
+
+def _block(block_type: BlockType, module: nn.Module, includes: Callable[[str], bool] = lambda name: True) -> Block:
+    """The parameters of ``module`` whose names ``includes`` accepts."""
+    parameters = [parameter for name, parameter in module.named_parameters() if includes(name)]
+    return Block(
+        block_type,
+        tuple(tuple(parameter.shape) for parameter in parameters),
+        frozenset(index for index, parameter in enumerate(parameters) if hasattr(parameter, "num_global_experts")),
+        sum(buffer.nbytes for buffer in module.buffers()),
+        frozenset(index for index, parameter in enumerate(parameters) if not parameter.requires_grad),
+    )

@@ -1,0 +1,72 @@
+"""How a run is spread over devices: what the planner chooses. It never changes what the model learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from m6.errors import UserError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One way to run the global batch on ``world_size`` ranks.
+
+    Attributes:
+        ep_size: ranks that share one set of experts.
+        tp_size: ranks that share every matrix.
+        pp_size: pipeline stages.
+        zero_stage: 0 to 3.
+        micro_batch_size: samples of one forward pass of a rank.
+        checkpointing: activation checkpointing: the backward pass recomputes each block.
+        offload_optimizer: DeepSpeed keeps the optimizer state in host memory and updates there.
+        offload_params: DeepSpeed keeps the weights in host memory, too (ZeRO stage 3).
+        stream_experts: ``m6.offload``: experts and their optimizer state are in host memory and come to the device in
+            chunks.
+    """
+
+    world_size: int
+    ep_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    zero_stage: int = 0
+    micro_batch_size: int = 1
+    checkpointing: bool = False
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    stream_experts: bool = False
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that compute different samples. The ranks of an expert-parallel group do so, too."""
+        return self.world_size // (self.tp_size * self.pp_size)
+
+    def accumulation(self, global_batch: int) -> int:
+        """Micro-batches of a step; the global batch never changes.
+
+        Raises:
+            UserError: the global batch is not a multiple of micro-batch size x data-parallel ranks.
+        """
+        per_pass = self.micro_batch_size * self.dp_size
+        if global_batch % per_pass:
+            raise UserError(
+                f"train_batch_size {global_batch} is not a multiple of micro_batch_size {self.micro_batch_size} x "
+                f"{self.dp_size} data-parallel ranks = {per_pass}"
+            )
+        return global_batch // per_pass
+
+    def __str__(self) -> str:
+        parts = [f"world {self.world_size}", f"ep {self.ep_size}", f"zero {self.zero_stage}"]
+        parts += [f"{name} {size}" for name, size in (("tp", self.tp_size), ("pp", self.pp_size)) if size > 1]
+        parts.append(f"micro-batch {self.micro_batch_size}")
+        names = ("checkpointing", "offload_optimizer", "offload_params", "stream_experts")
+        parts += [name.replace("_", " ") for name in names if getattr(self, name)]
+        return ", ".join(parts)
+
+
+DIMENSIONS = tuple(field.name for field in fields(ParallelLayout) if field.name != "world_size")
+
+
+def divisors(number: int) -> Iterator[int]:
+    """All divisors of ``number``, ascending."""
+    return (candidate for candidate in range(1, number + 1) if number % candidate == 0)

@@ -1,0 +1,258 @@
+"""The bytes that a layout needs on its fullest rank and in the host memory of a node, as a closed form.
+
+The partitions are those of DeepSpeed 0.19.8 (ZeRO, arXiv 1910.02054, section 5). Weights and optimizer state are exact.
+So are gradients, except at ZeRO stage 2: there DeepSpeed keeps whole gradients of parameters that cross the boundary of
+a partition, for which the formula adds the largest parameter once. Activations are a formula of their own. Layouts that
+the engine refuses have a price, too, so that the planner can say what they would need.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from m6.config.run import RunConfig
+from m6.model.sharing import Sharing
+from m6.planning.cost.activations import Activations
+from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
+from m6.planning.cost.expert_store import ExpertStore, layer_numel, shares_experts, stored_numel
+from m6.planning.cost.folding import FoldedModel, fold
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
+from m6.planning.cost.precision import FP32, Precision
+from m6.planning.machine.profile import Profile
+
+# DeepSpeed's defaults of keys in zero_optimization; BUCKET_NUMEL is also the size of the buffers at stage 0.
+BUCKET_NUMEL = 500_000_000
+PERSISTENCE_THRESHOLD = 100_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+_MASTER_AND_MOMENTS = 1 + ADAMW_MOMENTS
+# ZeRO flattens weights at the start and gradients in every step. The allocator of a CPU keeps the memory of these
+# copies: so many of a rank's parameters, found by the configurations of scripts/benchmarks/planner.
+_KEPT_COPIES = 4
+_STREAM_WINDOW_LAYERS = 2
+# Bytes of host memory for each parameter that a rank owns, with 16-bit weights: the live storages of DeepSpeed 0.19.8
+# after two steps. Stages 1 and 2 with one micro-batch a step, and with more; stage 3 without offloaded weights, and
+# with them.
+_HOST_BYTES = {"one": 21, "many": 23}
+_HOST_BYTES_STAGE_3 = {False: 18, True: 20}
+
+
+@dataclass(frozen=True)
+class MemoryFootprint:
+    """Bytes of one rank. ``host`` and ``host_process`` are in host memory, the others on the device.
+
+    Attributes:
+        weights: as the forward pass reads them, with those that are gathered or streamed at one time.
+        gradients: between the backward pass and the update.
+        optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights.
+        activations: kept by autograd for one micro-batch, with the gradients of its logits.
+        buckets: DeepSpeed's buffers for the reduction of gradients.
+        update: temporaries of the optimizer's step, when the activations are freed.
+        process: driver, libraries and allocator; calibrated, 0 by default.
+        host: states of the rank in host memory.
+        host_process: the program itself in host memory; calibrated, 0 by default.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+    buckets: int = 0
+    update: int = 0
+    process: int = 0
+    host: int = 0
+    host_process: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay on the device during the whole step."""
+        return self.weights + self.gradients + self.optimizer_state + self.process
+
+    @property
+    def peak(self) -> int:
+        """An upper estimate of the device memory: gradients fill up while activations are freed. It leaves out the
+        gradients within a recomputed block, which can exceed it by half a percent."""
+        return self.resident + max(self.activations + self.buckets, self.update)
+
+    def parts(self) -> dict[str, int]:
+        """The bytes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class MemoryModel:
+    """Computes the footprints of one run's layouts.
+
+    Args:
+        config: the run.
+        profile: calibrated overheads.
+        batch: the shape of a micro-batch of any size; None: :func:`full_row`.
+        sharing: what the layers share in the Pseudo stage; None: nothing.
+        on_touch: memory counts when it is first written, as on a CPU, and not when it is allocated.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        profile: Profile,
+        batch: BatchShape | None = None,
+        sharing: Sharing | None = None,
+        on_touch: bool = False,
+    ) -> None:
+        self.config, self.profile, self.sharing, self.on_touch = config, profile, sharing, on_touch
+        self.row = batch or full_row(config)
+        self.model: FoldedModel = fold(config.model, sharing)
+        self.precision = Precision.of(config)
+        self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
+        self._counts: dict[tuple[int, int, bool], ParameterCounts] = {}
+        self._stores: dict[tuple[int, int, int], int] = {}
+
+    def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
+        states = self._states(layout, self.counts(layout))
+        if layout.stream_experts:
+            states = self._with_streamed_experts(states, layout)
+        return replace(
+            states,
+            activations=self._activation_bytes(layout),
+            process=self.profile.process_bytes,
+            host_process=self.profile.host_bytes,
+        )
+
+    def counts(self, layout: ParallelLayout) -> ParameterCounts:
+        """Parameters of a rank of the fullest pipeline stage, before tensor parallelism divides them; without streamed
+        experts, which DeepSpeed does not see."""
+        key = layout.ep_size, layout.pp_size, layout.stream_experts
+        if key not in self._counts:
+            stage = self.model.fullest_stage(layout.pp_size)
+            self._counts[key] = count_parameters(stage, layout.ep_size, with_experts=not layout.stream_experts)
+        return self._counts[key]
+
+    def streamed_experts(self, layout: ParallelLayout) -> int:
+        """Elements of the experts that a rank streams, before tensor parallelism divides them."""
+        return stored_numel(self.model.fullest_stage(layout.pp_size), layout.ep_size) if layout.stream_experts else 0
+
+    def expert_store(self, layout: ParallelLayout) -> ExpertStore:
+        """How ``m6.offload`` keeps the experts of the run in ``layout``."""
+        accumulation = layout.accumulation(self.config.deepspeed.train_batch_size)
+        return ExpertStore.of(self.config, accumulation, shares_experts(self.model))
+
+    def batch_of(self, layout: ParallelLayout) -> BatchShape:
+        """The shape of a micro-batch of the layout's size."""
+        return scale_batch(self.row, layout.micro_batch_size)
+
+    def activations_of(self, layout: ParallelLayout) -> Activations:
+        """The activations of one micro-batch, by part of the model."""
+        return Activations(_with_training(self.config, layout), self.batch_of(layout))
+
+    def _activation_bytes(self, layout: ParallelLayout) -> int:
+        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size)
+        if key not in self._activations:
+            found = self.activations_of(layout)
+            total = found.total() + found.loss_backward()
+            self._activations[key] = (total, found.kept_by_blocks(), found.replicated())
+        total, blocks, replicated = self._activations[key]
+        # 1F1B: a pipeline stage keeps as many micro-batches as stages follow it, itself included; the first has most.
+        in_flight = min(layout.pp_size, layout.accumulation(self.config.deepspeed.train_batch_size))
+        kept = (replicated + (blocks - replicated) // layout.tp_size) * in_flight // layout.pp_size
+        return math.ceil((kept + (total - blocks) // layout.tp_size) * self.profile.activation_factor)
+
+    def _states(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
+        """Weights, gradients, optimizer state and buffers."""
+        counts = counts.divided(layout.tp_size)
+        if layout.zero_stage == 0:
+            return self._stage_0(layout, counts)
+        if layout.zero_stage == 3:
+            return self._stage_3(layout, counts)
+        return self._stages_1_and_2(layout, counts)
+
+    def _stage_0(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
+        numel, optimizer_type = counts.local, self.config.deepspeed.optimizer_type
+        copies = min(BUCKET_NUMEL, counts.matrices + counts.vectors) * FP32 if layout.world_size > 1 else 0
+        return MemoryFootprint(
+            weights=numel * FP32 + counts.fixed(self.precision.weights),
+            gradients=numel * FP32,
+            optimizer_state=counts.moments(optimizer_type),
+            buckets=copies,
+            update=2 * counts.largest_update * FP32 if optimizer_type == "Adafactor" else 0,
+        )
+
+    def _stages_1_and_2(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
+        width, stage = self.precision.weights, layout.zero_stage
+        partitions = counts.partitions(layout.dp_size, layout.ep_size)
+        owned = sum(partitions)
+        gradients = counts.local if stage == 1 else min(counts.local, owned + counts.largest)
+        padded = sum(part * ranks for part, ranks in zip(partitions, counts.group_ranks(layout), strict=True))
+        bucket = self._bucket(counts.local)
+        weights = padded * width + counts.fixed(width)
+        if layout.offload_optimizer:
+            kind = "one" if layout.accumulation(self.config.deepspeed.train_batch_size) == 1 else "many"
+            host = owned * (_HOST_BYTES[kind] + 2 * (width - 2))  # two of the buffers have the width of the weights
+            device_gradients = counts.local * width if stage == 1 else 0
+            return MemoryFootprint(weights=weights, gradients=device_gradients, buckets=bucket, host=host)
+        return MemoryFootprint(
+            weights=weights,
+            gradients=gradients * width,
+            optimizer_state=(owned * _MASTER_AND_MOMENTS + len(partitions)) * FP32,
+            buckets=bucket,
+            # 16-bit gradients are copied to fp32, one parameter group at a time.
+            update=max(partitions) * FP32 if width < FP32 else 0,
+        )
+
+    def _bucket(self, local: int) -> int:
+        """Bytes of the buffer through which stages 1 to 3 reduce the gradients of ``local`` parameters."""
+        section = self.config.deepspeed.keys.get("zero_optimization", {})
+        if not section.get("contiguous_gradients", True):
+            return 0
+        numel = int(section.get("reduce_bucket_size", BUCKET_NUMEL))
+        copies = 2 if section.get("overlap_comm") else 1
+        if self.on_touch:
+            return (min(numel, local) * copies + _KEPT_COPIES * local) * self.precision.weights
+        return numel * self.precision.weights * copies
+
+    def _stage_3(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
+        width, world = self.precision.weights, layout.dp_size
+        section = self.config.deepspeed.keys.get("zero_optimization", {})
+        threshold = section.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
+        max_live = section.get("stage3_max_live_parameters", MAX_LIVE_PARAMETERS)
+        owned = counts.sharded(world)
+        gathered = 0
+        if world > 1:
+            # A module is gathered whole, even where it alone exceeds the limit on live parameters.
+            persistent = counts.persistent(threshold)
+            rest = counts.local + counts.frozen - persistent
+            gathered = persistent + min(rest, max(max_live, counts.largest_module))
+        on_host = layout.offload_params
+        weights = (gathered + (0 if on_host else owned + counts.frozen_shard(world))) * width + counts.buffer_bytes
+        bucket = self._bucket(counts.local)
+        if layout.offload_optimizer:
+            host = owned * (_HOST_BYTES_STAGE_3[on_host] + 2 * (width - 2))
+            return MemoryFootprint(weights=weights, buckets=bucket, host=host)
+        return MemoryFootprint(
+            weights=weights,
+            gradients=owned * width,
+            optimizer_state=(owned * _MASTER_AND_MOMENTS + counts.num_groups) * FP32,
+            buckets=bucket,
+            update=owned * FP32 if width < FP32 else 0,
+            host=owned * width if on_host else 0,
+        )
+
+    def _with_streamed_experts(self, dense: MemoryFootprint, layout: ParallelLayout) -> MemoryFootprint:
+        """``dense`` with two layers' expert weights and one layer's gradients on the device, the rest on the host."""
+        stage, store = self.model.fullest_stage(layout.pp_size), self.expert_store(layout)
+        key = layout.ep_size, layout.pp_size, 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
+        if key not in self._stores:
+            self._stores[key] = store.host_bytes(stage, layout.ep_size)
+        layer = math.ceil(layer_numel(stage, layout.ep_size) / layout.tp_size) * store.weight_bytes
+        return replace(
+            dense,
+            weights=dense.weights + _STREAM_WINDOW_LAYERS * layer,
+            gradients=dense.gradients + layer,
+            host=dense.host + math.ceil(self._stores[key] / layout.tp_size),
+        )
+
+
+def _with_training(config: RunConfig, layout: ParallelLayout) -> RunConfig:
+    """``config`` with the values of ``layout`` that activations depend on; not validated, to price any layout."""
+    update = {"ep_size": layout.ep_size, "activation_checkpointing": layout.checkpointing}
+    training = config.m6.training.model_copy(update=update)
+    return replace(config, m6=config.m6.model_copy(update={"training": training}))

@@ -1,0 +1,156 @@
+"""How many parameters one rank holds, and in which sizes, before ZeRO partitions them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from m6.planning.cost.folding import FoldedModel, Shape
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.precision import FP32
+
+ADAMW_MOMENTS = 2
+"""Elements of AdamW's state for each parameter."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Elements of one rank's trainable parameters.
+
+    Attributes:
+        matrices: in tensors of two or more dimensions, split experts excluded.
+        vectors: in tensors of one dimension.
+        experts: in experts that are split over ranks; 0 where every rank has all of them.
+        frozen: parameters without gradients, which are in no other field.
+        buffer_bytes: bytes of buffers.
+        largest: the largest parameter.
+        largest_module: the largest unit that ZeRO stage 3 gathers at once: a parameter, or the experts of a layer.
+        largest_update: the largest tensor for which Adafactor makes temporaries: a parameter, or a single expert's.
+        sizes: (elements, how many) of the parameters, by size.
+        dense_moments: bytes of optimizer state by optimizer type, of all but experts.
+        expert_moments: the same of experts, split or not.
+    """
+
+    matrices: int
+    vectors: int
+    experts: int
+    frozen: int
+    buffer_bytes: int
+    largest: int
+    largest_module: int
+    largest_update: int
+    sizes: tuple[tuple[int, int], ...]
+    dense_moments: dict[str, int]
+    expert_moments: dict[str, int]
+
+    @property
+    def local(self) -> int:
+        """All trainable parameters of the rank."""
+        return self.matrices + self.vectors + self.experts
+
+    @property
+    def num_groups(self) -> int:
+        """Parameter groups that are not empty: with weight decay, without it, and split experts."""
+        return sum(numel > 0 for numel in (self.matrices, self.experts, self.vectors))
+
+    def divided(self, parts: int) -> ParameterCounts:
+        """The counts of one of ``parts`` tensor-parallel ranks."""
+        if parts == 1:
+            return self
+        names = ("matrices", "vectors", "experts", "largest", "largest_module", "largest_update")
+        return replace(self, **{name: math.ceil(getattr(self, name) / parts) for name in names})
+
+    def moments(self, optimizer_type: str) -> int:
+        """Bytes of optimizer state that is not partitioned."""
+        return self.dense_moments[optimizer_type] + self.expert_moments[optimizer_type]
+
+    def fixed(self, width: int) -> int:
+        """Bytes of frozen parameters of ``width`` bytes, and of buffers."""
+        return self.frozen * width + self.buffer_bytes
+
+    def group_ranks(self, layout: ParallelLayout) -> list[int]:
+        """Ranks over which ZeRO partitions each parameter group."""
+        sizes = [layout.dp_size, layout.dp_size // layout.ep_size, layout.dp_size]
+        groups = (self.matrices, self.experts, self.vectors)
+        return [ranks for numel, ranks in zip(groups, sizes, strict=True) if numel > 0]
+
+    def partitions(self, dp_size: int, ep_size: int) -> list[int]:
+        """Elements of a rank's partition of each group that DeepSpeed flattens; partitions begin at even offsets."""
+        groups = ((self.matrices, dp_size), (self.experts, dp_size // ep_size), (self.vectors, dp_size))
+        return [math.ceil(numel / (2 * ranks)) * 2 for numel, ranks in groups if numel > 0]
+
+    def sharded(self, world: int) -> int:
+        """Elements that a rank owns at ZeRO stage 3, where every parameter is padded by itself."""
+        return sum(math.ceil(numel / world) * count for numel, count in self.sizes)
+
+    def frozen_shard(self, world: int) -> int:
+        """Elements of frozen parameters that a rank owns at ZeRO stage 3."""
+        return math.ceil(self.frozen / world)
+
+    def persistent(self, threshold: int) -> int:
+        """Elements of parameters of at most ``threshold`` elements, which ZeRO stage 3 keeps gathered."""
+        return sum(numel * count for numel, count in self.sizes if numel <= threshold)
+
+
+def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True) -> ParameterCounts:
+    """Counts the parameters of one rank.
+
+    Args:
+        model: the model, or the fullest pipeline stage of it.
+        ep_size: ranks over which experts are split.
+        with_experts: False: the experts are elsewhere (``m6.offload``).
+    """
+    split = ep_size > 1
+    matrices = vectors = experts = frozen = buffers = largest = largest_module = update = 0
+    sizes: dict[int, int] = {}
+    moments = {True: {"AdamW": 0, "Adafactor": 0}, False: {"AdamW": 0, "Adafactor": 0}}
+    for block, _, stored in model.blocks:
+        buffers += block.buffer_bytes
+        layer_experts = 0
+        for index, shape in enumerate(block.shapes):
+            is_expert = index in block.experts
+            if is_expert and not with_experts:
+                continue
+            local: Shape = (shape[0] // ep_size, *shape[1:]) if is_expert else shape
+            numel = math.prod(local)
+            if index in block.frozen:
+                frozen += numel
+                continue
+            layer_experts += numel if is_expert else 0
+            largest = max(largest, numel)
+            update = max(update, math.prod(local[1:]) if is_expert else numel)
+            sizes[numel] = sizes.get(numel, 0) + stored
+            for optimizer_type, num_bytes in moments[is_expert].items():
+                moments[is_expert][optimizer_type] = num_bytes + moment_bytes(local, optimizer_type) * stored
+            if is_expert and split:
+                experts += numel * stored
+            elif len(local) > 1:
+                matrices += numel * stored
+            else:
+                vectors += numel * stored
+        largest_module = max(largest_module, largest, layer_experts)
+    return ParameterCounts(
+        matrices=matrices,
+        vectors=vectors,
+        experts=experts,
+        frozen=frozen,
+        buffer_bytes=buffers,
+        largest=largest,
+        largest_module=largest_module,
+        largest_update=update,
+        sizes=tuple(sorted(sizes.items())),
+        dense_moments=moments[False],
+        expert_moments=moments[True],
+    )
+
+
+def moment_bytes(shape: Shape, optimizer_type: str) -> int:
+    """Bytes of the optimizer state of one parameter that is not partitioned, with its step counter."""
+    numel = math.prod(shape)
+    if optimizer_type == "AdamW":
+        elements = ADAMW_MOMENTS * numel
+    elif len(shape) > 1:
+        elements = numel // shape[-1] + numel // shape[-2]  # Adafactor: a mean for each row and each column
+    else:
+        elements = numel
+    return (elements + 1) * FP32

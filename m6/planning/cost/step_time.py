@@ -1,0 +1,319 @@
+"""Seconds of one optimizer step of a layout, by part.
+
+Nothing overlaps, which is how the shipped configurations run DeepSpeed. The exception are streamed experts, whose
+transfers and host updates run during the computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from m6.config.run import RunConfig
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.partition import balanced_share
+from m6.planning.cost.precision import compute_dtype
+from m6.planning.cost.work import BlockWork, Matmul, work_of
+from m6.planning.machine.cluster import Cluster, Nodes
+from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s, strided_group
+from m6.planning.machine.profile import CollectiveKind, Profile
+
+# Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
+# the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update.
+_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32}
+_HOST_UPDATE_BYTES = {"AdamW": 48, "Adafactor": 32, "SGD": 40}
+# Bytes that ZeRO stages 1 to 3 also move for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
+# for every micro-batch; into the partition, for the norm in fp64 and for the scaling.
+_BUCKET_BYTES, _PARTITION_BYTES = 24, 46
+# Operators of the fetch, the release and the gradient reduction of one parameter at stage 3.
+_STAGE_3_OPERATORS = 15
+_FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of the saved bytes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of the slowest rank.
+
+    Attributes:
+        matmul: matrix products, except those of experts.
+        experts: grouped matrix products of experts.
+        elementwise: all other operators, which memory bandwidth limits.
+        launch: the least time of each operator.
+        exchange: all-to-all to the experts and back, all-reduces of tensor parallelism, messages between stages.
+        reduction: all-reduce of gradients and all-gather of weights.
+        update: the optimizer on the device.
+        host: transfers between host and device, and the update on the host, as far as computation does not hide them.
+        bubble: idle time of pipeline stages.
+    """
+
+    matmul: float = 0.0
+    experts: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    exchange: float = 0.0
+    reduction: float = 0.0
+    update: float = 0.0
+    host: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def compute(self) -> float:
+        """Seconds of all operators of forward and backward passes."""
+        return self.matmul + self.experts + self.elementwise + self.launch
+
+    def parts(self) -> dict[str, float]:
+        """The seconds by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class TimeModel:
+    """Computes the step times of one run's layouts on one cluster.
+
+    Args:
+        config: the run.
+        cluster: all of its devices compute.
+        profile: measured rates, or assumed efficiencies.
+        memory: of the same run; it counts parameters and activations.
+        stage_share: (seconds of the layers, pipeline stages) -> the share of the slowest stage.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        profile: Profile,
+        memory: MemoryModel,
+        stage_share: Callable[[Sequence[float], int], float] = balanced_share,
+    ) -> None:
+        self.config, self.cluster, self.profile, self.memory = config, cluster, profile, memory
+        self._stage_share = stage_share
+        self.dtype = compute_dtype(config)
+        self.nodes: Nodes = cluster.slowest(self.dtype)
+        self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
+        self._computes: dict[tuple[int, int, int, bool], StepTime] = {}
+
+    def __call__(self, layout: ParallelLayout) -> StepTime:
+        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
+        once, exchange = self._compute(layout), self._exchange(layout)
+        stages = layout.pp_size
+        parts = {name: value * steps / stages for name, value in once.parts().items()}
+        parts["exchange"] += steps * exchange / stages
+        if layout.zero_stage == 3:
+            parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
+        parts["reduction"] = self.profile.factor("reduction") * self._reduction(layout, steps)
+        parts["update"], host = self._update(layout, steps, parts["matmul"] + parts["experts"])
+        parts["update"] *= self.profile.factor("update")
+        parts["host"] = self.profile.factor("host") * host
+        if stages > 1:
+            # 1F1B: every stage waits for stages - 1 micro-batches of the slowest stage.
+            slowest = self._stage_share(self.layer_s(layout), stages) * (once.compute + exchange)
+            parts["bubble"] = (steps + stages - 1) * slowest - steps * (once.compute + exchange) / stages
+        return StepTime(**parts)
+
+    def _stage_3_launches(self, layout: ParallelLayout) -> float:
+        """Seconds a micro-batch, in which every parameter is fetched twice and its gradient reduced once."""
+        tensors = sum(number for _, number in self.memory.counts(layout).sizes)
+        return 3 * tensors * _STAGE_3_OPERATORS * self.profile.kernel_s / self._core_share()
+
+    def layer_s(self, layout: ParallelLayout) -> list[float]:
+        """Seconds of computing one micro-batch: of the embeddings, of each layer, and of the head with the loss."""
+        model = self.memory.model
+        types = [block.type for block, count, _ in model.blocks if count]
+        seconds = {
+            block_type: self._block(work, layout).compute
+            for block_type, (work, _) in zip(types, self._work(layout), strict=True)
+        }
+        layers = range(model.config.num_layers)
+        between = [seconds["sparse" if model.config.is_moe_layer(layer) else "dense"] for layer in layers]
+        return [seconds["embeddings"], *between, seconds["norm"]]
+
+    def lower_bound(self, layout: ParallelLayout) -> float:
+        """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s."""
+        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
+        flops = sum(work.flops * self._passes(work, layout) * count for work, count in self._work(layout))
+        return steps * flops / layout.pp_size / max(self.nodes.device.matmul_flops.values()) * self._fastest_factor()
+
+    def _fastest_factor(self) -> float:
+        """Keeps the bound below prices: fitted factors and measured tables may beat the peak of the description."""
+        factor = min(1.0, self.profile.factor("matmul"), self.profile.factor("experts"))
+        measured = max((point.flops for point in self.profile.matmul), default=0.0)
+        return factor * min(1.0, max(self.nodes.device.matmul_flops.values()) / max(measured, 1.0))
+
+    def _work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size)
+        if key not in self._works:
+            batch = self.memory.batch_of(layout)
+            self._works[key] = work_of(self.config, self.memory.model, batch, layout.ep_size, layout.tp_size)
+        return self._works[key]
+
+    def _passes(self, work: BlockWork, layout: ParallelLayout) -> int:
+        """The cost of a micro-batch in forward passes; a backward pass costs two."""
+        return 4 if layout.checkpointing and work.recomputed else 3
+
+    def _compute(self, layout: ParallelLayout) -> StepTime:
+        """Seconds of one micro-batch in all layers, without communication."""
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing)
+        if key not in self._computes:
+            self._computes[key] = self._compute_uncached(layout)
+        return self._computes[key]
+
+    def _compute_uncached(self, layout: ParallelLayout) -> StepTime:
+        blocks = [(self._block(work, layout), count) for work, count in self._work(layout)]
+        names = ("matmul", "experts", "elementwise", "launch")
+        return StepTime(*(sum(getattr(block, name) * count for block, count in blocks) for name in names))
+
+    def _block(self, work: BlockWork, layout: ParallelLayout) -> StepTime:
+        """Seconds of one micro-batch in one block."""
+        passes = self._passes(work, layout)
+        matmul = experts = 0.0
+        for product in work.matmuls:
+            seconds = passes * self._matmul_s(product)
+            if product.grouped:
+                experts += seconds
+            else:
+                matmul += seconds
+        moved = work.saved_bytes * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
+        elementwise = moved / layout.tp_size / self._memory_bandwidth()
+        launch = passes * work.operators * self.profile.kernel_s / self._core_share()
+        factor = self.profile.factor
+        return StepTime(
+            matmul * factor("matmul"),
+            experts * factor("experts"),
+            elementwise * factor("elementwise"),
+            launch * factor("launch"),
+        )
+
+    def _core_share(self) -> float:
+        """The share of a core that a rank has: below 1 where more ranks than cores run on a CPU."""
+        if self.nodes.links.host is not None:
+            return 1.0
+        return min(1.0, self.nodes.host.cpus / self.nodes.devices_per_node)
+
+    def _memory_bandwidth(self) -> float:
+        measured = self.profile.memory_bandwidth_bytes_per_s
+        peak = self.nodes.device.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
+        return (measured or peak) * self._core_share()
+
+    def _matmul_s(self, product: Matmul) -> float:
+        """Seconds of a product: FLOPs at the attained rate, or reading and writing of operands if that is more."""
+        m, n, k, count = product.m, product.n, product.k, product.count
+        peak = self.nodes.device.flops(product.dtype)
+        rate = self.profile.attained_flops(peak, m, n, k, product.dtype, count if product.grouped else 1)
+        width = 4 if product.dtype in ("fp32", "tf32") else 2
+        moved = (m * k + k * n + m * n) * width * count
+        return max(product.flops / (rate * self._core_share()), moved / self._memory_bandwidth())
+
+    def _exchange(self, layout: ParallelLayout) -> float:
+        """Seconds of one micro-batch in all layers."""
+        experts = contiguous_group(layout.ep_size, self.nodes)
+        tensor = contiguous_group(layout.tp_size, self.nodes)
+        seconds = 0.0
+        for work, count in self._work(layout):
+            passes = 3 if layout.checkpointing and work.recomputed else 2  # forward, backward, recomputation
+            each = sum(self._collective("all_to_all", num_bytes, experts) for num_bytes in work.exchange_bytes)
+            if layout.tp_size > 1 and work.recomputed:
+                batch = self.memory.batch_of(layout)
+                rows = batch.rows * batch.sequence_length * self.config.model.hidden_size
+                each += 2 * self._collective("all_reduce", rows * self.memory.precision.compute, tensor)
+            seconds += count * passes * each
+        if layout.pp_size > 1:
+            seconds += layout.pp_size * self._stage_messages_s(layout)
+        return seconds * self.profile.factor("exchange")
+
+    def _stage_messages_s(self, layout: ParallelLayout) -> float:
+        """Seconds a pipeline stage and micro-batch: the residual stream to the next stage, and its gradient back."""
+        batch = self.memory.batch_of(layout)
+        numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
+        return 2 * send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
+
+    def _collective(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
+        return collective_s(kind, num_bytes, group, self.nodes, self.profile) / self._core_share()
+
+    def _reduction(self, layout: ParallelLayout, steps: int) -> float:
+        """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8)."""
+        counts = self.memory.counts(layout).divided(layout.tp_size)
+        width, stage = self.memory.precision.weights, layout.zero_stage
+        everyone = strided_group(layout.dp_size, layout.tp_size, self.nodes)
+        replicas = strided_group(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, self.nodes)
+        parts = ((counts.local - counts.experts, everyone), (counts.experts, replicas))
+        times = steps if stage >= 2 else 1
+        seconds = 0.0
+        for numel, group in parts:
+            if stage == 3:
+                seconds += 3 * steps * self._collective("all_gather", numel * width, group)
+                continue
+            # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.
+            seconds += times * self._collective("all_reduce", numel * (4 if stage == 0 else width), group)
+            if stage > 0:
+                seconds += self._collective("all_gather", numel * width, group)
+        if layout.stream_experts:
+            moved = self._streamed_experts(layout) * self.memory.expert_store(layout).weight_bytes
+            seconds += steps * self._collective("all_reduce", moved, replicas)
+        return seconds
+
+    def _update(self, layout: ParallelLayout, steps: int, compute: float) -> tuple[float, float]:
+        """Seconds of the update on the device, and of transfers and updates in host memory."""
+        counts = self.memory.counts(layout).divided(layout.tp_size)
+        stage, width = layout.zero_stage, self.memory.precision.weights
+        owned, owned_experts = float(counts.local - counts.experts), float(counts.experts)
+        if stage > 0:
+            owned /= layout.dp_size
+            owned_experts /= layout.dp_size // layout.ep_size
+        host = 0.0
+        if layout.stream_experts:
+            host = self._streaming(layout, steps, compute)
+        owned += owned_experts
+        moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
+        copies = moved * counts.local / self._memory_bandwidth()
+        if not layout.offload_optimizer:
+            optimizer = self.config.deepspeed.optimizer_type
+            measured = self.profile.update_s_per_parameter.get(optimizer)
+            each = (
+                _UPDATE_BYTES[optimizer] / self._memory_bandwidth()
+                if measured is None
+                else measured / self._core_share()
+            )
+            return owned * each + copies, host
+        down = owned * (4 if steps == 1 else 2 * steps + 4)
+        up = owned * (width if steps == 1 else width + 2 * steps)
+        if layout.offload_params:
+            up += owned * 4 * steps
+        return copies, host + (down + up) / self._host_rate() + self._host_update(
+            owned, self.config.deepspeed.optimizer_type
+        )
+
+    def _streamed_experts(self, layout: ParallelLayout) -> int:
+        return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)
+
+    def _streaming(self, layout: ParallelLayout, steps: int, compute: float) -> float:
+        """Seconds that computation does not hide. Each micro-batch copies the weights to the device twice, for the
+        forward and the backward pass, and the gradients to the host once."""
+        numel, store = self._streamed_experts(layout), self.memory.expert_store(layout)
+        width = store.weight_bytes
+        up, down = 2 * steps * width * numel / self._host_rate(), steps * width * numel / self._host_rate()
+        return max(0.0, max(up, down, self._host_update(numel, store.optimizer_type)) - compute)
+
+    def _host_update(self, numel: float, optimizer_type: str) -> float:
+        """Seconds of updating ``numel`` parameters while all ranks of a node share its memory and cores."""
+        host, ranks = self.nodes.host, self.nodes.devices_per_node
+        measured = self.profile.host_update_s_per_parameter.get(optimizer_type)
+        if measured is not None:
+            return numel * measured * max(1.0, ranks / host.cpus)
+        rate = host.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency / ranks
+        return numel * _HOST_UPDATE_BYTES[optimizer_type] / rate
+
+    def _host_rate(self) -> float:
+        """Bytes a second between host and device; on a CPU those of its memory."""
+        link = self.nodes.links.host
+        if self.profile.host_copy_bytes_per_s is not None:
+            return self.profile.host_copy_bytes_per_s
+        if link is None:
+            return self._memory_bandwidth()
+        return link.bandwidth_bytes_per_s * self.profile.bandwidth_efficiency

@@ -1,0 +1,118 @@
+"""What one rank computes and sends for one micro-batch, by distinct block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m6.config.run import RunConfig
+from m6.planning.cost.activations import Activations
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.folding import FoldedModel
+from m6.planning.cost.precision import FP32, Precision, compute_dtype
+
+# Operators of one forward pass: of a block, and of the embeddings or the head.
+_DENSE_OPERATORS = 20
+_SPARSE_OPERATORS = 70
+_OUTER_OPERATORS = 60
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """``count`` products [m, k] x [k, n]; ``grouped``: in one call."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    count: int = 1
+    grouped: bool = False
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all products."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The forward pass of one block on one micro-batch.
+
+    Attributes:
+        matmuls: the products of the forward pass; their backward pass costs twice as much.
+        saved_bytes: kept for the backward pass; the time of elementwise operators is taken from them.
+        exchange_bytes: bytes that a rank sends to experts, and bytes that it gets back.
+        operators: number of operators, for the time of launches.
+        recomputed: whether activation checkpointing computes the block a second time.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    saved_bytes: int
+    exchange_bytes: tuple[int, ...]
+    operators: int
+    recomputed: bool
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward pass."""
+        return sum(matmul.flops for matmul in self.matmuls)
+
+
+def work_of(
+    config: RunConfig, folded: FoldedModel, batch: BatchShape, ep_size: int, tp_size: int = 1
+) -> list[tuple[BlockWork, int]]:
+    """The distinct blocks, and how often each is computed.
+
+    Under expert parallelism a rank is taken to receive as many rows as it sends. Tensor parallelism splits the inner
+    width of each pair of matrices.
+    """
+    model, dtype, precision = folded.config, compute_dtype(config), Precision.of(config)
+    activations = Activations(config, batch)
+    width, inner, tokens = model.hidden_size, model.ffn_hidden_size // tp_size, batch.rows * batch.sequence_length
+    heads = max(1, model.num_attention_heads // tp_size)
+    length, head = batch.sequence_length, model.hidden_size // model.num_attention_heads
+    attention = (
+        Matmul(tokens, 3 * width // tp_size, width, dtype),
+        Matmul(length, length, head, dtype, batch.rows * heads),
+        Matmul(length, head, length, dtype, batch.rows * heads),
+        Matmul(tokens, width, width // tp_size, dtype),
+    )
+    result: list[tuple[BlockWork, int]] = []
+    for block, count, _ in folded.blocks:
+        if count == 0:
+            continue
+        if block.type == "dense":
+            ffn = (Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype))
+            work = BlockWork(attention + ffn, activations.block(sparse=False), (), _DENSE_OPERATORS, True)
+        elif block.type == "sparse":
+            moe = model.moe_config()
+            rows = activations.rows()
+            local = moe.num_experts // ep_size
+            each = max(1, round(rows / local))
+            inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
+            experts: tuple[Matmul, ...] = (
+                Matmul(batch.real, moe.num_experts, width, "fp32"),
+                Matmul(each, inner_inputs, width, dtype, local, grouped=True),
+                Matmul(each, width, inner, dtype, local, grouped=True),
+            )
+            if moe.num_shared_experts:
+                shared = moe.num_shared_experts
+                rows_in = shared * inner_inputs + int(moe.shared_expert_gate)
+                experts += (
+                    Matmul(batch.real, rows_in, width, dtype),
+                    Matmul(batch.real, width, shared * inner, dtype),
+                )
+            exchange = (rows * width * precision.residual, rows * width * precision.compute) if ep_size > 1 else ()
+            saved = activations.block(sparse=True)
+            work = BlockWork(attention + experts, saved, exchange, _SPARSE_OPERATORS, True)
+        elif block.type == "embeddings":
+            patches = batch.pictures * model.num_patches
+            pixels = 3 * model.patch_size**2
+            products = (Matmul(patches, width, pixels, dtype),) if patches else ()
+            saved = activations.embeddings() + 3 * activations.vectors * precision.residual
+            work = BlockWork(products, saved, (), _OUTER_OPERATORS, False)
+        else:
+            head_product = (Matmul(batch.targets, model.vocab_size // tp_size, width, dtype),) if batch.targets else ()
+            saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
+            work = BlockWork(head_product, saved, (), _OUTER_OPERATORS, False)
+        result.append((work, count))
+    return result

@@ -1,0 +1,221 @@
+"""Measures this machine: one device, and under a launcher the links between ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m6.files import atomic_path
+from m6.planning.machine.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
+
+_SQUARES = (64, 128, 256, 512, 1024, 2048)
+_ROWS, _WIDTHS = (64, 512, 4096), (128, 512, 2048)
+_GROUPED = ((8, 64), (8, 512), (32, 64), (32, 256))  # experts, rows of each expert
+_COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
+_MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}  # larger products would take seconds
+_UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}  # parameters
+_REPEATS = 5
+_WRITTEN_TENSORS = 16  # of 16 MiB
+
+OptimizerMaker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def calibrate(
+    device: torch.device,
+    optimizers: Mapping[str, OptimizerMaker],
+    previous: Profile | None = None,
+    disk: Path | None = None,
+) -> Profile:
+    """Measures ``device`` and, with several ranks, collectives over all of them.
+
+    The memory of the process is part of the profile: the caller imports everything that a run imports before.
+
+    Args:
+        device: the device of this rank.
+        optimizers: makers of the optimizers that are measured, by their type in a run's JSON.
+        previous: a profile; its factors, and its collectives of other group sizes, are kept.
+        disk: a folder in which all ranks write a file at the same time, to measure the writing of checkpoints.
+    """
+    written = _write_bytes_per_s(disk) if disk is not None else previous and previous.checkpoint_bytes_per_s
+    collectives = _collectives(device)
+    kept = [] if previous is None else [p for p in previous.collectives if not _is_replaced(p, collectives)]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if previous is not None and previous.calibrated and world > 1:
+        return previous.model_copy(
+            update={"collectives": kept + collectives, "checkpoint_bytes_per_s": written or None}
+        )
+    host_bytes = psutil.Process().memory_info().rss
+    process_bytes = 0
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        process_bytes = total - free - torch.cuda.memory_reserved(device)
+    types = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
+    return Profile(
+        source=f"{_device_name(device)}, {date.today()}, torch {torch.__version__}, threads {torch.get_num_threads()}",
+        calibrated=True,
+        matmul=[point for dtype in types for point in (*_matmuls(device, dtype), *_grouped(device, dtype))],
+        collectives=kept + collectives,
+        memory_bandwidth_bytes_per_s=_memory_bandwidth(device),
+        kernel_s=_kernel_s(device),
+        update_s_per_parameter={name: _update_s(device, make) for name, make in optimizers.items()},
+        host_update_s_per_parameter={name: _update_s(torch.device("cpu"), make) for name, make in optimizers.items()},
+        host_copy_bytes_per_s=_host_copy_bytes_per_s(device),
+        process_bytes=process_bytes,
+        host_bytes=host_bytes,
+        checkpoint_bytes_per_s=written or None,
+        factors={} if previous is None else previous.factors,
+    )
+
+
+def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterable[MatmulPoint]:
+    sizes = {(size, size, size) for size in _SQUARES}
+    sizes |= {(m, n, k) for m in _ROWS for n in _WIDTHS for k in _WIDTHS}
+    for m, n, k in sorted(sizes):
+        flops = 2.0 * m * n * k
+        if flops > _MAX_FLOPS[device.type]:
+            continue
+        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+        seconds = _seconds(lambda a=a, b=b: torch.nn.functional.linear(a, b), device)  # type: ignore[misc]
+        yield MatmulPoint(m=m, n=n, k=k, dtype=_name(dtype), flops=flops / seconds)
+
+
+def _grouped(device: torch.device, dtype: torch.dtype) -> Iterable[MatmulPoint]:
+    for count, rows in _GROUPED:
+        for n, k in ((512, 128), (128, 512), (2048, 512)):
+            a = torch.randn(count * rows, k, device=device, dtype=dtype)
+            b = torch.randn(count, n, k, device=device, dtype=dtype)
+            ends = torch.arange(rows, count * rows + 1, rows, device=device, dtype=torch.int32)
+
+            def product(a: Tensor = a, b: Tensor = b, ends: Tensor = ends) -> Tensor:
+                return torch.nn.functional.grouped_mm(a, b.mT, offs=ends)
+
+            flops = 2.0 * count * rows * n * k
+            yield MatmulPoint(
+                m=rows, n=n, k=k, dtype=_name(dtype), count=count, flops=flops / _seconds(product, device)
+            )
+
+
+def _collectives(device: torch.device) -> list[CollectivePoint]:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return []
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
+    tier = "device" if local >= world else "network"
+    points = []
+    for num_bytes in _COLLECTIVE_BYTES:
+        numel = num_bytes // 4 // world * world
+        source, target = torch.zeros(numel, device=device), torch.empty(numel, device=device)
+        operations: dict[CollectiveKind, Callable[[], object]] = {
+            "all_reduce": lambda source=source: dist.all_reduce(source),  # type: ignore[misc]
+            "all_gather": lambda s=source, t=target: dist.all_gather_single(t, s[: len(s) // world]),  # type: ignore[misc]
+            "all_to_all": lambda s=source, t=target: dist.all_to_all_single(t, s),  # type: ignore[misc]
+        }
+        for kind, operation in operations.items():
+            seconds = torch.tensor(_seconds(operation, device), device=device)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            points.append(
+                CollectivePoint(kind=kind, tier=tier, ranks=world, num_bytes=numel * 4, seconds=seconds.item())
+            )
+    return points
+
+
+def _write_bytes_per_s(disk: Path) -> float:
+    """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file."""
+    rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
+    file = disk / f"m6_calibration_{rank}"
+    tensors = {str(index): torch.ones(1 << 22) for index in range(_WRITTEN_TENSORS)}
+    disk.mkdir(parents=True, exist_ok=True)
+    if several:
+        dist.barrier()
+    begin = time.perf_counter()
+    try:
+        with atomic_path(file) as temporary:
+            save_file(tensors, temporary)
+        if several:
+            dist.barrier()
+        seconds = time.perf_counter() - begin
+    finally:
+        file.unlink(missing_ok=True)
+    return sum(tensor.nbytes for tensor in tensors.values()) / seconds
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes a second of an operator that reads one tensor and writes a new one; both count."""
+    source = torch.randn(1 << (23 if device.type == "cpu" else 27), device=device)
+    return 2.0 * source.nbytes / _seconds(lambda: source + 1.0, device)
+
+
+def _kernel_s(device: torch.device) -> float:
+    x = torch.zeros(8, device=device)
+    number = 200
+
+    def many() -> None:
+        for _ in range(number):
+            x.add_(1.0)
+
+    return _seconds(many, device) / number
+
+
+def _update_s(device: torch.device, make: OptimizerMaker) -> float:
+    """Seconds of an optimizer's step for each parameter."""
+    side = 1 << 11
+    weight = torch.nn.Parameter(torch.randn(_UPDATED[device.type] // side, side, device=device))
+    weight.grad = torch.randn_like(weight)
+    return _seconds(make([weight]).step, device) / weight.numel()
+
+
+def _host_copy_bytes_per_s(device: torch.device) -> float | None:
+    if device.type == "cpu":
+        return None
+    host = torch.empty(1 << 26, dtype=torch.uint8).pin_memory()
+    there = torch.empty(1 << 26, dtype=torch.uint8, device=device)
+    return host.nbytes / _seconds(lambda: there.copy_(host, non_blocking=True), device)
+
+
+def _seconds(operation: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a few calls, after a first call that does not count.
+
+    On a CPU with one thread these are seconds of processor time, which other programs do not disturb. For a collective
+    they leave out the time that ranks wait for each other.
+    """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if one_thread else time.perf_counter
+    operation()
+    times = []
+    for _ in range(_REPEATS):
+        _wait(device)
+        begin = clock()
+        operation()
+        _wait(device)
+        times.append(clock() - begin)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _is_replaced(point: CollectivePoint, new: list[CollectivePoint]) -> bool:
+    """Whether ``new`` has measurements of the same collective on the same number of ranks."""
+    return any((point.kind, point.tier, point.ranks) == (p.kind, p.tier, p.ranks) for p in new)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

@@ -1,0 +1,189 @@
+"""Descriptions of clusters: ``configs/clusters/*.json``.
+
+Rates are peaks from data sheets or published measurements; ``source`` names them. The share of a peak that programs
+reach is in :mod:`m6.planning.machine.profile`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from m6.errors import UserError, nearest
+from m6.validation import Section, parse_json, validate
+
+CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+NonEmptyText = Annotated[str, Field(min_length=1)]
+
+
+class Device(Section):
+    """An accelerator, or the part of a CPU that one rank uses."""
+
+    name: NonEmptyText = Field(description="the name that the driver reports, or a part of it")
+    memory_bytes: PositiveInt = Field(description="memory of the device")
+    matmul_flops: dict[str, PositiveFloat] = Field(description="peak FLOP/s of dense matrix products, by data type")
+    memory_bandwidth_bytes_per_s: PositiveFloat = Field(description="peak of reading or writing device memory")
+    source: NonEmptyText = Field(description="where the figures come from")
+
+    @model_validator(mode="after")
+    def _check_types(self) -> Device:
+        for name in self.matmul_flops:
+            if name not in DTYPES:
+                raise ValueError(f"matmul_flops: unknown data type {name!r}{nearest(name, DTYPES)}")
+        if "fp32" not in self.matmul_flops:
+            raise ValueError('matmul_flops: "fp32" is missing; every device computes in it')
+        return self
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s in ``dtype``; the rate of fp32 where the device has no matrix units for ``dtype``."""
+        return self.matmul_flops.get(dtype, self.matmul_flops["fp32"])
+
+
+class Link(Section):
+    """A connection, in one direction."""
+
+    bandwidth_bytes_per_s: PositiveFloat = Field(description="peak, one direction")
+    latency_s: float = Field(ge=0, description="seconds of the smallest message")
+    source: NonEmptyText = Field(description="where the figures come from")
+
+
+class Links(Section):
+    """The connections of one node."""
+
+    device: Link | None = Field(
+        None, description="between the devices of a node, for each device; none: one device a node"
+    )
+    network: Link | None = Field(None, description="between nodes, for a whole node; its devices share it")
+    host: Link | None = Field(
+        None, description="between host memory and one device; none: both are the same memory (a CPU)"
+    )
+
+
+class Host(Section):
+    """The CPUs and the host memory that the devices of a node share."""
+
+    cpus: PositiveInt = Field(description="cores of the node")
+    memory_bytes: PositiveInt = Field(description="host memory of the node")
+    memory_bandwidth_bytes_per_s: PositiveFloat = Field(
+        description="peak of reading or writing host memory, whole node"
+    )
+    source: NonEmptyText = Field(description="where the figures come from")
+
+
+class Nodes(Section):
+    """A number of equal nodes."""
+
+    count: PositiveInt = Field(description="how many nodes")
+    devices_per_node: PositiveInt = Field(description="ranks of one node")
+    device: Device
+    host: Host
+    links: Links
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all these nodes."""
+        return self.count * self.devices_per_node
+
+
+class Cluster(Section):
+    """Nodes of one or more types, joined by a network."""
+
+    name: NonEmptyText = Field(description="the name in reports")
+    nodes: list[Nodes] = Field(min_length=1, description="types of nodes")
+
+    @model_validator(mode="after")
+    def _check_links(self) -> Cluster:
+        total = sum(node_type.count for node_type in self.nodes)
+        for index, node_type in enumerate(self.nodes):
+            if node_type.devices_per_node > 1 and node_type.links.device is None:
+                raise ValueError(
+                    f"nodes.{index}.links.device: missing, but a node has {node_type.devices_per_node} devices"
+                )
+            if total > 1 and node_type.links.network is None:
+                raise ValueError(f"nodes.{index}.links.network: missing, but there are {total} nodes")
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(node_type.num_devices for node_type in self.nodes)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the nodes have different devices."""
+        return len({node_type.device.name for node_type in self.nodes}) > 1
+
+    @cached_property
+    def smallest(self) -> Nodes:
+        """The nodes with the least device memory. All ranks get equal work, so a layout must fit these."""
+        return min(self.nodes, key=lambda node_type: node_type.device.memory_bytes)
+
+    def slowest(self, dtype: str) -> Nodes:
+        """The nodes with the lowest FLOP/s in ``dtype``. All ranks get equal work, so the others wait for these."""
+        return min(self.nodes, key=lambda node_type: node_type.device.flops(dtype))
+
+    def first(self, num_devices: int) -> Cluster:
+        """The first ``num_devices`` of the cluster: whole nodes in the order of the file, or a part of one node.
+
+        Raises:
+            UserError: the cluster has fewer devices, or ``num_devices`` is not a whole number of nodes.
+        """
+        if not 1 <= num_devices <= self.num_devices:
+            raise UserError(f"{num_devices} devices: {self.name} has {self.num_devices}")
+        kinds: list[Nodes] = []
+        left = num_devices
+        for node_type in self.nodes:
+            if left == 0:
+                break
+            if not kinds and left < node_type.devices_per_node:
+                kinds.append(node_type.model_copy(update={"count": 1, "devices_per_node": left}))
+                left = 0
+                break
+            count = min(node_type.count, left // node_type.devices_per_node)
+            if count:
+                kinds.append(node_type.model_copy(update={"count": count}))
+                left -= count * node_type.devices_per_node
+        if left:
+            sizes = sorted({node_type.devices_per_node for node_type in self.nodes})
+            raise UserError(
+                f"{num_devices} devices: {self.name} has nodes of {', '.join(map(str, sizes))}; take whole nodes"
+            )
+        return Cluster(name=self.name, nodes=kinds)
+
+    def resized(self, num_devices: int) -> Cluster:
+        """A cluster of ``num_devices`` in nodes like the first ones; ``num_devices`` may exceed what the cluster has.
+
+        Raises:
+            UserError: ``num_devices`` is not a whole number of nodes.
+        """
+        node_type = self.nodes[0]
+        per_node = min(node_type.devices_per_node, num_devices)
+        if num_devices % per_node:
+            raise UserError(f"{num_devices} devices are not a whole number of nodes of {per_node}")
+        update = {"count": num_devices // per_node, "devices_per_node": per_node}
+        return Cluster(name=self.name, nodes=[node_type.model_copy(update=update)])
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Reads a cluster's JSON. A name without folder and suffix is a file of ``configs/clusters``.
+
+    Raises:
+        UserError: a missing file, broken JSON, or a key or value that is wrong; the message names it.
+    """
+    if not path.exists() and path.suffix == "" and len(path.parts) == 1:
+        shipped = {file.stem: file for file in CLUSTERS.glob("*.json")}
+        if path.name not in shipped:
+            raise UserError(f"{path}: no such file, and no shipped cluster{nearest(path.name, shipped)}")
+        path = shipped[path.name]
+    try:
+        return validate(Cluster, parse_json(path.read_text(encoding="utf-8")), "")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None

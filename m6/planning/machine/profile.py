@@ -1,0 +1,141 @@
+"""How fast a machine really is: measured tables, and factors that are fitted to measured runs.
+
+Without measurements the profile holds assumed efficiencies, and every plan says that it is uncalibrated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import Field, PositiveFloat
+
+from m6.errors import UserError
+from m6.files import write_json
+from m6.validation import Section, parse_json, validate
+
+StepPart = Literal["matmul", "experts", "elementwise", "launch", "exchange", "reduction", "update", "host"]
+"""The parts of a step that have a fitted factor."""
+STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
+CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all"]
+_SMALL_BYTES = 1 << 16
+
+
+class MatmulPoint(Section):
+    """A measured matrix product [m, k] x [k, n]; with ``count`` above 1, one grouped call of so many products."""
+
+    m: int = Field(gt=0, description="rows of each product")
+    n: int = Field(gt=0, description="columns of the result")
+    k: int = Field(gt=0, description="length of the dot products")
+    dtype: str = Field(description="data type of the operands")
+    count: int = Field(1, gt=0, description="experts")
+    flops: PositiveFloat = Field(description="2 m n k count / seconds")
+
+
+class CollectivePoint(Section):
+    """A measured collective."""
+
+    kind: CollectiveKind = Field(description="which collective")
+    tier: Literal["device", "network"] = Field(description="the slowest link that the collective uses")
+    ranks: int = Field(gt=1, description="size of the group")
+    num_bytes: int = Field(gt=0, description="input of one rank; of all_gather its output")
+    seconds: PositiveFloat = Field(description="median")
+
+
+class Profile(Section):
+    """A calibration. The defaults are assumptions: half of the peak FLOP/s, four fifths of the bandwidths."""
+
+    source: str = Field("assumed efficiencies, nothing measured", description="machine, date and versions")
+    calibrated: bool = Field(False, description="whether the tables were measured")
+    matmul: list[MatmulPoint] = Field(default_factory=list, description="measured matrix products")
+    collectives: list[CollectivePoint] = Field(default_factory=list, description="measured collectives")
+    matmul_efficiency: float = Field(0.5, gt=0, le=1, description="share of the peak FLOP/s where nothing was measured")
+    bandwidth_efficiency: float = Field(0.8, gt=0, le=1, description="share of the peak of memory and link bandwidths")
+    memory_bandwidth_bytes_per_s: PositiveFloat | None = Field(None, description="measured, of one device")
+    kernel_s: float = Field(1e-5, ge=0, description="least seconds of an operator: its launch")
+    update_s_per_parameter: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="measured seconds of the optimizer's step on the device, by its type"
+    )
+    host_update_s_per_parameter: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="measured seconds of the optimizer's step on one core of the host, by its type",
+    )
+    host_copy_bytes_per_s: PositiveFloat | None = Field(None, description="measured, between host and device")
+    activation_factor: PositiveFloat = Field(
+        1.0, description="fitted to measured runs: bytes that the allocator holds for each byte of activations"
+    )
+    process_bytes: int = Field(
+        0, ge=0, description="device memory of the process without tensors: driver, libraries, allocator"
+    )
+    host_bytes: int = Field(0, ge=0, description="host memory of the process without tensors")
+    checkpoint_bytes_per_s: PositiveFloat | None = Field(None, description="measured writing speed of one rank")
+    factors: dict[StepPart, PositiveFloat] = Field(
+        default_factory=dict, description="fitted to measured runs: measured over predicted seconds, by part of a step"
+    )
+
+    def attained_flops(self, peak: float, m: int, n: int, k: int, dtype: str, count: int = 1) -> float:
+        """FLOP/s of ``count`` products [m, k] x [k, n], interpolated between the measured points.
+
+        The result is the weighted geometric mean of the points of the same ``dtype``. The weights are 1 / distance^2
+        in the logarithms of the sizes, so a measured size gets its own measurement. Without points the result is
+        ``matmul_efficiency`` of ``peak``.
+        """
+        points = [p for p in self.matmul if p.dtype == dtype and (p.count > 1) == (count > 1)]
+        if not points:
+            return peak * self.matmul_efficiency
+        total = weights = 0.0
+        for point in points:
+            distance = (
+                math.log2(m / point.m) ** 2
+                + math.log2(n / point.n) ** 2
+                + math.log2(k / point.k) ** 2
+                + math.log2(count / point.count) ** 2 / 4
+            )
+            weight = 1 / max(distance, 1e-6)
+            total += weight * math.log(point.flops)
+            weights += weight
+        return math.exp(total / weights)
+
+    def collective_line(self, kind: CollectiveKind, tier: str, ranks: int) -> tuple[float, float] | None:
+        """(latency in seconds, seconds a byte), measured on the nearest number of ranks; None if not measured."""
+        points = [p for p in self.collectives if p.kind == kind and p.tier == tier]
+        if not points:
+            return None
+        nearest = min({p.ranks for p in points}, key=lambda size: abs(math.log2(size / ranks)))
+        return _line([(p.num_bytes, p.seconds) for p in points if p.ranks == nearest])
+
+    def factor(self, part: StepPart) -> float:
+        """The fitted factor of a part of a step; 1 where nothing was fitted."""
+        return self.factors.get(part, 1.0)
+
+
+def load_profile(path: Path) -> Profile:
+    """Reads a profile that ``m6 plan calibrate`` wrote.
+
+    Raises:
+        UserError: the file is missing, or a key or value is wrong; the message names it.
+    """
+    try:
+        return validate(Profile, parse_json(path.read_text(encoding="utf-8")), "")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; `m6 plan calibrate --out {path}` makes it") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Writes a profile that :func:`load_profile` reads."""
+    write_json(path, profile.model_dump(mode="json"))
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(latency, seconds a byte) of (bytes, seconds): the latency from small messages, the rate from the largest one."""
+    smallest, largest = min(points), max(points)
+    if smallest[0] == largest[0]:
+        return 0.0, largest[1] / largest[0]
+    latency = min(seconds for num_bytes, seconds in points if num_bytes <= max(_SMALL_BYTES, smallest[0]))
+    return latency, max(largest[1] - latency, 0.0) / largest[0]

@@ -1,0 +1,107 @@
+"""Layouts as a run's JSON asks for them, and as a user forces them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from m6.config.run import RunConfig, check_world_size, parse_config
+from m6.errors import UserError, nearest
+from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
+
+_OFFLOAD = {"device": "cpu", "pin_memory": True}
+
+
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
+    """The layout that a run's JSON asks for.
+
+    Raises:
+        UserError: the run does not fit ``world_size``.
+    """
+    check_world_size(config, world_size)
+    zero = config.deepspeed.keys.get("zero_optimization", {})
+    return ParallelLayout(
+        world_size=world_size,
+        ep_size=config.m6.training.ep_size,
+        zero_stage=config.deepspeed.zero_stage,
+        micro_batch_size=config.deepspeed.micro_batch_size,
+        checkpointing=config.m6.training.activation_checkpointing,
+        offload_optimizer=_offloads(zero.get("offload_optimizer")),
+        offload_params=_offloads(zero.get("offload_param")),
+        stream_experts=config.expert_store is not None,
+    )
+
+
+def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
+    """The run's JSON with ``layout`` in it; model, data and global batch stay.
+
+    Raises:
+        UserError: a run's JSON cannot ask for the layout.
+    """
+    if layout.tp_size > 1 or layout.pp_size > 1:
+        raise UserError(f"{layout}: a run's JSON cannot ask for tensor or pipeline parallelism")
+    if layout.stream_experts and config.expert_store is None:
+        raise UserError(
+            f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"
+        )
+    document = copy.deepcopy(config.document)
+    document["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
+    document.pop("gradient_accumulation_steps", None)
+    document["zero_optimization"] = _zero_section(document.get("zero_optimization", {}), layout)
+    if not layout.stream_experts:
+        document["m6"].pop("offload", None)
+    training = document["m6"]["training"]
+    training["ep_size"] = layout.ep_size
+    training["activation_checkpointing"] = layout.checkpointing
+    return document
+
+
+def configured(config: RunConfig, layout: ParallelLayout) -> RunConfig:
+    """The run with ``layout``, validated as ``m6 pretrain`` validates it.
+
+    Raises:
+        UserError: a run's JSON cannot ask for the layout, or the validation refuses it.
+    """
+    changed = parse_config(configure(config, layout))
+    check_world_size(changed, layout.world_size)
+    return changed
+
+
+def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
+    """The values of ``NAME=VALUE`` texts that a user forces layouts to have, by the names of ``ParallelLayout``.
+
+    Raises:
+        UserError: an unknown name, or a value of another type.
+    """
+    forced: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if name not in DIMENSIONS or not separator:
+            raise UserError(f"--force {text}: expected NAME=VALUE{nearest(name, DIMENSIONS)}")
+        is_flag = isinstance(getattr(ParallelLayout(1), name), bool)
+        try:
+            forced[name] = {"true": True, "false": False}[value] if is_flag else int(value)
+        except (KeyError, ValueError):
+            expected = "true or false" if is_flag else "a whole number"
+            raise UserError(f"--force {text}: expected {expected}, found {value!r}") from None
+    return forced
+
+
+def _offloads(section: dict[str, Any] | None) -> bool:
+    return section is not None and section.get("device", "none") != "none"
+
+
+def _zero_section(given: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
+    """``given`` for the layout's ZeRO stage, without the keys that this stage ignores (the validation refuses them)."""
+    dropped = {"stage", "offload_optimizer", "offload_param"}
+    section = {key: value for key, value in given.items() if key not in dropped and layout.zero_stage > 0}
+    if layout.zero_stage < 3:
+        from m6.config.deepspeed import STAGE_3_ONLY
+
+        section = {k: v for k, v in section.items() if not k.startswith("stage3_") and k not in STAGE_3_ONLY}
+    section["stage"] = layout.zero_stage
+    if layout.offload_optimizer:
+        section["offload_optimizer"] = dict(given.get("offload_optimizer") or _OFFLOAD)
+    if layout.offload_params:
+        section["offload_param"] = dict(given.get("offload_param") or _OFFLOAD)
+    return section

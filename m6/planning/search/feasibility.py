@@ -1,0 +1,150 @@
+"""Which layouts the code can run.
+
+Three things refuse a layout: arithmetic, features that the model does not have, and the validation that ``m6 pretrain``
+uses. The last one is asked, not repeated: see :func:`m6.planning.search.configuration.configured`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from m6.config.run import RunConfig
+from m6.errors import UserError
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.search.configuration import configured
+
+RefusalKind = Literal[
+    "batch", "experts", "ranks", "tensor parallelism", "pipeline parallelism", "streamed experts", "configuration"
+]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the code cannot run a layout.
+
+    Attributes:
+        kind: by which reports count refusals.
+        reason: one clause.
+    """
+
+    kind: RefusalKind
+    reason: str
+
+
+class Feasibility:
+    """Answers for one run which layouts the code can run.
+
+    The validation of a run takes milliseconds, and a search visits thousands of layouts. But it does not depend on
+    sizes once these divide each other, so one answer serves all layouts that differ in sizes alone.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._validated: dict[tuple[object, ...], Refusal | None] = {}
+
+    def refusal(self, layout: ParallelLayout, lifted: Collection[RefusalKind] = ()) -> Refusal | None:
+        """The first reason against ``layout``, or None.
+
+        A reason of the kind "configuration" may name the sizes of another layout that it refuses, too; :meth:`explain`
+        names those of ``layout``.
+
+        Args:
+            lifted: kinds of refusals that do not count, to price what is not implemented yet.
+        """
+        found = self._refused_by_model(layout, lifted)
+        if found is not None:
+            return found
+        layout = _without(layout, lifted)
+        key: tuple[object, ...] = (
+            layout.zero_stage,
+            layout.ep_size > 1,
+            layout.offload_optimizer,
+            layout.offload_params,
+        )
+        if layout.stream_experts:  # m6.offload has conditions of its own
+            one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
+            key = (*key, layout.checkpointing, one_micro_batch)
+        if key not in self._validated:
+            self._validated[key] = _refused_by_validation(self.config, layout)
+        return self._validated[key]
+
+    def explain(self, layout: ParallelLayout) -> Refusal | None:
+        """The first reason against ``layout``, or None; validated for this layout alone."""
+        return self._refused_by_model(layout, ()) or _refused_by_validation(self.config, layout)
+
+    def _refused_by_model(self, layout: ParallelLayout, lifted: Collection[RefusalKind]) -> Refusal | None:
+        """Arithmetic, and features that the model does not have."""
+        if layout.tp_size > 1 and "tensor parallelism" not in lifted:
+            return Refusal("tensor parallelism", "the M6 model has no tensor parallelism")
+        if layout.pp_size > 1 and "pipeline parallelism" not in lifted:
+            return Refusal("pipeline parallelism", "the M6 model has no pipeline stages")
+        if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
+            return Refusal(
+                "streamed experts",
+                "experts are streamed only if the run has the section m6.offload, which has not run on a GPU yet",
+            )
+        return _refused_by_arithmetic(self.config, layout)
+
+
+def _refused_by_arithmetic(config: RunConfig, layout: ParallelLayout) -> Refusal | None:
+    model = config.model
+    num_experts = 1 if config.m6.moe is None else model.moe_config().num_experts
+    if (
+        layout.world_size % (layout.tp_size * layout.pp_size)
+        or model.num_attention_heads % layout.tp_size
+        or model.num_layers % layout.pp_size
+    ):
+        return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks, the heads or the layers")
+    try:
+        layout.accumulation(config.deepspeed.train_batch_size)
+    except UserError as error:
+        return Refusal("batch", str(error))
+    if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
+        return Refusal(
+            "experts",
+            f"ep_size {layout.ep_size} does not divide both {layout.dp_size} data-parallel ranks and {num_experts} "
+            "experts",
+        )
+    return None
+
+
+def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal | None:
+    # The validation knows neither tensor nor pipeline parallelism; it judges the other choices.
+    plain = replace(layout, world_size=layout.dp_size, tp_size=1, pp_size=1)
+    try:
+        configured(config, plain)
+    except UserError as error:
+        return Refusal("configuration", str(error))
+    return None
+
+
+def _without(layout: ParallelLayout, lifted: Collection[RefusalKind]) -> ParallelLayout:
+    """``layout`` without streamed experts if their refusals are lifted: the validation judges the rest."""
+    return replace(layout, stream_experts=False) if "streamed experts" in lifted else layout
+
+
+def capability_matrix(config: RunConfig) -> str:
+    """Markdown: which ZeRO stage goes with which feature, for this run's optimizer and precision, and why not."""
+    features: dict[str, dict[str, object]] = {
+        "one set of experts": {},
+        "experts split": {"ep_size": 2},
+        "optimizer on the host": {"offload_optimizer": True},
+        "weights on the host": {"offload_params": True},
+        "split experts, optimizer on the host": {"ep_size": 2, "offload_optimizer": True},
+        "tensor parallel": {"tp_size": 2},
+        "pipeline": {"pp_size": 2},
+        "streamed experts": {"ep_size": 2, "stream_experts": True},
+    }
+    feasibility = Feasibility(config)
+    reasons: dict[str, int] = {}
+    lines = ["| | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
+    for name, changes in features.items():
+        cells = []
+        for stage in range(4):
+            layout = ParallelLayout(2, zero_stage=stage, **changes)  # type: ignore[arg-type]
+            found = feasibility.explain(layout)
+            cells.append("yes" if found is None else f"no [{reasons.setdefault(found.reason, len(reasons) + 1)}]")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())])

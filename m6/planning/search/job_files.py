@@ -1,0 +1,74 @@
+"""A plan as files: the run's JSON, and the request of its Slurm job."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from m6.errors import UserError
+from m6.planning.search.configuration import configured
+from m6.planning.search.planner import Planner, PricedLayout
+from m6.slurm.description import SIGNAL_EARLY_S, ClusterDescription
+from m6.validation import validate
+
+_MARGIN_S = 60
+_CHECKPOINT_BYTES_PER_S = 500e6  # of one rank; an assumption for profiles without a measurement
+
+
+def run_document(planner: Planner, plan: PricedLayout) -> dict[str, Any]:
+    """The run's JSON with the plan's layout, validated as ``m6 pretrain`` validates it."""
+    return configured(planner.config, plan.layout).document
+
+
+def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
+    """Seconds of writing a checkpoint, at the measured rate or an assumed one."""
+    return checkpoint_bytes(planner, plan) / (planner.profile.checkpoint_bytes_per_s or _CHECKPOINT_BYTES_PER_S)
+
+
+def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
+    """Bytes that one rank writes: fp32 weights and moments."""
+    layout, config = plan.layout, planner.config
+    counts = planner.memory.counts(layout).divided(layout.tp_size)
+    experts = counts.experts + planner.memory.streamed_experts(layout) / layout.tp_size
+    owned = (counts.local - counts.experts) / layout.dp_size
+    owned += experts / (layout.dp_size // layout.ep_size)
+    states = 12 if config.deepspeed.optimizer_type == "AdamW" else 4
+    return owned * states
+
+
+def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:
+    """Seconds before the job's end at which it needs a signal: a step, a checkpoint, a margin; in whole minutes."""
+    return math.ceil((plan.time.total + checkpoint_s(planner, plan) + SIGNAL_EARLY_S + _MARGIN_S) / 60) * 60
+
+
+def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -> ClusterDescription:
+    """The request of the plan's job, as ``m6 submit --cluster`` reads it.
+
+    Raises:
+        UserError: the cluster mixes types of nodes, which one job cannot ask for; or ``time_limit_min`` leaves no time
+            to train before the signal.
+    """
+    if len(planner.cluster.nodes) > 1:
+        raise UserError(f"{planner.cluster.name} mixes types of nodes: one job cannot ask for them")
+    nodes = planner.cluster.nodes[0]
+    per_node = nodes.devices_per_node
+    on_host = per_node * (plan.footprint.host + plan.footprint.host_process)
+    if nodes.links.host is None:  # a CPU: the ranks compute in host memory
+        on_host += per_node * plan.footprint.peak
+    memory = min(nodes.host.memory_bytes, max(2 * on_host, nodes.host.memory_bytes // 2))
+    document = {
+        "nodes": nodes.count,
+        "ranks_per_node": per_node,
+        "gpus_per_node": 0 if nodes.links.host is None else per_node,
+        "cpus_per_rank": max(1, nodes.host.cpus // per_node),
+        "memory_gb_per_node": math.floor(memory / 2**30),
+        "time_limit_min": time_limit_min,
+        "signal_lead_s": signal_lead_s(planner, plan),
+    }
+    return validate(ClusterDescription, document, "")
+
+
+def sbatch_header(job: ClusterDescription, name: str) -> str:
+    """The request as ``#SBATCH`` lines, for users who write their own job script."""
+    always = ["--requeue", "--open-mode=append", "--output=%x_%j.log"]
+    return "".join(f"#SBATCH {option}\n" for option in [f"--job-name={name}", *job.options(), *always])

@@ -1,0 +1,1 @@
+"""Where computing happens: CUDA, or a simulated device with a budget."""

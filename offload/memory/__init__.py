@@ -1,0 +1,1 @@
+"""Bytes on the host: arenas, chunks and their layout."""

@@ -1,0 +1,1 @@
+"""The update of experts on the host."""

@@ -1,0 +1,1 @@
+"""Which chunks lie where: the linear programme, its trace, and predicted times."""

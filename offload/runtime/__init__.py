@@ -1,0 +1,1 @@
+"""A training step with offloaded experts."""

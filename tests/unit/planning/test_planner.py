@@ -1,0 +1,101 @@
+"""The search against brute force, and what it finds for the machines of M6-T and M6-10T."""
+
+from pathlib import Path
+
+import pytest
+
+from m6.errors import UserError
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.reports import no_plan_report
+from m6.planning.search.planner import Planner, training_stages
+from m6.planning.search.requirements import fastest_streamed
+from tests.fixtures.plans import brute_force, planner, small_base
+
+ADAM = 'optimizer={"type":"AdamW","params":{"lr":1e-4}}'
+
+
+@pytest.mark.parametrize(("world", "rows", "memory"), [(2, 8, 80e9), (4, 8, 16e9), (8, 16, 10e9), (8, 24, 80e9)])
+def test_search_is_brute_force(world: int, rows: int, memory: float):
+    cluster = load_cluster(Path("a100_80g_x128")).first(world)
+    device = cluster.nodes[0].device.model_copy(update={"memory_bytes": int(memory)})
+    cluster = Cluster(name="small", nodes=[cluster.nodes[0].model_copy(update={"device": device})])
+    subject = Planner(small_base(rows), cluster)
+    expected, found = brute_force(subject), subject.search(5)
+    assert expected
+    assert found.plans[0].time.total == expected[0].time.total
+    for ours, theirs in zip(found.plans[:5], expected, strict=False):
+        assert ours.time.total == pytest.approx(theirs.time.total, rel=1e-12)
+    assert len(subject.search(1 << 30).plans) == len(expected)
+    assert found.visited == sum(found.tally.values()), "every layout has a reason"
+
+
+def test_ties_go_to_the_simpler_layout():
+    found = planner("m6_100b", "a100_80g_x128").search()
+    best = found.best
+    assert best.time.total <= found.plans[0].time.total * 1.01
+    assert all(best.complexity <= plan.complexity for plan in found.plans if plan.time.total <= best.time.total)
+
+
+def test_cost_of_planning_is_independent_of_depth():
+    """Counted in blocks that are priced, not in seconds."""
+    shallow = Planner(small_base(8, num_layers=2), load_cluster(Path("a100_80g_x128")).first(2))
+    deep = Planner(small_base(8, num_layers=64), load_cluster(Path("a100_80g_x128")).first(2))
+    assert len(shallow.memory.model.blocks) == len(deep.memory.model.blocks)
+    layout = ParallelLayout(2, zero_stage=1, micro_batch_size=1)
+    assert len(shallow.time._work(layout)) == len(deep.time._work(layout))
+
+
+def test_480_gpus_of_32_gb_need_adafactor():
+    """M6-T (arXiv 2105.15082): with Adam on the device an expert parameter takes 16 bytes, with Adafactor 8."""
+    adafactor = planner("m6_1t", "v100_32g_x480").search()
+    assert adafactor.best.layout.ep_size == 480
+    adam = planner("m6_1t", "v100_32g_x480", ADAM, forced={"offload_optimizer": False})
+    result = adam.search()
+    assert not result.plans
+    assert result.nearest is not None
+    experts = 960 // 480 * 2 * 1024 * 21248 * 24
+    # Sixteen bytes for each expert parameter alone are over the 0.9 of 32 GiB that may be planned for.
+    assert 16 * experts == 33_420_214_272 > 0.9 * 32 * 2**30 > 8 * experts
+    assert result.nearest.shortfall_bytes > 16 * experts - 0.9 * 32 * 2**30
+    assert "GB too much" in result.nearest.reason
+    # The host memory of the nodes would hold Adam's states.
+    assert planner("m6_1t", "v100_32g_x480", ADAM).search().best.layout.offload_optimizer
+
+
+def test_512_gpus_of_32_gb_must_stream_the_parameters_of_10t():
+    """M6-10T (arXiv 2110.03888): 19.6 B expert parameters a GPU are 39.3 GB in 16 bits already."""
+    real = planner("m6_10t", "v100_32g_x512")
+    result = real.search()
+    experts = 10240 // 512 * 2 * 1024 * 9984 * 48
+    assert 2 * experts == pytest.approx(39.3e9, rel=2e-3)
+    assert 2 * experts > real.cluster.nodes[0].device.memory_bytes
+    assert not result.plans
+    with pytest.raises(UserError, match=r"no layout fits; the nearest: .* GB too much"):
+        _ = result.best
+    streamed = fastest_streamed(real)
+    assert streamed is not None
+    # With gradients in 16 bits the store takes 6 bytes a parameter, 942 GB of a node's 736.
+    assert streamed.update == "backward"
+    assert "torch_autocast" in streamed.refusal
+    assert streamed.plan.footprint.host * 8 == pytest.approx(4 * experts * 8, rel=0.01)
+    pseudo, last = (stage.search() for stage in training_stages(real))
+    assert not last.plans
+    assert not pseudo.best.layout.stream_experts
+    report = no_plan_report(real, result)
+    for part in ("no layout fits", "What would hold it", "m6.offload"):
+        assert part in report
+
+
+def test_the_work_of_a_512_gpu_search():
+    """Counted in layouts, not in seconds: the cheap checks reject nearly all of them."""
+    result = training_stages(planner("m6_10t", "v100_32g_x512"))[0].search()
+    assert result.visited < 200_000
+    assert result.tally["priced"] + result.tally.get("device memory", 0) < 2_000
+
+
+def test_forced_layouts():
+    with pytest.raises(UserError, match=r"every layout .* is refused .*stage 3 cannot hold experts"):
+        planner("m6_100b", "a100_80g_x128", forced={"zero_stage": 3, "ep_size": 128}).search()
+    forced = planner("m6_100b", "a100_80g_x128", forced={"zero_stage": 2, "micro_batch_size": 4}).search().best
+    assert (forced.layout.zero_stage, forced.layout.micro_batch_size) == (2, 4)

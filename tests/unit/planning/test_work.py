@@ -1,0 +1,38 @@
+"""FLOPs of the blocks against the count of parameters."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.run import load_config
+from m6.model.counting import num_parameters
+from m6.planning.cost.batch_shape import full_row, scale_batch
+from m6.planning.cost.folding import fold
+from m6.planning.cost.work import work_of
+from m6.training.reporting.throughput import training_flops
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+SHARED = {"activation": "swiglu", "num_shared_experts": 2, "shared_expert_gate": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"), [("m6_base", {}), ("m6_100b", {}), ("m6_cpu", {}), ("m6_100b", SHARED)], ids=str
+)
+def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
+    """Six for each parameter that multiplies a token, and attention, whose kernel computes all pairs."""
+    config = load_config(CONFIGS / f"{name}.json")
+    config.model.moe = config.model.moe and {**config.model.moe, **experts}
+    batch = replace(scale_batch(full_row(config), 8), pictures=0)
+    work = work_of(config, fold(config.model), batch, 1)
+    flops = sum(3 * block.flops * count for block, count in work)
+    tokens = batch.rows * batch.sequence_length
+    length, width, layers = batch.sequence_length, config.model.hidden_size, config.model.num_layers
+    causal = training_flops(config.model, tokens, batch.targets, 0, length * tokens)
+    expected = causal + 6.0 * layers * width * length * tokens
+    # The formula counts biases and norms as if they multiplied.
+    counts = num_parameters(config.model)
+    others = 6.0 * tokens * (counts["norms"] + 4 * layers * width)
+    assert flops == pytest.approx(expected - others, rel=1e-3)
