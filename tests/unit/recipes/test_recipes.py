@@ -43,4 +43,5 @@ def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path):
     assert 1 <= len(files) <= MAX_SOURCE_FILES
     folder = tmp_path / "work"
     folder.mkdir()
+    (folder / "configs").symlink_to(ROOT / "configs")
     execute(proof, folder, code, timeout_s=120)
