@@ -20,7 +20,6 @@ from m6.config.run import RunConfig, load_config, parse_document
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
-from m6.training.checkpointing import restore_weights
 from m6.validation import read_document
 
 
@@ -60,13 +59,13 @@ def check_initial_weights(init: Path, tokenizer: M6Tokenizer) -> None:
         )
 
 
-def load_initial_weights(engine: Any, init: Path) -> None:
-    """Fills the engine's weights with those of ``init``; the layouts and optimizers of the two need not agree.
+def open_initial_weights(init: Path) -> WeightReader:
+    """The weights of ``init``, a run or an exported model, to be read in ranges.
 
     Raises:
-        UserError: ``init`` is damaged, or holds another model.
+        UserError: ``init`` is damaged, or holds no model.
     """
-    restore_weights(engine, ExportedWeights(init) if is_exported(init) else _open_checkpoint(init))
+    return ExportedWeights(init) if is_exported(init) else _open_checkpoint(init)
 
 
 class ExportedWeights(WeightReader):

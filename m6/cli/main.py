@@ -82,7 +82,8 @@ def _train(
 
     stop_flag = StopFlag()
     answer_sigquit()
-    from m6.config.run import check_world_size, load_config
+    from m6.config.checks import check_world_size
+    from m6.config.run import load_config
     from m6.model.patch_encoders import check_patch_encoder
     from m6.runs.directory import RunDirectory
     from m6.runs.processes import start, world_size_of_environment

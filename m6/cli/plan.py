@@ -119,14 +119,15 @@ def frontier(
     out: Annotated[Path | None, typer.Option(help="PNG to draw")] = None,
 ) -> None:
     """Lists the layouts that none beats in step time, device memory, host memory and number of devices together."""
-    from m6.planning.reports import frontier_table
-    from m6.planning.search.frontier import device_counts, draw_frontier
+    from m6.planning.reports import layout_table
+    from m6.planning.search.frontier import device_counts
     from m6.planning.search.frontier import frontier as find
+    from m6.plots.frontier import draw_frontier
 
     make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     planner = make(None)
     plans = find(lambda part: make(part.num_devices), planner.cluster, device_counts(planner.cluster))
-    print(frontier_table(planner, plans))
+    print(layout_table(planner, plans))
     if out is not None:
         print(draw_frontier(plans, out))
 

@@ -6,7 +6,6 @@ are read from there; the model, the data and the schedule are ours.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,9 @@ from m6.config.sections import M6Settings, PseudoToRealSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.validation import check_keys, read_document, validate
-from moe.expert_parallel import exchange_steps
 
 if TYPE_CHECKING:
-    from m6.tokenizers.text import M6Tokenizer
+    pass
 
 
 @dataclass(frozen=True)
@@ -126,49 +124,6 @@ def _check_pictures(settings: M6Settings) -> None:
         raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to write")
     if settings.samples is not None and not draws:
         raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
-
-
-def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raises UserError if the run cannot be trained on ``world_size`` ranks."""
-    accumulation = config.deepspeed.accumulation_steps(world_size)
-    if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
-        raise UserError(
-            'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
-            f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
-        )
-    ep_size = config.m6.training.ep_size
-    if world_size % ep_size:
-        raise UserError(
-            f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
-        )
-    if config.m6.moe is not None:
-        try:
-            exchange_steps(config.model.moe_config(), ep_size)
-        except ValueError as error:
-            raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
-
-
-def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
-    """Raises if the tokenizer's ids are not those of the model's embeddings."""
-    for name in ("text_vocab_size", "image_vocab_size"):
-        expected, found = getattr(config.model, name), getattr(tokenizer, name)
-        if expected != found:
-            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
-
-
-def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:
-    """Raises if a model has no room for an image tokenizer's codes, or another grid of them."""
-    if codebook_size > model.image_vocab_size:
-        raise UserError(
-            f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
-            f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
-            f"{codebook_size} or more"
-        )
-    if model.code_grid_size and model.code_grid_size**2 != num_codes:
-        raise UserError(
-            f"the image tokenizer has a grid of {num_codes} codes, but the model's code_grid_size is "
-            f"{model.code_grid_size}: pretrain one with {math.isqrt(num_codes)}"
-        )
 
 
 def _model_config(settings: M6Settings) -> M6Config:

@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from m6.checkpoints.loading import IMAGE_TOKENIZER, load_run_image_tokenizer, load_run_model
-from m6.config.run import check_codes_fit
+from m6.config.checks import check_captions, check_codes_fit
 from m6.data.pictures import to_bytes
 from m6.errors import UserError
-from m6.generation.text_to_image import Sampling, caption_scores, check_captions, draw_codes, uniform_numbers
+from m6.generation.text_to_image import Sampling, caption_scores, draw_codes, uniform_numbers
 from m6.tokenizers.image import ImageTokenizer
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from m6.config.checks import check_captions
 from m6.data.objectives import Example
 from m6.errors import UserError
 from m6.generation.likelihood import target_log_likelihoods
@@ -22,9 +23,8 @@ from m6.tokenizers.special_tokens import TARGET
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from m6.model.configuration import M6Config
     from m6.model.modeling import M6ForConditionalGeneration
-    from m6.tokenizers import M6Processor, M6Tokenizer
+    from m6.tokenizers import M6Processor
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,6 @@ def draw_codes(
             positions = torch.cat([positions, positions_following], dim=1)
         on_code()
     return codes.cpu()
-
-
-def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int) -> None:
-    """Raises UserError for a caption that is empty, or too long for the model's positions."""
-    limit = config.max_position_embeddings
-    if num_codes + 2 > limit:  # <bos>, <boi> and all codes but the last are inputs, <eoi> is a target in training
-        raise UserError(f"a picture of {num_codes} codes does not fit into max_position_embeddings {limit}")
-    for caption in captions:
-        length = len(tokenizer.encode_ids(caption))
-        if length == 0:
-            raise UserError(f"the caption {caption!r} is empty")
-        if length > limit:
-            raise UserError(f"the caption {caption[:20]!r}... has {length} tokens, the model reads {limit}")
 
 
 def caption_scores(

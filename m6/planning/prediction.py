@@ -13,6 +13,7 @@ import torch
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.files import write_json
+from m6.formatting import format_mib, markdown_table
 from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
@@ -23,6 +24,16 @@ from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner, PricedLayout, format_gb
 
 _FILE = "plan.json"
+_VALIDATION_HEADER = (
+    "run",
+    "ranks",
+    "step s, predicted",
+    "measured",
+    "error",
+    "memory GB, predicted",
+    "measured",
+    "error",
+)
 
 
 def predict_memory(
@@ -44,18 +55,14 @@ def describe_memory(footprint: MemoryFootprint) -> str:
     """A few lines about the memory of the fullest rank, for the start of a run."""
     lines = [
         "memory of the fullest rank, without buffers of collectives: at most "
-        f"{_mib(footprint.resident + footprint.activations)}",
-        f"  weights {_mib(footprint.weights)}, gradients {_mib(footprint.gradients)}, "
-        f"optimizer state {_mib(footprint.optimizer_state)}",
-        f"  activations of one micro-batch, with gradients of its logits {_mib(footprint.activations)}",
+        f"{format_mib(footprint.resident + footprint.activations)}",
+        f"  weights {format_mib(footprint.weights)}, gradients {format_mib(footprint.gradients)}, "
+        f"optimizer state {format_mib(footprint.optimizer_state)}",
+        f"  activations of one micro-batch, with gradients of its logits {format_mib(footprint.activations)}",
     ]
     if footprint.host:
-        lines.append(f"  in host memory {_mib(footprint.host)}")
+        lines.append(f"  in host memory {format_mib(footprint.host)}")
     return "\n".join(lines)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def predict_run(config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> PricedLayout:
@@ -95,6 +102,7 @@ def write_prediction(run: Path, plan: PricedLayout, profile: Profile) -> str:
             "process_bytes": process,
         },
     )
+    # The line stands in logs, far from the README that explains assumed efficiencies.
     stamp = "" if profile.calibrated else " (uncalibrated)"
     return (
         f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, "
@@ -168,11 +176,12 @@ def read_outcome(run: Path) -> Outcome:
     steps = [line for line in lines if "step_time_s" in line]
     if not steps:
         raise UserError(f"{run / 'metrics.jsonl'}: has no steps")
-    warm = steps[1:] or steps
+    warm = steps[1:] or steps  # the first step allocates memory and compiles kernels
     waits = ("data_wait_s", "checkpoint_stall_s")
     return Outcome(
         run=run,
         layout=plan["layout"],
+        # A refit starts from unfitted seconds, whatever profile the run had.
         parts={name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()},
         predicted_bytes=plan["memory_bytes"],
         activations=plan["bytes"]["activations"] / plan["activation_factor"],
@@ -198,17 +207,22 @@ def outcome_line(run: Path) -> str:
 
 def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
     """Markdown: the error of each run as ``profile`` predicts it; of several runs also rank correlation and regret."""
-    lines = [
-        "| run | ranks | step s, predicted | measured | error | memory GB, predicted | measured | error |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for each in outcomes:
         seconds, memory = each.seconds(profile), each.bytes(profile)
-        lines.append(
-            f"| {each.run.name} | {each.layout['world_size']} | {seconds:.4g} | {each.measured_s:.4g} | "
-            f"{seconds / each.measured_s - 1:+.1%} | {memory / 1e9:.3f} | "
-            f"{each.measured_bytes / 1e9:.3f} | {memory / each.measured_bytes - 1:+.1%} |"
+        rows.append(
+            [
+                each.run.name,
+                str(each.layout["world_size"]),
+                f"{seconds:.4g}",
+                f"{each.measured_s:.4g}",
+                f"{seconds / each.measured_s - 1:+.1%}",
+                f"{memory / 1e9:.3f}",
+                f"{each.measured_bytes / 1e9:.3f}",
+                f"{memory / each.measured_bytes - 1:+.1%}",
+            ]
         )
+    lines = [markdown_table(_VALIDATION_HEADER, rows)]
     if len(outcomes) > 1:
         times, measured = [each.seconds(profile) for each in outcomes], [each.measured_s for each in outcomes]
         lines += ["", f"Kendall's tau {kendall_tau(times, measured):.2f}, regret {regret(times, measured):.1%}."]

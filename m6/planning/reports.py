@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from m6.formatting import markdown_table
 from m6.planning.cost.memory import MemoryFootprint
 from m6.planning.cost.step_time import StepTime
 from m6.planning.search.alternatives import unsupported_alternatives
@@ -9,7 +10,7 @@ from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_
 from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, format_gb, pseudo_sharing
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
 
-_HEAD = "| layout | step s | device GB | host GB a node | tokens/s |"
+_HEADER = ("layout", "step s", "device GB", "host GB a node", "tokens/s")
 
 
 def search_report(planner: Planner, result: SearchResult) -> str:
@@ -31,9 +32,7 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         "",
         checkpoint_line(planner, best),
         "",
-        _HEAD,
-        "| --- | ---: | ---: | ---: | ---: |",
-        *(_row(planner, plan) for plan in [best, *(plan for plan in result.plans if plan is not best)][:num_plans]),
+        layout_table(planner, [best, *(plan for plan in result.plans if plan is not best)][:num_plans]),
         "",
         "Why not otherwise, one choice changed at a time:",
         *(f"- {rejection.reason}" for rejection in planner.neighbours(best)),
@@ -113,9 +112,8 @@ def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:
 
 def time_table(time: StepTime) -> str:
     """The parts of a step."""
-    rows = [f"| {name} | {value:.4g} | {value / time.total:.1%} |" for name, value in time.parts().items() if value]
-    total = f"| **step** | **{time.total:.4g}** | |"
-    return "\n".join(["| part of a step | seconds | share |", "| --- | ---: | ---: |", *rows, total])
+    rows = [[name, f"{value:.4g}", f"{value / time.total:.1%}"] for name, value in time.parts().items() if value]
+    return markdown_table(("part of a step", "seconds", "share"), [*rows, ["**step**", f"**{time.total:.4g}**", ""]])
 
 
 def checkpoint_line(planner: Planner, plan: PricedLayout) -> str:
@@ -132,9 +130,9 @@ def memory_table(planner: Planner, footprint: MemoryFootprint) -> str:
     """The parts of the fullest rank's memory."""
     nodes = planner.cluster.smallest
     device = nodes.device.memory_bytes * planner.memory_fraction
-    rows = [f"| {name.replace('_', ' ')} | {format_gb(value)} |" for name, value in footprint.parts().items() if value]
-    rows.append(f"| **device, at most** | **{format_gb(footprint.peak)}** of {format_gb(device)} usable |")
-    return "\n".join(["| bytes of the fullest rank | |", "| --- | ---: |", *rows])
+    rows = [[name.replace("_", " "), format_gb(value)] for name, value in footprint.parts().items() if value]
+    rows.append(["**device, at most**", f"**{format_gb(footprint.peak)}** of {format_gb(device)} usable"])
+    return markdown_table(("bytes of the fullest rank", ""), rows)
 
 
 def tally_line(result: SearchResult) -> str:
@@ -160,30 +158,29 @@ def notes(planner: Planner) -> list[str]:
 
 def curve_table(rows: list[tuple[int, PricedLayout | None, str]]) -> str:
     """The rows of :func:`m6.planning.search.frontier.curve`, with the throughput as a share of linear scaling."""
-    lines = ["| devices | layout | step s | steps/h | of linear |", "| ---: | --- | ---: | ---: | ---: |"]
+    table = []
     first: tuple[int, float] | None = None
-    for num_devices, plan, why in rows:
+    for num_devices, plan, reason in rows:
         if plan is None:
-            lines.append(f"| {num_devices} | {why} | | | |")
+            table.append([str(num_devices), reason, "", "", ""])
             continue
         first = first or (num_devices, plan.time.total)
         linear = first[1] * first[0] / num_devices / plan.time.total
-        lines.append(
-            f"| {num_devices} | {plan.layout} | {plan.time.total:.4g} | {3600 / plan.time.total:,.1f} | {linear:.0%} |"
-        )
-    return "\n".join(lines)
+        steps_per_hour = f"{3600 / plan.time.total:,.1f}"
+        table.append([str(num_devices), str(plan.layout), f"{plan.time.total:.4g}", steps_per_hour, f"{linear:.0%}"])
+    return markdown_table(("devices", "layout", "step s", "steps/h", "of linear"), table, "rlrrr")
 
 
-def frontier_table(planner: Planner, plans: list[PricedLayout]) -> str:
-    """One line for each plan."""
-    return "\n".join([_HEAD, "| --- | ---: | ---: | ---: | ---: |", *(_row(planner, plan) for plan in plans)])
+def layout_table(planner: Planner, plans: list[PricedLayout]) -> str:
+    """One row for each plan."""
+    return markdown_table(_HEADER, [_row(planner, plan) for plan in plans])
 
 
-def _row(planner: Planner, plan: PricedLayout) -> str:
+def _row(planner: Planner, plan: PricedLayout) -> list[str]:
     tokens = _rows(planner) * planner.config.m6.data.sequence_length / plan.time.total
     host = plan.footprint.host * planner.cluster.smallest.devices_per_node
     device = plan.footprint.peak / 1e9
-    return f"| {plan.layout} | {plan.time.total:.4g} | {device:.2f} | {host / 1e9:.1f} | {tokens:,.0f} |"
+    return [str(plan.layout), f"{plan.time.total:.4g}", f"{device:.2f}", f"{host / 1e9:.1f}", f"{tokens:,.0f}"]
 
 
 def _rows(planner: Planner) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from m6.config.run import RunConfig, check_codes_fit, check_tokenizer
+from m6.config.checks import check_captions, check_codes_fit, check_tokenizer
+from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
-from m6.generation.text_to_image import check_captions
 
 
 def open_data(config: RunConfig) -> PretrainingData:

@@ -12,10 +12,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from m6.config.checks import check_captions
 from m6.errors import UserError
 from m6.generation.captioning import caption
 from m6.generation.pipeline import M6TextToImagePipeline, paint
-from m6.generation.text_to_image import Sampling, check_captions, draw_codes, uniform_numbers
+from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration

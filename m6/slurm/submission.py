@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from m6.config.run import RunConfig, check_world_size, load_config
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_text
 from m6.runs.directory import RunDirectory

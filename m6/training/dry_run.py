@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m6.config.run import RunConfig, check_world_size
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.formatting import markdown_table

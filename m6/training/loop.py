@@ -12,9 +12,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from m6.checkpoints.discovery import open_newest, open_together
-from m6.checkpoints.initial import load_initial_weights
+from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import make_processor
-from m6.config.run import RunConfig, check_world_size
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig
 from m6.data.pretraining import MicroBatch
 from m6.errors import StorageError, UserError
 from m6.planning.cost.batch_shape import BatchShape
@@ -26,16 +27,17 @@ from m6.runs.processes import Runtime, free_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
-from m6.training.checkpointing import Checkpointer, restore
+from m6.training.checkpointing import Checkpointer, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.reporting.experts import loads_wanted
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy
+from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.samples import SampleGrids
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import StepOutcome, TrainStep
+from m6.training.train_step import TrainStep
 
 
 class Trainer:
@@ -186,7 +188,7 @@ class Trainer:
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
-            load_initial_weights(self.engine, self.settings.init)
+            restore_weights(self.engine, open_initial_weights(self.settings.init))
             self._print(f"{self.run.root} begins with the weights of {self.settings.init}")
         if self.runtime.is_main:
             self.run.cut_metrics_after(self.step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,39 +22,13 @@ from m6.runs.signals import Requests
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
 from m6.training.reporting.experts import ExpertHealth
-from m6.training.reporting.sums import StepResult, StepSums
+from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.sums import StepSums
 from m6.training.schedule import learning_rate_factor
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
 
 _SEED_STRIDE = 1_000_003
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one step did, equal on all ranks but for the times.
-
-    Attributes:
-        loss: weighted mean cross entropy over the targets of the global batch, in nats.
-        aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
-        skipped: the gradients were not finite, so the weights did not change.
-        token_pairs: the sum of the squared lengths of the samples.
-        nonfinite_routers: names of the layers whose routers met logits that are not finite; known for skipped steps.
-    """
-
-    result: StepResult
-    loss: float
-    aux_loss: float
-    learning_rate: float
-    grad_norm: float
-    skipped: bool
-    nonfinite_routers: list[str]
-    tokens: int
-    samples: int
-    bad_rows: int
-    pictures: int
-    token_pairs: int
-    time_s: float
 
 
 class TrainStep:

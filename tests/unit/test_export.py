@@ -13,8 +13,8 @@ from m6.errors import UserError
 from m6.export import export_hf
 from m6.model import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
+from tests.fixtures.fabricated_run import change_state, run_document, write_run
 from tests.fixtures.tiny_data import build_tiny_tokenizer
-from tests.unit.evaluation.fabricated_run import change_state, run_document, write_run
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class ExpertStore:
             precision = "bf16"
         dtype = _DTYPES[precision]
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
-        gradient = gradient_dtype(settings, dtype, accumulation, shared)
+        gradient = gradient_dtype_of(settings, dtype, accumulation, shared)
         return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB))
 
     @property
@@ -68,11 +68,13 @@ class ExpertStore:
         total, staging = 0, 0
         for block, _, stored in model.blocks:
             if block.experts:
+                # Layers are cut into chunks one by one, so one layer stands for all equal ones.
                 chunks = lay_out(
                     [_stack(block, ep_size)], self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer
                 )
                 sizes = sizes_of(chunks)
                 total += stored * sum(size.owned for size in sizes)
+                # Two blocks serve all chunks: the largest gradient counts.
                 staging = max(staging, staging_bytes(sizes))
         return total + staging
 
@@ -94,7 +96,7 @@ def shares_experts(model: FoldedModel) -> bool:
     return any(block.experts and computed > stored for block, computed, stored in model.blocks)
 
 
-def gradient_dtype(
+def gradient_dtype_of(
     settings: OffloadSettings, dtype: torch.dtype, accumulation: int, shared: bool
 ) -> torch.dtype | None:
     """The type in which the host keeps gradients: fp32 where several add up, otherwise that of the weights."""

@@ -85,6 +85,7 @@ def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
         sharing: what the layers share in the Pseudo stage; None: nothing.
     """
     blocks: list[tuple[Block, int, int]] = []
+    # On the meta device modules have shapes and no memory: a layer of the 10T model is 400 GB.
     with torch.device("meta"):
         blocks.append((_block("embeddings", M6Embeddings(config)), 1, 1))
         layer_types: tuple[tuple[BlockType, bool], ...] = (("dense", False), ("sparse", True))

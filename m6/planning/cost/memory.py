@@ -166,6 +166,7 @@ class MemoryModel:
         return self._stages_1_and_2(layout, counts)
 
     def _stage_0(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
+        # The validation refuses 16 bits at stage 0, so weights and gradients are fp32 here.
         numel, optimizer_type = counts.local, self.config.deepspeed.optimizer_type
         copies = min(BUCKET_NUMEL, counts.matrices + counts.vectors) * FP32 if layout.world_size > 1 else 0
         return MemoryFootprint(
@@ -194,7 +195,7 @@ class MemoryModel:
             gradients=gradients * width,
             optimizer_state=(owned * _MASTER_AND_MOMENTS + len(partitions)) * FP32,
             buckets=bucket,
-            # 16-bit gradients are copied to fp32, one parameter group at a time.
+            # DeepSpeed copies 16-bit gradients to fp32, one parameter group at a time.
             update=max(partitions) * FP32 if width < FP32 else 0,
         )
 
@@ -206,6 +207,7 @@ class MemoryModel:
         numel = int(section.get("reduce_bucket_size", BUCKET_NUMEL))
         copies = 2 if section.get("overlap_comm") else 1
         if self.on_touch:
+            # Gradients fill no more of a bucket than their own size.
             return (min(numel, local) * copies + _KEPT_COPIES * local) * self.precision.weights
         return numel * self.precision.weights * copies
 

@@ -118,13 +118,14 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
                 continue
             layer_experts += numel if is_expert else 0
             largest = max(largest, numel)
+            # Adafactor updates the experts of a stack one by one.
             update = max(update, math.prod(local[1:]) if is_expert else numel)
             sizes[numel] = sizes.get(numel, 0) + stored
             for optimizer_type, num_bytes in moments[is_expert].items():
                 moments[is_expert][optimizer_type] = num_bytes + moment_bytes(local, optimizer_type) * stored
             if is_expert and split:
                 experts += numel * stored
-            elif len(local) > 1:
+            elif len(local) > 1:  # weight decay is for matrices only: two parameter groups
                 matrices += numel * stored
             else:
                 vectors += numel * stored

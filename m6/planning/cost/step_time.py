@@ -103,9 +103,11 @@ class TimeModel:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
         once, exchange = self._compute(layout), self._exchange(layout)
         stages = layout.pp_size
+        # A rank computes the layers of its own pipeline stage only.
         parts = {name: value * steps / stages for name, value in once.parts().items()}
         parts["exchange"] += steps * exchange / stages
         if layout.zero_stage == 3:
+            # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
         parts["reduction"] = self.profile.factor("reduction") * self._reduction(layout, steps)
         parts["update"], host = self._update(layout, steps, parts["matmul"] + parts["experts"])
@@ -147,6 +149,7 @@ class TimeModel:
         return factor * min(1.0, max(self.nodes.device.matmul_flops.values()) / max(measured, 1.0))
 
     def _work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
+        # The search visits thousands of layouts that share these sizes.
         key = (layout.micro_batch_size, layout.ep_size, layout.tp_size)
         if key not in self._works:
             batch = self.memory.batch_of(layout)
@@ -179,6 +182,7 @@ class TimeModel:
                 experts += seconds
             else:
                 matmul += seconds
+        # Elementwise operators write and read what is saved for the backward pass, so its bytes give their time.
         moved = work.saved_bytes * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
         elementwise = moved / layout.tp_size / self._memory_bandwidth()
         launch = passes * work.operators * self.profile.kernel_s / self._core_share()
@@ -247,6 +251,7 @@ class TimeModel:
         seconds = 0.0
         for numel, group in parts:
             if stage == 3:
+                # Weights are gathered for the forward and for the backward pass; a reduce-scatter costs as much.
                 seconds += 3 * steps * self._collective("all_gather", numel * width, group)
                 continue
             # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.
@@ -270,6 +275,7 @@ class TimeModel:
         if layout.stream_experts:
             host = self._streaming(layout, steps, compute)
         owned += owned_experts
+        # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
         copies = moved * counts.local / self._memory_bandwidth()
         if not layout.offload_optimizer:

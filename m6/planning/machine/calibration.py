@@ -51,6 +51,7 @@ def calibrate(
     collectives = _collectives(device)
     kept = [] if previous is None else [p for p in previous.collectives if not _is_replaced(p, collectives)]
     world = dist.get_world_size() if dist.is_initialized() else 1
+    # Ranks that share a CPU disturb each other: products that one process measured are kept.
     if previous is not None and previous.calibrated and world > 1:
         return previous.model_copy(
             update={"collectives": kept + collectives, "checkpoint_bytes_per_s": written or None}
@@ -60,6 +61,7 @@ def calibrate(
     if device.type == "cuda":
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)
+        # Used on the device, but not by PyTorch's allocator.
         process_bytes = total - free - torch.cuda.memory_reserved(device)
     types = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
     return Profile(
@@ -134,6 +136,7 @@ def _collectives(device: torch.device) -> list[CollectivePoint]:
 def _write_bytes_per_s(disk: Path) -> float:
     """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file."""
     rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
+    # Several tensors, as in a checkpoint; the file is synced, so that the page cache does not hide the disk.
     file = disk / f"m6_calibration_{rank}"
     tensors = {str(index): torch.ones(1 << 22) for index in range(_WRITTEN_TENSORS)}
     disk.mkdir(parents=True, exist_ok=True)

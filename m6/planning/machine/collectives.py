@@ -64,10 +64,12 @@ def collective_s(kind: CollectiveKind, num_bytes: float, group: RankGroup, nodes
     if kind == "all_to_all":
         share = num_bytes / group.size
         near, far = (group.per_node - 1) * share, (group.size - group.per_node) * share
+        # Every peer gets a message of its own.
         return latency * (group.size - 1) + near / inside + far / between
     rounds = 2 if kind == "all_reduce" else 1
     near = num_bytes * (group.per_node - 1) / group.per_node
     far = num_bytes / group.per_node * (group.num_nodes - 1) / group.num_nodes
+    # The latency of a tree: libraries use one for small messages, where latency matters.
     return rounds * (latency * math.ceil(math.log2(group.size)) + near / inside + far / between)
 
 

@@ -24,6 +24,7 @@ def detect_cluster(world_size: int) -> Cluster:
     known = _described("CPU core" if not torch.cuda.is_available() else torch.cuda.get_device_name())
     if world_size > per_node and known.links.network is None:
         raise UserError(f"the description of {known.device.name} has no network, but the ranks are on several nodes")
+    # A container may have fewer cores than the machine, so the affinity of the process counts.
     found = {"memory_bytes": psutil.virtual_memory().total, "cpus": len(os.sched_getaffinity(0))}
     nodes = known.model_copy(
         update={

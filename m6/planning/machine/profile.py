@@ -82,11 +82,13 @@ class Profile(Section):
         in the logarithms of the sizes, so a measured size gets its own measurement. Without points the result is
         ``matmul_efficiency`` of ``peak``.
         """
+        # Grouped products run in kernels of their own, so single ones say nothing about them.
         points = [p for p in self.matmul if p.dtype == dtype and (p.count > 1) == (count > 1)]
         if not points:
             return peak * self.matmul_efficiency
         total = weights = 0.0
         for point in points:
+            # The count of a grouped product matters less than its sizes: a quarter of the weight.
             distance = (
                 math.log2(m / point.m) ** 2
                 + math.log2(n / point.n) ** 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from m6.config.run import RunConfig, check_world_size, parse_config
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
 
@@ -46,7 +47,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         )
     document = copy.deepcopy(config.document)
     document["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
-    document.pop("gradient_accumulation_steps", None)
+    document.pop("gradient_accumulation_steps", None)  # follows from the batch sizes
     document["zero_optimization"] = _zero_section(document.get("zero_optimization", {}), layout)
     if not layout.stream_experts:
         document["m6"].pop("offload", None)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from m6.config.run import RunConfig
 from m6.errors import UserError
+from m6.formatting import markdown_table
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.configuration import configured
 
@@ -139,12 +140,13 @@ def capability_matrix(config: RunConfig) -> str:
     }
     feasibility = Feasibility(config)
     reasons: dict[str, int] = {}
-    lines = ["| | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for name, changes in features.items():
         cells = []
         for stage in range(4):
             layout = ParallelLayout(2, zero_stage=stage, **changes)  # type: ignore[arg-type]
             found = feasibility.explain(layout)
             cells.append("yes" if found is None else f"no [{reasons.setdefault(found.reason, len(reasons) + 1)}]")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())])
+        rows.append([name, *cells])
+    table = markdown_table(("", *(f"stage {stage}" for stage in range(4))), rows, "lllll")
+    return "\n".join([table, "", *(f"[{number}] {reason}" for reason, number in reasons.items())])

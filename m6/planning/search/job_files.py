@@ -32,6 +32,7 @@ def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
     experts = counts.experts + planner.memory.streamed_experts(layout) / layout.tp_size
     owned = (counts.local - counts.experts) / layout.dp_size
     owned += experts / (layout.dp_size // layout.ep_size)
+    # AdamW: weight and two moments; Adafactor's row and column means are negligible.
     states = 12 if config.deepspeed.optimizer_type == "AdamW" else 4
     return owned * states
 
@@ -55,6 +56,7 @@ def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -
     on_host = per_node * (plan.footprint.host + plan.footprint.host_process)
     if nodes.links.host is None:  # a CPU: the ranks compute in host memory
         on_host += per_node * plan.footprint.peak
+    # At least half of a node: data, page cache and copies of checkpoints need memory, too.
     memory = min(nodes.host.memory_bytes, max(2 * on_host, nodes.host.memory_bytes // 2))
     document = {
         "nodes": nodes.count,

@@ -183,6 +183,7 @@ class Planner:
         refused: dict[str, str] = {}
         for layout in self.candidates():
             result.visited += 1
+            # The cheapest check comes first, the price last.
             refusal = self.feasibility.refusal(layout)
             if refusal is not None:
                 result.count(refusal.kind)
@@ -197,6 +198,7 @@ class Planner:
                 continue
             if len(result.plans) >= num_plans:
                 limit = max(result.plans[-1].time.total, result.plans[0].time.total * (1 + _TIME_TOLERANCE))
+                # No plan of the result can be displaced by a layout whose bound is above the slowest of them.
                 if self.time.lower_bound(layout) > limit:
                     result.count("slower by the FLOPs alone")
                     continue

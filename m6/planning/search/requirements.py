@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from m6.config.checks import check_world_size
 from m6.config.offload import OffloadSettings
-from m6.config.run import RunConfig, check_world_size, parse_config
+from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.machine.cluster import Cluster

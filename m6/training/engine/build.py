@@ -6,7 +6,8 @@ import warnings
 
 import torch
 
-from m6.config.run import RunConfig, check_world_size
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, divide_gradients, share_layers

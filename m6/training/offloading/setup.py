@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from m6.config.offload import OffloadOptimizer, OffloadSettings
+from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import offloads_states
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
+from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of
 from m6.training.offloading.modules import ExpertUse, experts_of, stream, take_activations
 from moe.expert_parallel import apply_expert_parallelism
 from offload import (
@@ -92,12 +93,8 @@ def prepare(
     stacks = [use.stack(name) for name, use in uses.items()]
     dtype = _DTYPES[config.deepspeed.precision]
     shared = any(len(use.layers) > 1 for use in uses.values())
-    gradient_dtype: torch.dtype | None = torch.float32
-    if settings.update == "backward":
-        gradient_dtype = None
-    elif config.deepspeed.accumulation_steps(world_size) == 1 and not shared:
-        gradient_dtype = dtype
-    optimizer, scale = _optimizer(config, settings)
+    gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), shared)
+    optimizer, scale = expert_optimizer(config)
     device = _device(settings, torch_device, world_size)
     dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
     host_budget_bytes = _host_budget(settings, world_size)
@@ -287,21 +284,3 @@ def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks:
     if constraints.owned & constraints.never_owned:
         raise UserError("m6.offload.rules: layers that share experts in the Pseudo stage have to lie in the same place")
     return constraints
-
-
-def _optimizer(config: RunConfig, settings: OffloadSettings) -> tuple[OptimizerSettings, float]:
-    """The experts' optimizer, and its learning rate over that of the rest."""
-    params = config.deepspeed.optimizer_params
-    own = settings.optimizer
-    if own is None:
-        own = OffloadOptimizer.model_validate({"type": config.deepspeed.optimizer_type, **params})
-    if own.type == "Adafactor":
-        decay, threshold = own.beta2_decay, own.clipping_threshold
-        made = OptimizerSettings("adafactor", beta2_decay=decay, clipping_threshold=threshold)
-    elif own.type == "SGD":
-        made = OptimizerSettings("sgd", momentum=own.momentum)
-    else:
-        beta1, beta2 = own.betas
-        made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)
-    made = replace(made, weight_decay=own.weight_decay, split_master=settings.split_master)
-    return made, own.lr / params["lr"]

@@ -12,7 +12,7 @@ from m6.errors import UserError
 from m6.files import atomic_path
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime
-from m6.training.train_step import StepOutcome
+from m6.training.reporting.outcome import StepOutcome
 
 
 class NonfinitePolicy:

@@ -14,8 +14,8 @@ from m6.errors import UserError
 from m6.evaluation import baselines
 from m6.evaluation.ngram import NGramModel
 from m6.runs.data import open_data
+from tests.fixtures.fabricated_run import run_document
 from tests.fixtures.tiny_data import ROWS, TINY_VOCAB_SIZE, build_tiny_data, build_tiny_tokenizer
-from tests.unit.evaluation.fabricated_run import run_document
 
 
 @pytest.fixture(scope="module")

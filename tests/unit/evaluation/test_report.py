@@ -13,8 +13,8 @@ from m6.errors import UserError
 from m6.evaluation.report import write_report
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.data import open_data
+from tests.fixtures.fabricated_run import run_document, training_entry, write_metrics, write_run
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
-from tests.unit.evaluation.fabricated_run import run_document, training_entry, write_metrics, write_run
 
 
 @pytest.fixture

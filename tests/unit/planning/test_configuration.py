@@ -34,7 +34,7 @@ def test_experts_stream_where_the_run_says_so(tmp_path):
     with pytest.raises(UserError, match=r"add the section m6\.offload"):
         configure(plain, layout)
     assert layout_of(streaming, 4) == layout
-    assert configured(streaming, layout).offload == streaming.offload
+    assert configured(streaming, layout).expert_store == streaming.expert_store
 
 
 def test_forced_values():

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from m6.planning.cost.layout import divisors
 from m6.planning.machine.cluster import load_cluster
-from m6.planning.search.frontier import curve, device_counts, draw_frontier, frontier, pareto, plan_costs
+from m6.planning.search.frontier import curve, device_counts, frontier, pareto, plan_costs
 from m6.planning.search.planner import Planner
+from m6.plots.frontier import draw_frontier
 from tests.fixtures.plans import brute_force, small_base
 
 

@@ -33,8 +33,8 @@ from m6.serving.batching import plan_by_arrival
 from m6.serving.tasks import Captioning, CaptionJob, Drawing
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from tests.fixtures.command import user_error
+from tests.fixtures.fabricated_run import run_document, write_run
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer, draw_shape
-from tests.unit.evaluation.fabricated_run import run_document, write_run
 
 PICTURES = [draw_shape("红色", "圆形", "大"), draw_shape("蓝色", "方块", "小"), draw_shape("绿色", "三角形", "大")]
 

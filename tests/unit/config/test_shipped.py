@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from m6.config.run import check_world_size, load_config, parse_config
+from m6.config.checks import check_world_size
+from m6.config.run import load_config, parse_config
 from m6.model import M6ForConditionalGeneration, num_parameters
 from m6.validation import read_document
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 
 # name -> (ranks, parameters of the blocks' matrices, last printed digit); M6-T table 1, M6-10T section 4.

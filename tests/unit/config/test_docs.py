@@ -11,7 +11,7 @@ from m6.config.sections import M6Settings
 from m6.model.configuration import M6Config
 from moe.config import MoEConfig
 
-README = Path(__file__).resolve().parents[2] / "configs" / "README.md"
+README = Path(__file__).resolve().parents[3] / "configs" / "README.md"
 
 
 def section(text: str, path: str) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from m6.errors import UserError
 from m6.plots.run import plot_run, smoothed
-from tests.unit.evaluation.fabricated_run import training_entry, write_metrics
+from tests.fixtures.fabricated_run import training_entry, write_metrics
 
 
 @pytest.fixture

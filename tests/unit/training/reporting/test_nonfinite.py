@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.training.loop import Trainer
-from m6.training.train_step import StepOutcome
+from m6.training.reporting.outcome import StepOutcome
 
 STAGES = [0, 1, 2, 3]
 

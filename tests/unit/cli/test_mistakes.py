@@ -16,8 +16,8 @@ import torch
 from m6.checkpoints.format import MANIFEST
 from m6.runs.processes import Runtime
 from tests.fixtures.command import contents, m6, user_error
+from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
-from tests.unit.evaluation.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
 
 
 @pytest.fixture(scope="module")

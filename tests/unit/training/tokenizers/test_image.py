@@ -245,7 +245,7 @@ def test_a_damaged_state_is_named(data, tmp_path):
 def test_shipped_configurations_parse():
     from pathlib import Path
 
-    files = sorted((Path(__file__).parents[3] / "configs/image_tokenizer").glob("*.json"))
+    files = sorted((Path(__file__).parents[4] / "configs/image_tokenizer").glob("*.json"))
     assert files
     for file in files:
         load_settings(file)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.command import contents, m6, user_error
+from tests.fixtures.fabricated_run import write_run
 from tests.fixtures.tiny_run import write_tiny_config
-from tests.unit.evaluation.fabricated_run import write_run
 
 CLUSTER = {
     "nodes": 2,

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from m6.cli.plan import app
-from m6.config.run import check_world_size, load_config
+from m6.config.checks import check_world_size
+from m6.config.run import load_config
 from m6.errors import UserError
 from m6.slurm.description import load_cluster as load_job
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from m6.checkpoints.initial import check_initial_weights, load_finetuning_config, load_initial_weights
+from m6.checkpoints.initial import check_initial_weights, load_finetuning_config, open_initial_weights
 from m6.checkpoints.loading import IMAGE_TOKENIZER
 from m6.config.run import parse_config
 from m6.data.codes import Codes
@@ -18,10 +18,11 @@ from m6.export import export_hf
 from m6.generation.grid import GAP
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.tokenizers.image import load_image_tokenizer
+from m6.training.checkpointing import restore_weights
 from tests.fixtures.command import m6, user_error
+from tests.fixtures.fabricated_run import write_run
 from tests.fixtures.tiny_data import IMAGE_SIDE, TINY_NUM_CODES, build_tiny_codes
 from tests.fixtures.tiny_run import tiny_document
-from tests.unit.evaluation.fabricated_run import write_run
 
 DRAWING = {name: {"weight": 0.0} for name in ("text_denoising", "language_modelling", "image_text_denoising")} | {
     "image_captioning": {"weight": 0.25},
@@ -101,7 +102,7 @@ def test_a_run_begins_with_the_weights_of_another(
         export_hf(pretrained, init)
     expected = write_run(tmp_path / "same", tiny_document(folder)).state_dict()
     trainer = make_trainer(zero_optimization={"stage": zero_stage}, m6__model__hidden_dropout=0.0)
-    load_initial_weights(trainer.engine, init)
+    restore_weights(trainer.engine, open_initial_weights(init))
     if zero_stage == 3:
         import deepspeed
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from m6.config.run import RunConfig, check_codes_fit, check_world_size, load_config, parse_config
+from m6.config.checks import check_codes_fit, check_world_size
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.model import M6Config
 from tests.fixtures.command import user_error

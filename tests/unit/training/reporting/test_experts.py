@@ -16,7 +16,7 @@ from m6.runs.processes import Runtime
 from m6.training.reporting.experts import ExpertHealth, decode_loads, encode_loads, loads_wanted
 from moe import MoEConfig, MoELayer, RoutingStats
 from tests.fixtures.command import m6, user_error
-from tests.unit.evaluation.fabricated_run import training_entry, write_metrics
+from tests.fixtures.fabricated_run import training_entry, write_metrics
 
 
 def stats(counts: list[float], dropped: list[float], num_tokens: float, entropy: list[float]) -> RoutingStats:

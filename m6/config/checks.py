@@ -1,0 +1,72 @@
+"""What of a run can be checked only when its ranks, its tokenizers or its captions are known."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from moe.expert_parallel import exchange_steps
+
+if TYPE_CHECKING:
+    from m6.tokenizers.text import M6Tokenizer
+from collections.abc import Sequence
+
+from m6.config.run import RunConfig
+
+
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Raises UserError if the run cannot be trained on ``world_size`` ranks."""
+    accumulation = config.deepspeed.accumulation_steps(world_size)
+    if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
+        raise UserError(
+            'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
+            f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
+        )
+    ep_size = config.m6.training.ep_size
+    if world_size % ep_size:
+        raise UserError(
+            f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
+        )
+    if config.m6.moe is not None:
+        try:
+            exchange_steps(config.model.moe_config(), ep_size)
+        except ValueError as error:
+            raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
+
+
+def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
+    """Raises if the tokenizer's ids are not those of the model's embeddings."""
+    for name in ("text_vocab_size", "image_vocab_size"):
+        expected, found = getattr(config.model, name), getattr(tokenizer, name)
+        if expected != found:
+            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
+
+
+def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:
+    """Raises if a model has no room for an image tokenizer's codes, or another grid of them."""
+    if codebook_size > model.image_vocab_size:
+        raise UserError(
+            f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
+            f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
+            f"{codebook_size} or more"
+        )
+    if model.code_grid_size and model.code_grid_size**2 != num_codes:
+        raise UserError(
+            f"the image tokenizer has a grid of {num_codes} codes, but the model's code_grid_size is "
+            f"{model.code_grid_size}: pretrain one with {math.isqrt(num_codes)}"
+        )
+
+
+def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int) -> None:
+    """Raises UserError for a caption that is empty, or too long for the model's positions."""
+    limit = config.max_position_embeddings
+    if num_codes + 2 > limit:  # <bos>, <boi> and all codes but the last are inputs, <eoi> is a target in training
+        raise UserError(f"a picture of {num_codes} codes does not fit into max_position_embeddings {limit}")
+    for caption in captions:
+        length = len(tokenizer.encode_ids(caption))
+        if length == 0:
+            raise UserError(f"the caption {caption!r} is empty")
+        if length > limit:
+            raise UserError(f"the caption {caption[:20]!r}... has {length} tokens, the model reads {limit}")

@@ -1,0 +1,78 @@
+"""The arrows between the folders of ``m6``: none goes up, not even inside of a function."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the lowest level to the highest. Units of one level do not import each other.
+LEVELS = {
+    "m6": (
+        {"errors"},
+        {"files", "formatting", "validation"},
+        {"tokenizers"},
+        {"model"},
+        {"data"},
+        {"config"},
+        {"runs"},
+        {"checkpoints"},
+        {"generation", "slurm", "export"},
+        {"evaluation", "planning"},
+        {"training"},
+        {"plots", "serving"},
+        {"cli"},
+    ),
+    "m6.training": (
+        {"expert_groups", "fake_batch", "schedule", "tokenizers"},
+        {"offloading"},
+        {"engine"},
+        {"stages", "reporting", "checkpointing", "evaluation"},
+        {"train_step"},
+        {"dry_run", "loop"},
+    ),
+    "m6.planning": ({"machine"}, {"cost"}, {"search"}, {"reports", "prediction"}, {"shipped"}),
+}
+
+
+def arrows(package: str) -> Iterator[tuple[str, str, str]]:
+    """(unit that imports, unit that is imported, where) inside of a package."""
+    depth = package.count(".") + 1
+    for file in sorted((ROOT / package.replace(".", "/")).rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        unit = parts[depth]
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module is None or unit.startswith("__"):
+                continue
+            names = [node.module] if node.module != package else [f"{package}.{alias.name}" for alias in node.names]
+            for name in names:
+                if name.startswith(f"{package}.") and (target := name.split(".")[depth]) != unit:
+                    yield unit, target, f"{'/'.join(parts)}.py:{node.lineno}"
+
+
+def upward(found: Sequence[tuple[str, str, str]], levels: Sequence[set[str]]) -> list[str]:
+    """The arrows that do not go down."""
+    level = {unit: number for number, units in enumerate(levels) for unit in units}
+    return [f"{where}: {unit} imports {target}" for unit, target, where in found if level[target] >= level[unit]]
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_no_arrow_goes_up(package: str):
+    found = list(arrows(package))
+    assert found, "the walk found no imports"
+    assert not upward(found, LEVELS[package])
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_every_unit_has_a_level(package: str):
+    folder = ROOT / package.replace(".", "/")
+    units = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert {unit for unit in units if not unit.startswith("__")} == set().union(*LEVELS[package])
+
+
+def test_an_arrow_that_goes_up_is_found():
+    levels = ({"low"}, {"middle", "beside"}, {"high"})
+    found = [("high", "low", "a:1"), ("low", "high", "b:2"), ("middle", "beside", "c:3")]
+    assert upward(found, levels) == ["b:2: low imports high", "c:3: middle imports beside"]
