@@ -195,8 +195,8 @@ def export(
 @app.command()
 def submit(
     config: ConfigFile,
-    cluster: Annotated[
-        Path, typer.Option(help="JSON with the job's nodes and limits: see configs/jobs, or by m6 plan --out")
+    job: Annotated[
+        Path, typer.Option(help="JSON with the nodes and limits of the job: see configs/jobs, or m6 plan --out")
     ],
     run: Annotated[
         Optional[Path],  # noqa: UP045
@@ -215,7 +215,7 @@ def submit(
     from m6.slurm import submission
 
     plan = submission.plan_submission(
-        config, tuple(overrides or ()), cluster, run or Path("runs") / config.stem, chain, array, init
+        config, tuple(overrides or ()), job, run or Path("runs") / config.stem, chain, array, init
     )
     jobs = [] if dry_run else submission.submit(plan)
     print(shlex.join(plan.command), *jobs, sep="\n")

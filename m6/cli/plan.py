@@ -79,7 +79,7 @@ def best(
         write_json(out / f"{config.stem}.job.json", job.model_dump(exclude_defaults=True))
         write_text(out / f"{config.stem}.sbatch", sbatch_header(job, config.stem))
         print(f"\nwrote {out / config.stem}.json, .job.json and .sbatch; to submit it:")
-        print(f"m6 submit {out / config.name} --cluster {out / config.stem}.job.json --run-dir RUN")
+        print(f"m6 submit {out / config.name} --job {out / config.stem}.job.json --run-dir RUN")
 
 
 @app.command()

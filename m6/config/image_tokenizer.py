@@ -36,7 +36,7 @@ class LossSettings(Section):
     adversarial_start_step: int = Field(0, ge=0, description="steps before the discriminator has a say")
 
 
-class OptimizerSettings(Section):
+class ImageTokenizerOptimizer(Section):
     """AdamW with a linear warm-up and a cosine to a tenth of the peak."""
 
     total_steps: PositiveInt = Field(description="steps of the whole run")
@@ -62,7 +62,7 @@ class ImageTokenizerTraining(Section):
     model: ImageTokenizerConfig
     data: PictureSettings
     loss: LossSettings = LossSettings()
-    optimizer: OptimizerSettings
+    optimizer: ImageTokenizerOptimizer
     report: ReportSettings = ReportSettings()
 
 

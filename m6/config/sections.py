@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from m6.config.offload import OffloadSettings
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
-from m6.model.sharing import PARTS, Part, Sharing
+from m6.model.sharing import PARTS, SharedPart, Sharing
 from m6.validation import Section
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PseudoToRealSettings(Section):
     """Trains first a Pseudo model whose layers share weights, then delinks it into the Real one."""
 
     num_groups: PositiveInt = Field(1, description="groups of consecutive layers that share; 1: all layers share")
-    shared: list[Part] = Field(
+    shared: list[SharedPart] = Field(
         list(PARTS),
         min_length=1,
         description="what the layers of a group share: attention, norms, dense ffn, router, experts",

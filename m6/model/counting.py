@@ -7,7 +7,7 @@ import torch
 from m6.model.configuration import M6Config
 from m6.model.embeddings import NUM_SEGMENTS
 from m6.model.patch_encoders import build_patch_encoder
-from m6.model.sharing import Part, Sharing
+from m6.model.sharing import SharedPart, Sharing
 
 
 def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str, int]:
@@ -26,7 +26,7 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]
     dense = [layer for layer in layers if not config.is_moe_layer(layer)]
 
-    def copies(part: Part, layers: Iterable[int]) -> int:
+    def copies(part: SharedPart, layers: Iterable[int]) -> int:
         if sharing is not None and part in sharing.parts:
             return len({sharing.first_layer(layer) for layer in layers})
         return len(list(layers))

@@ -19,17 +19,17 @@ from torch import nn
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 
-Part = Literal["attention", "norms", "ffn", "router", "experts"]
-PARTS: tuple[Part, ...] = get_args(Part)
+SharedPart = Literal["attention", "norms", "ffn", "router", "experts"]
+PARTS: tuple[SharedPart, ...] = get_args(SharedPart)
 
-_MODULES: dict[Part, tuple[str, ...]] = {
+_MODULES: dict[SharedPart, tuple[str, ...]] = {
     "attention": ("attention",),
     "norms": ("attention_norm", "ffn_norm"),
     "ffn": ("ffn.input", "ffn.output"),
     "router": ("ffn.router",),
     "experts": ("ffn.experts", "ffn.shared"),
 }
-_FEED_FORWARD: set[Part] = {"ffn", "router", "experts"}
+_FEED_FORWARD: set[SharedPart] = {"ffn", "router", "experts"}
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
 
 
@@ -45,7 +45,7 @@ class Sharing:
 
     num_layers: int
     num_groups: int
-    parts: tuple[Part, ...]
+    parts: tuple[SharedPart, ...]
 
     def first_layer(self, layer: int) -> int:
         """The first layer of the group of ``layer``, which gives the shared parameters their names."""

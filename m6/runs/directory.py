@@ -171,7 +171,7 @@ class RunDirectory:
     def save_requested(self) -> bool:
         return (self.root / "SAVE").exists()
 
-    def save_granted(self) -> None:
+    def remove_save_request(self) -> None:
         (self.root / "SAVE").unlink(missing_ok=True)
 
 

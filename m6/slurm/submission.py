@@ -1,4 +1,4 @@
-"""From a run's JSON and a cluster description to jobs in the queue; what cannot work is refused here."""
+"""From a run's JSON and a job's JSON to jobs in the queue; what cannot work is refused here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from m6.errors import UserError
 from m6.files import write_text
 from m6.runs.directory import RunDirectory
 from m6.runs.snapshot import checkout, take_snapshot
-from m6.slurm.description import ClusterDescription, load_cluster
 from m6.slurm.filesystem import check_shared
+from m6.slurm.job import JobDescription, load_job
 
 _SCRIPT = "scripts/slurm/pretrain.sbatch"
 
@@ -49,13 +49,13 @@ class Submission:
 def plan_submission(
     config_path: Path,
     overrides: tuple[str, ...],
-    cluster_path: Path,
+    job_path: Path,
     run: Path,
     chain: int,
     array: int,
     init: Path | None = None,
 ) -> Submission:
-    """Checks a run against a cluster and works out the jobs; writes nothing.
+    """Checks a run against a job and works out the commands; writes nothing.
 
     Args:
         run: the folder of the run.
@@ -66,16 +66,16 @@ def plan_submission(
     Raises:
         UserError: names what cannot work, and the values that contradict each other.
     """
-    cluster = load_cluster(cluster_path)
+    job = load_job(job_path)
     if init is None:
         config = load_config(config_path, overrides)
     else:
         from m6.checkpoints.initial import load_finetuning_config
 
         config = load_finetuning_config(config_path, init.absolute(), overrides)
-    check_world_size(config, cluster.world_size)
+    check_world_size(config, job.world_size)
     run = Path(os.path.abspath(run))  # as the job scripts name it: without "..", with symbolic links
-    _check_run(config, run, cluster)
+    _check_run(config, run, job)
     if chain > 1 and array:
         raise UserError(f"--chain {chain} and --array {array}: both make jobs that follow each other; choose one")
     checkout()
@@ -84,7 +84,7 @@ def plan_submission(
     options = [
         f"--job-name=m6_{run.name}",
         f"--comment={run}",
-        *cluster.options(),
+        *job.options(),
         f"--output={run}/slurm/%x_{'%A_%a' if array else '%j'}.log",
         "--open-mode=append",
         "--no-requeue" if follows else "--requeue",
@@ -117,7 +117,7 @@ def submit(submission: Submission) -> list[str]:
     return jobs
 
 
-def _check_run(config: RunConfig, run: Path, cluster: ClusterDescription) -> None:
+def _check_run(config: RunConfig, run: Path, job: JobDescription) -> None:
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.initial import check_initial_weights
     from m6.runs.data import open_data
@@ -128,8 +128,8 @@ def _check_run(config: RunConfig, run: Path, cluster: ClusterDescription) -> Non
     for name, meaning in (("DONE", "the run is finished"), ("STOP", "a person stopped the run; remove the file")):
         if (run / name).exists():
             raise UserError(f"{run / name} exists: {meaning}")
-    if cluster.nodes > 1:
-        check_shared(run, cluster.shared_folders)
+    if job.nodes > 1:
+        check_shared(run, job.shared_folders)
     tokenizer = open_data(config).tokenizer
     if config.m6.init is not None and not complete_checkpoints(run / "checkpoints"):
         check_initial_weights(config.m6.init, tokenizer)

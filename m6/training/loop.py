@@ -30,7 +30,7 @@ from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpointing import Checkpointer, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
-from m6.training.reporting.experts import loads_wanted
+from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy
 from m6.training.reporting.outcome import StepOutcome
@@ -125,7 +125,7 @@ class Trainer:
         settings = self.settings
         if self.step % settings.logging.interval_steps == 0 or save:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
-            loads = loads_wanted(self.step, settings.training.total_steps, settings.logging.interval_steps)
+            loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
             self._track({**entry, **health, **self.stage_metrics.finish(self.engine)})
         if self._is_due(settings.evaluation.interval_steps):
@@ -218,7 +218,7 @@ class Trainer:
         """Prints the memory that a few of the run's micro-batches will need."""
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
-            for name, sharing in self.stage.coming():
+            for name, sharing in self.stage.stages_ahead():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
                 self._print(f"{name}{describe_memory(prediction)}")
             if memory_map := self.engine.memory_map():
@@ -272,7 +272,7 @@ class Trainer:
         """Removes RUN/SAVE when the checkpoint is complete, so that whoever made the file can see that."""
         self.checkpointer.wait()
         if self.runtime.is_main:
-            self.run.save_granted()
+            self.run.remove_save_request()
 
     def _write_progress(self) -> None:
         if self.runtime.is_main:

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from m6.formatting import markdown_table
 from scripts.benchmarks.moe_contestants import CAPACITY_FACTOR, FORCED, MOST_BYTES_BATCHED, multiplies_bfloat16
 from scripts.benchmarks.moe_grid import Cell
-from scripts.benchmarks.record import spread, table
+from scripts.benchmarks.record import spread
 
 DEEPSPEED = ("deepspeed drop", "deepspeed no drop")
 PLAIN_PEERS = (*DEEPSPEED, "switch")
@@ -115,7 +116,7 @@ def targets(results: Sequence[Result]) -> str:
     wide = [result for result in results if result.cell.rows_per_expert >= 256]
     prototypes = [result for result in results if result.cell.num_prototypes > 1]
     kept = [result.kept("ours, recompute") for result in results]
-    return table(
+    return markdown_table(
         ["target", "reached"],
         [
             ["at least 0.95 of dense from 256 rows per expert", reached([r.speed("ours", "dense") for r in wide])],
@@ -170,7 +171,7 @@ Tutel is not on PyPI and not here. This processor multiplies bfloat16 itself: {m
 Our layer against itself: its choice among products against the same layer with the others; k top-1 against k layers
 of top-1 on E / k experts each, outputs summed, and against one layer of top-k; kept are bytes that autograd saves.
 
-{table(OWN_HEADER, [own_row(result) for result in results])}
+{markdown_table(OWN_HEADER, [own_row(result) for result in results])}
 
 {targets(results)}
 """

@@ -130,7 +130,7 @@ def check_cases(world_size: int) -> None:
         promised(torch.randn(16, HIDDEN))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_the_layer_with_all_experts(world_size: int) -> None:
     run_distributed(check_cases, world_size, world_size, timeout_s=300)
 

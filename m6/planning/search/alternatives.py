@@ -132,9 +132,8 @@ def _share_line(planner: Planner, best: PricedLayout) -> str:
         alone = planner.changed(cluster=Cluster(name=nodes.device.name, nodes=[nodes]))
         fits = alone.memory_rejection(best.layout, best.footprint) is None
         speeds += [best.layout.micro_batch_size / sum(alone.time.layer_s(best.layout))] * nodes.num_devices
-        capacities += [
-            rows if fits else 0
-        ] * nodes.num_devices  # rows come in micro-batches, so their number needs no memory
+        # Rows come in micro-batches, so a device that holds one micro-batch can take any number of rows.
+        capacities += [rows if fits else 0] * nodes.num_devices
     shares = share_rows(rows, speeds, capacities)
     slowest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
     equal = rows / len(speeds) / min(speeds)

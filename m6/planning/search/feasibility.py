@@ -43,6 +43,8 @@ class Feasibility:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        # Every call of moe_config validates the settings again, which would be most of the time of a search.
+        self._num_experts = 1 if config.m6.moe is None else config.model.moe_config().num_experts
         self._validated: dict[tuple[object, ...], Refusal | None] = {}
 
     def refusal(self, layout: ParallelLayout, lifted: Collection[RefusalKind] = ()) -> Refusal | None:
@@ -86,12 +88,11 @@ class Feasibility:
                 "streamed experts",
                 "experts are streamed only if the run has the section m6.offload, which has not run on a GPU yet",
             )
-        return _refused_by_arithmetic(self.config, layout)
+        return _refused_by_arithmetic(self.config, self._num_experts, layout)
 
 
-def _refused_by_arithmetic(config: RunConfig, layout: ParallelLayout) -> Refusal | None:
+def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: ParallelLayout) -> Refusal | None:
     model = config.model
-    num_experts = 1 if config.m6.moe is None else model.moe_config().num_experts
     if (
         layout.world_size % (layout.tp_size * layout.pp_size)
         or model.num_attention_heads % layout.tp_size

@@ -8,7 +8,7 @@ from typing import Any
 from m6.errors import UserError
 from m6.planning.search.configuration import configured
 from m6.planning.search.planner import Planner, PricedLayout
-from m6.slurm.description import SIGNAL_EARLY_S, ClusterDescription
+from m6.slurm.job import SIGNAL_EARLY_S, JobDescription
 from m6.validation import validate
 
 _MARGIN_S = 60
@@ -42,8 +42,8 @@ def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:
     return math.ceil((plan.time.total + checkpoint_s(planner, plan) + SIGNAL_EARLY_S + _MARGIN_S) / 60) * 60
 
 
-def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -> ClusterDescription:
-    """The request of the plan's job, as ``m6 submit --cluster`` reads it.
+def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -> JobDescription:
+    """The request of the plan's job, as ``m6 submit --job`` reads it.
 
     Raises:
         UserError: the cluster mixes types of nodes, which one job cannot ask for; or ``time_limit_min`` leaves no time
@@ -67,10 +67,10 @@ def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -
         "time_limit_min": time_limit_min,
         "signal_lead_s": signal_lead_s(planner, plan),
     }
-    return validate(ClusterDescription, document, "")
+    return validate(JobDescription, document, "")
 
 
-def sbatch_header(job: ClusterDescription, name: str) -> str:
+def sbatch_header(job: JobDescription, name: str) -> str:
     """The request as ``#SBATCH`` lines, for users who write their own job script."""
     always = ["--requeue", "--open-mode=append", "--output=%x_%j.log"]
     return "".join(f"#SBATCH {option}\n" for option in [f"--job-name={name}", *job.options(), *always])

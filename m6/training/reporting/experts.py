@@ -77,7 +77,7 @@ class ExpertHealth:
         ]
 
 
-def loads_wanted(step: int, total_steps: int, interval_steps: int) -> bool:
+def reports_loads(step: int, total_steps: int, interval_steps: int) -> bool:
     """Whether the line of ``step`` carries loads: about a hundred lines of a run do, evenly spaced, and its last."""
     lines = math.ceil(total_steps / interval_steps)
     stride = math.ceil(lines / _MAX_LINES_WITH_LOADS) * interval_steps

@@ -54,7 +54,7 @@ class Stage:
     def name(self) -> str:
         return "pseudo" if self.is_pseudo else "real"
 
-    def coming(self) -> list[tuple[str, Sharing | None]]:
+    def stages_ahead(self) -> list[tuple[str, Sharing | None]]:
         """What to call this stage and those that follow, and what the layers share in them."""
         if self.settings is None:
             return [("", None)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from m6.config.image_tokenizer import ImageTokenizerTraining, OptimizerSettings
+from m6.config.image_tokenizer import ImageTokenizerOptimizer, ImageTokenizerTraining
 from m6.data.manifest import Manifest
 from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
 from m6.errors import UserError
@@ -36,7 +36,7 @@ from m6.training.tokenizers.state import load_state, save_state
 FINAL_LR_RATIO = 0.1
 
 
-class Trainer:
+class ImageTokenizerTrainer:
     """The networks, their optimizers and the number of the next step."""
 
     def __init__(self, settings: ImageTokenizerTraining, device: torch.device) -> None:
@@ -117,7 +117,7 @@ def train_image_tokenizer(
         PictureSet(manifest, settings.data.sources, split, settings.model.image_size)
         for split in ("train", settings.report.split)
     )
-    trainer = Trainer(settings, device)
+    trainer = ImageTokenizerTrainer(settings, device)
     folder = out / "training"
     load_state(folder, trainer)
     write_json(folder / "settings.json", settings.model_dump(mode="json"))
@@ -147,7 +147,7 @@ def train_image_tokenizer(
     return _report(trainer, held_out, out)
 
 
-def _report(trainer: Trainer, held_out: PictureSet, out: Path) -> Measures:
+def _report(trainer: ImageTokenizerTrainer, held_out: PictureSet, out: Path) -> Measures:
     """Measures, draws and saves; the state comes last, so that a run that dies before repeats the step."""
     trainer.tokenizer.eval()
     measures = measure(trainer.tokenizer, held_out, trainer.device)
@@ -174,7 +174,7 @@ def _adamw(module: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: OptimizerSettings, step: int) -> None:
+def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: ImageTokenizerOptimizer, step: int) -> None:
     group = optimizer.param_groups[0]
     group["lr"] = options.learning_rate * lr_factor(step, options)
     optimizer.zero_grad()
@@ -183,7 +183,7 @@ def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: OptimizerSettin
     optimizer.step()
 
 
-def lr_factor(step: int, options: OptimizerSettings) -> float:
+def lr_factor(step: int, options: ImageTokenizerOptimizer) -> float:
     """The learning rate of a step, from 0, over its peak."""
     warm = min(1.0, (step + 1) / max(1, options.warmup_steps))
     cosine = (1 + math.cos(math.pi * step / options.total_steps)) / 2

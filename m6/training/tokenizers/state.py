@@ -14,13 +14,13 @@ from m6.errors import UserError
 from m6.files import atomic_path
 
 if TYPE_CHECKING:
-    from m6.training.tokenizers.image import Trainer
+    from m6.training.tokenizers.image import ImageTokenizerTrainer
 
 STATE_FILE = "state.safetensors"
 _OPTIMIZERS = ("optimizer", "judge_optimizer")
 
 
-def save_state(folder: Path, trainer: Trainer) -> None:
+def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
     """Writes everything that a later process needs to go on to the bit, atomically."""
     tensors: dict[str, Tensor] = {}
     for part, values in trainer.state().items():
@@ -34,7 +34,7 @@ def save_state(folder: Path, trainer: Trainer) -> None:
         save_file(contiguous, temporary, metadata={"step": str(trainer.step)})
 
 
-def load_state(folder: Path, trainer: Trainer) -> None:
+def load_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
     """Puts a saved state into the trainer, where there is one; UserError when it does not fit or is damaged."""
     path = folder / STATE_FILE
     if not path.is_file():

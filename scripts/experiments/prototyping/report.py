@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from m6 import formatting as markdown
 from m6.files import atomic_path
+from m6.formatting import markdown_table
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.prototyping.grid import FOLDER, NGRAMS, RESULTS, RETIRED, ROUTINGS, SPEED, Case, cases
 
@@ -154,7 +154,7 @@ def main_table(results: Results) -> str:
                     _steps(results.steps_to_base(case)),
                 ]
             )
-    return markdown.table(header, lines)
+    return markdown_table(header, lines)
 
 
 def _steps(steps: Sequence[float]) -> str:
@@ -168,7 +168,7 @@ def _steps(steps: Sequence[float]) -> str:
 
 def ngram_table() -> str:
     rows = [[row["objective"], row["model"], f"{float(row['loss']):.3f}"] for row in ResultTable(NGRAMS, ()).rows()]
-    return markdown.table(["objective", "model", "nats per byte"], rows)
+    return markdown_table(["objective", "model", "nats per byte"], rows)
 
 
 def pair_tables(results: Results) -> str:

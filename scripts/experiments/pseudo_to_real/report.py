@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from m6 import formatting as markdown
+from m6.formatting import markdown_table
 
 HERE = Path(__file__).parent
 RATIOS = (1, 2, 5, 10, 20, math.inf)
@@ -72,7 +72,7 @@ def table(runs: list[Run]) -> str:
         cells = [name, str(len(own)), "/".join(str(run.switch) for run in own), spread([r.losses[-1] for r in own], 3)]
         cells += [spread([speed_up(run, real[run.seed], ratio) for run in own], 2) for ratio in RATIOS]
         lines.append(cells)
-    return markdown.table(header, lines)
+    return markdown_table(header, lines)
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -9,7 +9,7 @@ from m6.cli.plan import app
 from m6.config.checks import check_world_size
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.slurm.description import load_cluster as load_job
+from m6.slurm.job import load_cluster as load_job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONFIG = str(CONFIGS / "m6_base.json")
@@ -28,7 +28,7 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     assert (tmp_path / "m6_base.sbatch").read_text().startswith("#SBATCH --job-name=m6_base\n#SBATCH --nodes=1\n")
     job = load_job(tmp_path / "m6_base.job.json")
     assert (job.nodes, job.ranks_per_node, job.gpus_per_node, job.time_limit_min) == (1, 8, 8, 1440)
-    assert f"m6 submit {tmp_path}/m6_base.json --cluster {tmp_path}/m6_base.job.json" in text
+    assert f"m6 submit {tmp_path}/m6_base.json --job {tmp_path}/m6_base.job.json" in text
 
 
 def test_explain_gives_the_reason():

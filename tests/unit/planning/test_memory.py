@@ -66,6 +66,7 @@ def assert_states_are_exact(documents: dict[str, dict[str, Any]]) -> None:
                 assert predicted == held, f"{part} of {name}"
 
 
+@pytest.mark.slow
 def test_states_of_one_rank_are_exact(folder):
     documents = {
         "stage 0": tiny_document(folder),

@@ -11,7 +11,7 @@ from m6.planning.machine.cluster import load_cluster as load_machine
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import signal_lead_s
 from m6.planning.search.planner import Planner, PricedLayout
-from m6.slurm.description import load_cluster
+from m6.slurm.job import load_job
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {
@@ -45,7 +45,7 @@ def test_all_scripts_are_listed():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_header_and_configuration(name: str):
     cluster_name, overrides = SCRIPTS[name]
-    cluster = load_cluster(ROOT / "configs" / "jobs" / f"{cluster_name}.json")
+    cluster = load_job(ROOT / "configs" / "jobs" / f"{cluster_name}.json")
     options = {re.sub(r"=(\d+):00:00$", lambda hours: f"={int(hours[1]) * 60}", option) for option in header(name)}
     options = {option.replace("=00:30:00", "=30") for option in options}
     assert set(cluster.options()) <= options
@@ -56,7 +56,7 @@ def test_header_and_configuration(name: str):
 
 @pytest.mark.parametrize(("name", "machine"), [("100b", "a100_80g_x128"), ("1t", "v100_32g_x480")])
 def test_the_signal_comes_no_later_than_the_plan_asks(name: str, machine: str):
-    job = load_cluster(ROOT / "configs" / "jobs" / f"{SCRIPTS[f'pretrain_{name}'][0]}.json")
+    job = load_job(ROOT / "configs" / "jobs" / f"{SCRIPTS[f'pretrain_{name}'][0]}.json")
     planner = Planner(load_config(ROOT / "configs" / f"m6_{name}.json"), load_machine(Path(machine)))
     plan = planner.evaluate(layout_of(planner.config, job.world_size))
     assert isinstance(plan, PricedLayout)

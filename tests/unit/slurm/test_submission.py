@@ -56,7 +56,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_a_dry_run_prints_the_command_and_writes_nothing(config: Path, cluster: Path, tmp_path: Path):
     run = tmp_path / "run"
     before = contents(tmp_path)
-    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", run, "--dry-run")
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", run, "--dry-run")
     assert outcome.code == 0, outcome
     assert contents(tmp_path) == before
     command = shlex.split(outcome.stdout)
@@ -83,13 +83,13 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(config: Path, cluster: 
 
 def test_the_run_is_called_as_its_jobs_call_it(config: Path, cluster: Path, tmp_path: Path):
     """They find each other by the comment, and a shell's `cd` resolves ".."."""
-    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "there" / ".." / "run", "--dry-run")
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / "there" / ".." / "run", "--dry-run")
     assert f"--comment={tmp_path / 'run'}" in shlex.split(outcome.stdout)
 
 
 def test_what_is_submitted_is_recorded(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
     run = tmp_path / "run"
-    arguments = ("submit", config, "--cluster", cluster, "--run-dir", run, "--set", "m6.training.total_steps=7")
+    arguments = ("submit", config, "--job", cluster, "--run-dir", run, "--set", "m6.training.total_steps=7")
     outcome = m6(*arguments, **slurm)
     assert outcome.code == 0, outcome
     printed, job = outcome.stdout.splitlines()
@@ -119,7 +119,7 @@ def test_a_finetuning_run_is_submitted_with_the_model_it_begins_with(
     model = {name: document["m6"].pop(name) for name in ("model", "moe")}
     finetuning = tmp_path / "finetuning.json"
     finetuning.write_text(json.dumps(document))
-    arguments = ("submit", finetuning, "--cluster", cluster, "--run-dir", tmp_path / "run", "--init")
+    arguments = ("submit", finetuning, "--job", cluster, "--run-dir", tmp_path / "run", "--init")
     outcome = m6(*arguments, tmp_path / "pretrained", **slurm)
     assert outcome.code == 0, outcome
     submitted = json.loads(Path(shlex.split(outcome.stdout.splitlines()[0])[-1]).read_text())["m6"]
@@ -129,7 +129,7 @@ def test_a_finetuning_run_is_submitted_with_the_model_it_begins_with(
 
 
 def test_a_chain_is_the_same_command_again(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
-    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--chain", 3, **slurm)
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--chain", 3, **slurm)
     assert outcome.stdout.splitlines()[1:] == ["101", "102", "103"]
     calls = (tmp_path / "calls").read_text().split("\n--\n")[:3]
     assert calls[0] == calls[1] == calls[2]
@@ -137,7 +137,7 @@ def test_a_chain_is_the_same_command_again(config: Path, cluster: Path, tmp_path
 
 
 def test_an_array_runs_one_task_at_a_time(config: Path, cluster: Path, tmp_path: Path):
-    outcome = m6("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--array", 5, "--dry-run")
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--array", 5, "--dry-run")
     assert {"--array=1-5%1", "--no-requeue"} <= set(shlex.split(outcome.stdout))
 
 
@@ -158,13 +158,13 @@ def test_an_array_runs_one_task_at_a_time(config: Path, cluster: Path, tmp_path:
 )
 def test_what_cannot_work(config: Path, tmp_path: Path, changes: dict, message: str):
     cluster = write_cluster(tmp_path, **changes)
-    assert message in user_error("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run")
+    assert message in user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_local_disk_is_refused(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cluster = write_cluster(tmp_path, shared_folders=[])
-    arguments = ("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--dry-run")
+    arguments = ("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
     monkeypatch.setattr("m6.slurm.filesystem.file_system_type", lambda path: "ext4")
     assert "lies on ext4, which other nodes do not see" in user_error(*arguments)
     monkeypatch.setattr("m6.slurm.filesystem.file_system_type", lambda path: "lustre")
@@ -177,18 +177,16 @@ def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: s
     (run / "slurm").mkdir(parents=True)
     (run / "config.json").write_text(config.read_text())
     (run / name).touch()
-    assert str(run / name) in user_error("submit", config, "--cluster", cluster, "--run-dir", run)
+    assert str(run / name) in user_error("submit", config, "--job", cluster, "--run-dir", run)
 
 
 def test_chain_and_array_together(config: Path, cluster: Path, tmp_path: Path):
-    message = user_error(
-        "submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", "--chain", 2, "--array", 2
-    )
+    message = user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--chain", 2, "--array", 2)
     assert message == "--chain 2 and --array 2: both make jobs that follow each other; choose one"
 
 
 def test_no_slurm_here(config: Path, cluster: Path, tmp_path: Path):
-    message = user_error("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", PATH="/nowhere")
+    message = user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", PATH="/nowhere")
     assert message.startswith("sbatch: no such command")
     assert not (tmp_path / "run").exists()
 
@@ -196,5 +194,5 @@ def test_no_slurm_here(config: Path, cluster: Path, tmp_path: Path):
 def test_slurm_refuses(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
-    message = user_error("submit", config, "--cluster", cluster, "--run-dir", tmp_path / "run", **slurm)
+    message = user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", **slurm)
     assert message == "sbatch refused: sbatch: error: invalid partition"

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from m6.errors import UserError
 from m6.plots.experts import plot_experts
 from m6.runs.processes import Runtime
-from m6.training.reporting.experts import ExpertHealth, decode_loads, encode_loads, loads_wanted
+from m6.training.reporting.experts import ExpertHealth, decode_loads, encode_loads, reports_loads
 from moe import MoEConfig, MoELayer, RoutingStats
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import training_entry, write_metrics
@@ -81,7 +81,7 @@ def test_loads_are_stored_compactly():
         decode_loads("no base64!")
     for total, interval in ((40, 1), (12_345, 10), (500, 10), (99, 100), (1000, 3)):
         lines = [step for step in range(1, total + 1) if step % interval == 0 or step == total]
-        wanted = [step for step in lines if loads_wanted(step, total, interval)]
+        wanted = [step for step in lines if reports_loads(step, total, interval)]
         assert min(50, len(lines)) <= len(wanted) <= 101
         assert wanted[-1] == total
 

@@ -13,7 +13,7 @@ from m6.data.pictures import PictureSet, TrainingBatches
 from m6.errors import UserError
 from m6.evaluation.reconstruction import CodebookUse, psnr
 from m6.tokenizers.image import load_image_tokenizer
-from m6.training.tokenizers.image import Trainer, lr_factor, train_image_tokenizer
+from m6.training.tokenizers.image import ImageTokenizerTrainer, lr_factor, train_image_tokenizer
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import ROWS, build_tiny_data
@@ -76,14 +76,14 @@ def test_a_stopped_run_goes_on_to_the_bit(trained, data, tmp_path, stop):
 
 
 def test_a_killed_run_repeats_the_steps_since_it_was_saved(trained, data, tmp_path, monkeypatch):
-    step = Trainer.train_step
+    step = ImageTokenizerTrainer.train_step
 
     def dies(trainer, pixels):
         if trainer.step == 7:
             raise KeyboardInterrupt
         return step(trainer, pixels)
 
-    monkeypatch.setattr(Trainer, "train_step", dies)
+    monkeypatch.setattr(ImageTokenizerTrainer, "train_step", dies)
     with pytest.raises(KeyboardInterrupt):
         train_image_tokenizer(settings(data), tmp_path, CPU)
     monkeypatch.undo()
@@ -107,7 +107,7 @@ def test_workers_change_nothing(trained, data, tmp_path):
 
 
 def test_dead_codes_come_back(data, tmp_path):
-    trainer = Trainer(settings(data), CPU)
+    trainer = ImageTokenizerTrainer(settings(data), CPU)
     codebook = trainer.tokenizer.quantizer._codebook
     codebook.embed[:] = codebook.embed[:, :1].clone()  # all codes are one, so the others are never chosen
     codebook.embed_avg[:] = codebook.embed

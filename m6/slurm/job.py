@@ -1,4 +1,4 @@
-"""What a job asks of a cluster: one small JSON, by hand or by ``m6 plan``."""
+"""What a job asks of Slurm: one small JSON, written by hand or by ``m6 plan --out``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from m6.validation import Section, parse_json, validate
 SIGNAL_EARLY_S = 60
 
 
-class ClusterDescription(Section):
+class JobDescription(Section):
     """The resources of a job, and the site's names for where it may run."""
 
     nodes: PositiveInt = Field(description="nodes of the job")
@@ -36,7 +36,7 @@ class ClusterDescription(Section):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> ClusterDescription:
+    def _check(self) -> JobDescription:
         if self.gpus_per_node not in (0, self.ranks_per_node):
             raise ValueError(
                 f"gpus_per_node {self.gpus_per_node} with ranks_per_node {self.ranks_per_node}; a rank has one GPU, so "
@@ -73,14 +73,14 @@ class ClusterDescription(Section):
         return options
 
 
-def load_cluster(path: Path) -> ClusterDescription:
-    """Reads and validates a cluster description.
+def load_job(path: Path) -> JobDescription:
+    """Reads and validates the description of a job.
 
     Raises:
         UserError: for a file that cannot be read, a wrong key, or values that contradict each other.
     """
     try:
-        return validate(ClusterDescription, parse_json(path.read_text(encoding="utf-8")), "")
+        return validate(JobDescription, parse_json(path.read_text(encoding="utf-8")), "")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (ValueError, RecursionError, OSError) as error:
