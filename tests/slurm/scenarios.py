@@ -118,7 +118,10 @@ def _smoke_script(run: ClusterRun, *arguments: str) -> ClusterRun:
 
 
 def tutorial(make_run: MakeRun) -> tuple[ClusterRun, int]:
-    """The tutorial's commands as they stand on the page, with a tiny configuration under the names that it uses."""
+    """The tutorial's commands as they stand on the page, with a tiny configuration under the names that it uses.
+
+    The run stands still while it is looked at, since the tiny one would be over before.
+    """
     run = make_run("tour_slurm", train_batch_size=16)
     jobs = run.folder / "configs" / "jobs"
     jobs.mkdir(parents=True)
@@ -128,8 +131,13 @@ def tutorial(make_run: MakeRun) -> tuple[ClusterRun, int]:
     (jobs / "cpu_2x1.json").write_text(json.dumps(job), encoding="utf-8")
     run.job = execute(submission, run.folder).split()[-1]
     run.wait_for_step(MIDDLE)
+    processes = run.wait_for_ranks().values()
+    for process in processes:
+        send(process, signal.SIGSTOP)
     assert f"of {STEPS}" in execute(status, run.folder)
     execute(stop, run.folder)
+    for process in processes:
+        send(process, signal.SIGCONT)
     run.wait_for_end()
     stopped_at = run.newest_checkpoint()
     run.job = execute(resumption, run.folder).split()[-1]
