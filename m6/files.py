@@ -11,15 +11,20 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``; on success it is synced and renamed to ``path``."""
+def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yields a temporary path beside ``path``; on success it is synced and renamed to ``path``.
+
+    Args:
+        path: the file to write.
+        mode: its permissions, less those that the umask takes away.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        os.chmod(temporary, mode & ~_umask())  # mkstemp makes files that only their owner may read
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
@@ -42,28 +47,42 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    with atomic_path(path) as temporary:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Writes a text file as a whole; ``mode`` as in ``atomic_path``."""
+    with atomic_path(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    """Writes a JSON file as a whole; ``mode`` as in ``atomic_path``."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode)
 
 
-def cut_lines_after(path: Path, step: int) -> None:
-    """Drops the lines of JSON whose ``step`` lies behind ``step``, and one that a crash left half-written."""
+def cut_lines_after(path: Path, step: int) -> list[int]:
+    """Drops the lines of JSON whose ``step`` lies behind ``step``, and a last line that a crash left half-written.
+
+    Other lines that are not JSON objects with a step are damaged. They go to ``NAME.damaged`` beside the file.
+
+    Returns:
+        the numbers of the damaged lines, from 1.
+    """
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return []
+    kept: list[bytes] = []
+    damaged: dict[int, bytes] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry["step"] <= step:
-            kept.append(line + "\n")
-    write_text(path, "".join(kept))
+            if json.loads(line)["step"] <= step:
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            if line.endswith(b"\n"):  # what a crash cuts off has no end
+                damaged[number] = line
+    if damaged:
+        with path.with_name(f"{path.name}.damaged").open("ab") as file:
+            file.writelines(damaged.values())
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+    return list(damaged)
 
 
 def sha256(path: Path) -> str:

@@ -19,7 +19,8 @@ from m6.errors import UserError
 from m6.files import sync, write_text
 from m6.model.sharing import Sharing
 from m6.runs.directory import RunDirectory
-from m6.runs.processes import Runtime
+from m6.runs.lock import FolderLock
+from m6.runs.processes import Runtime, on_main_rank
 
 # How many shards, and how many pieces that are read at a time, hold one layer's weights and moments: what is
 # collected, what the serializer may copy and what is being read together stay below two layers.
@@ -35,7 +36,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
 
     Raises:
         UserError: the run has no Pseudo stage, is already Real or has no whole checkpoint (the file that is missing
-            or damaged is named), or ``out`` is not free.
+            or damaged is named), ``out`` is not free, or another process writes it.
     """
     config = load_config(run_dir / "config.json")
     if config.m6.pseudo_to_real is None:
@@ -74,19 +75,24 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         os.replace(temporary.root, out)
         sync(out.absolute().parent)
 
-    for work, everywhere in ((prepare, False), (write, True), (finish, False)):
-        problem = None
-        if everywhere or runtime.is_main:
-            try:
-                work()
-            except (OSError, UserError) as error:
-                problem = str(error)
-        found: list[str | None] = [None] * runtime.world_size
-        dist.all_gather_object(found, problem)
-        if any(found):
-            if runtime.is_main:
-                shutil.rmtree(temporary.root, ignore_errors=True)
-            raise UserError(f"{out} was not written: " + "; ".join(filter(None, found)))
+    lock = FolderLock(out.absolute().with_name(f".{out.name}.lock"), out)
+    on_main_rank(runtime, lock.acquire)
+    try:
+        for work, everywhere in ((prepare, False), (write, True), (finish, False)):
+            problem = None
+            if everywhere or runtime.is_main:
+                try:
+                    work()
+                except (OSError, UserError) as error:
+                    problem = str(error)
+            found: list[str | None] = [None] * runtime.world_size
+            dist.all_gather_object(found, problem)
+            if any(found):
+                if runtime.is_main:
+                    shutil.rmtree(temporary.root, ignore_errors=True)
+                raise UserError(f"{out} was not written: " + "; ".join(filter(None, found)))
+    finally:
+        lock.release()
     return out
 
 

@@ -23,13 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import UserError
 from m6.files import atomic_path, sha256, write_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
         pending.clear()
 
     size = 0
+    nonfinite: list[str] = []
     for piece in pieces:
         nbytes = piece.data.numel() * piece.data.element_size()
         if not nbytes:
@@ -80,19 +82,28 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
         file = f"rank_{rank:05d}_{len(files):03d}.safetensors"
         place = Range(piece.name, piece.kind, piece.offset, piece.data.numel(), file, piece.shape)
         pending[place.key] = piece.data
+        if piece.kind == WEIGHT and not torch.isfinite(piece.data).all():
+            nonfinite.append(piece.name)
         ranges.append(place)
     flush()
-    write_json(folder / f"rank_{rank:05d}.json", {"files": files, "ranges": [asdict(place) for place in ranges]})
+    write_json(
+        folder / f"rank_{rank:05d}.json",
+        {"files": files, "ranges": [asdict(place) for place in ranges], "nonfinite": nonfinite},
+    )
 
 
 def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None:
     """Joins all ranks' records; with this file the checkpoint is complete.
 
     Raises:
-        UserError: if the ranks' ranges leave a gap in a tensor, which would be a checkpoint that cannot be loaded.
+        UserError: the ranks' ranges leave a gap in a tensor, or a weight is not finite: from such a checkpoint a run
+            could not go on, so it stays incomplete and the one before remains the newest.
     """
     records = [json.loads((folder / f"rank_{rank:05d}.json").read_text()) for rank in range(world_size)]
     ranges = [place for record in records for place in record["ranges"]]
+    nonfinite = sorted({name for record in records for name in record["nonfinite"]})
+    if nonfinite:
+        raise UserError(f"{folder}: not completed, since weights are not finite: {', '.join(nonfinite[:_MAX_NAMES])}")
     _check_coverage(ranges, folder)
     manifest = {
         "format": FORMAT,

@@ -30,6 +30,10 @@ NewRunFolder = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
 ]
+Restart = Annotated[
+    bool,
+    typer.Option("--restart", help="begin at step 0; what the folder holds of the run stays, under another name"),
+]
 RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
 
 
@@ -47,12 +51,13 @@ def pretrain(
         Optional[Path],  # noqa: UP045
         typer.Option(help="what `m6 plan calibrate` wrote, to predict the time of a step"),
     ] = None,
+    restart: Restart = False,
 ) -> None:
     """Pretrains a model, or goes on where the run in the folder stopped.
 
     The same command runs under torchrun, deepspeed and srun.
     """
-    _train(config, overrides, run, profile=profile)
+    _train(config, overrides, run, profile=profile, restart=restart)
 
 
 @app.command()
@@ -61,13 +66,14 @@ def finetune(
     init: Annotated[Path, typer.Option("--init", help="the run or exported model whose weights it begins with")],
     run: NewRunFolder = None,
     overrides: Overrides = None,
+    restart: Restart = False,
 ) -> None:
     """Trains a pretrained model on other objectives, such as text to image.
 
     It is pretraining in everything else: resuming, launchers, logs, checkpoints. The JSON leaves out the model, which
     is that of --init.
     """
-    _train(config, overrides, run, init=init)
+    _train(config, overrides, run, init=init, restart=restart)
 
 
 def _train(
@@ -76,6 +82,7 @@ def _train(
     run: Path | None,
     init: Path | None = None,
     profile: Path | None = None,
+    restart: bool = False,
 ) -> None:
     from m6.runs.evidence import answer_sigquit
     from m6.runs.signals import StopFlag
@@ -114,7 +121,7 @@ def _train(
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
     if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
         check_initial_weights(settings.m6.init, tokenizer)
-    pretrain_run(settings, folder.root, start(), stop_flag, calibration)
+    pretrain_run(settings, folder.root, start(), stop_flag, calibration, restart)
     stop_flag.ignore()
 
 

@@ -55,13 +55,6 @@ class Sharing:
         """All layers of the group of ``layer``."""
         return [other for other in range(self.num_layers) if self._group(other) == self._group(layer)]
 
-    def pseudo_name(self, name: str) -> str:
-        """The name in the Pseudo model of the parameter ``name`` of the Real model."""
-        found = _LAYER.fullmatch(name)
-        if found is None or not self.shares(found[3]):
-            return name
-        return f"{found[1]}{self.first_layer(int(found[2]))}.{found[3]}"
-
     def real_names(self, name: str) -> list[str]:
         """The names in the Real model of the parameter ``name`` of the Pseudo model; several if it is shared."""
         found = _LAYER.fullmatch(name)

@@ -7,6 +7,8 @@ RUN/checkpoints/     see checkpoint_format.py
 RUN/progress         the last finished step and its time
 RUN/DONE RUN/FATAL   how the run ended; FATAL says why, and is not worth another attempt
 RUN/STOP             made by a person: save, then end
+RUN/last_checkpoint  the name of the last checkpoint that was completed, to notice that the checkpoints are gone
+RUN/lock             held by the process that trains the run
 RUN/SAVE             made by a person: save, then go on; goes when the checkpoint is complete
 RUN/slurm/           what the job scripts keep, see scripts/slurm/README.md
 """
@@ -29,13 +31,21 @@ from typing import Any
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
+from m6.runs.lock import FolderLock
 from m6.runs.snapshot import SNAPSHOT, git
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
+# Of the environment only these are recorded: a list of what is secret would never be complete.
+_RECORDED_VARIABLES = re.compile(
+    r"(MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|CUDA_VISIBLE_DEVICES|DS_ACCELERATOR|HF_HUB_OFFLINE"
+    r"|WANDB_MODE|TORCH_EXTENSIONS_DIR|(OMP|MKL|OPENBLAS)_NUM_THREADS|(NCCL|GLOO)_[A-Z0-9_]+"
+    r"|SLURM_(JOB_(ID|NAME|NUM_NODES|PARTITION)|ARRAY_TASK_ID|NTASKS(_PER_NODE)?|NNODES|NODELIST|PROCID|LOCALID))"
+)
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
 # What may change between two attempts at the same run: not the model, the data order or the schedule.
 _MAY_CHANGE = ("offload", "checkpoint", "logging", "evaluation", "samples")
+_PRIVATE = 0o600
+LAST_CHECKPOINT = "last_checkpoint"
+"""The file in a run's folder that names its last complete checkpoint."""
 _IDENTIFYING = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
     "torch_autocast",
@@ -43,12 +53,13 @@ _IDENTIFYING = (
 
 
 class RunDirectory:
-    """One run's folder. Only the main rank writes."""
+    """One run's folder. Only the main rank writes, and only while it holds ``lock``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
+        self.lock = FolderLock(root / "lock", root)
         self._progress_time = float("-inf")
 
     def check(self, config: RunConfig) -> None:
@@ -58,9 +69,9 @@ class RunDirectory:
         recorded = self.root / "config.json"
         if recorded.exists():
             difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
-            if difference:
+            if difference and self._has_trained():
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
-        elif self.root.is_dir() and any(path.name != "slurm" for path in self.root.iterdir()):
+        elif self.root.is_dir() and any(path.name not in ("slurm", "lock") for path in self.root.iterdir()):
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         if not existing.is_dir():
@@ -77,6 +88,26 @@ class RunDirectory:
             self.root.mkdir(parents=True, exist_ok=True)
             write_json(self.root / "config.json", config.document)
             self._record_attempt(config, world_size)
+
+    def _has_trained(self) -> bool:
+        """Whether an attempt came as far as a step: before that a folder is free for another run."""
+        return self.metrics.exists() or (self.root / "progress").exists() or self.checkpoints.exists()
+
+    def last_saved(self) -> str | None:
+        """The name of the last checkpoint that was completed, as noted outside of the folder of checkpoints."""
+        file = self.root / LAST_CHECKPOINT
+        return file.read_text(encoding="utf-8").strip() if file.exists() else None
+
+    def restart(self) -> None:
+        """Makes the run begin anew. What it has so far stays, under other names."""
+        kept = (self.metrics, self.checkpoints, self.root / "progress", self.root / "DONE", self.root / LAST_CHECKPOINT)
+        number = len(list(self.root.glob("before_restart_*")))
+        folder = self.root / f"before_restart_{number:03d}"
+        with self._writing():
+            folder.mkdir()
+            for path in kept:
+                if path.exists():
+                    path.rename(folder / path.name)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -104,20 +135,18 @@ class RunDirectory:
             "git_commit": commit,
             "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "environment": {
-                name: value
-                for name, value in sorted(os.environ.items())
-                if not _SECRET.search(name) and not _URL_WITH_PASSWORD.search(value)
+                name: value for name, value in sorted(os.environ.items()) if _RECORDED_VARIABLES.fullmatch(name)
             },
         }
-        write_json(attempt / "attempt.json", record)
-        write_json(attempt / "config.json", config.document)
+        write_json(attempt / "attempt.json", record, _PRIVATE)
+        write_json(attempt / "config.json", config.document, _PRIVATE)
         if patch:
-            write_text(attempt / "patch.diff", patch)
+            write_text(attempt / "patch.diff", patch, _PRIVATE)
 
-    def cut_metrics_after(self, step: int) -> None:
-        """Drops the lines of steps that a resumed run will do again, and a line that a crash left half-written."""
+    def cut_metrics_after(self, step: int) -> list[int]:
+        """Drops the lines of steps that a resumed run will do again; returns the numbers of the damaged lines."""
         with self._writing():
-            cut_lines_after(self.metrics, step)
+            return cut_lines_after(self.metrics, step)
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
         with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
@@ -133,13 +162,18 @@ class RunDirectory:
         if not self.metrics.exists():
             raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
         entries = []
-        for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        for number, line in enumerate(
+            self.metrics.read_bytes().decode("utf-8", "backslashreplace").splitlines(keepends=True), start=1
+        ):
             if not line.endswith("\n"):
                 continue
             try:
-                entries.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{self.metrics}, line {number}: corrupt: {error}") from None
+            if not isinstance(entry, dict) or "step" not in entry:
+                raise UserError(f"{self.metrics}, line {number}: corrupt: not an object with a step")
+            entries.append(entry)
         return entries
 
     def write_progress(self, step: int, total_steps: int) -> None:

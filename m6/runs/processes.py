@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed
 
 from m6.config.deepspeed import prepare_deepspeed
+from m6.errors import StorageError, UserError
 
 # What launchers call the same three facts: torchrun and deepspeed set the first, srun the second.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -125,3 +127,21 @@ def world_size_of_environment() -> int:
 def default_device() -> torch.device:
     """The current GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_main_rank(runtime: Runtime, work: Callable[[], None]) -> None:
+    """Does ``work`` on the main rank; what goes wrong there is raised on every rank.
+
+    Raises:
+        UserError: of ``work``; an error of the file system is a StorageError.
+    """
+    problem: list[tuple[bool, str] | None] = [None]
+    if runtime.is_main:
+        try:
+            work()
+        except (UserError, OSError) as error:
+            problem = [(isinstance(error, (StorageError, OSError)), str(error))]
+    torch.distributed.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        is_storage, message = problem[0]
+        raise (StorageError if is_storage else UserError)(message)

@@ -18,6 +18,7 @@ from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, writ
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError, UserError
 from m6.files import write_text
+from m6.runs.directory import LAST_CHECKPOINT
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
 
@@ -98,6 +99,7 @@ class Checkpointer:
                 time.sleep(_POLL_S)
         write_manifest(folder, self.runtime.world_size, state)
         write_text(self.root / "latest", folder.name + "\n")
+        write_text(self.root.parent / LAST_CHECKPOINT, folder.name + "\n")
         for old in complete_checkpoints(self.root)[: -self.keep_last]:
             (old / MANIFEST).unlink()  # first no longer complete, then gone
             shutil.rmtree(old)

@@ -23,7 +23,7 @@ from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.runs.data import open_data
 from m6.runs.directory import RunDirectory
-from m6.runs.processes import Runtime, free_memory
+from m6.runs.processes import Runtime, free_memory, on_main_rank
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
@@ -188,10 +188,24 @@ class Trainer:
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
+            self._check_nothing_is_lost()
             restore_weights(self.engine, open_initial_weights(self.settings.init))
             self._print(f"{self.run.root} begins with the weights of {self.settings.init}")
+        else:
+            self._check_nothing_is_lost()
         if self.runtime.is_main:
-            self.run.cut_metrics_after(self.step)
+            damaged = self.run.cut_metrics_after(self.step)
+            if damaged:
+                self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
+
+    def _check_nothing_is_lost(self) -> None:
+        """A run that was saved and has no checkpoint must not begin anew without a word: a disk may be missing."""
+        saved = self.run.last_saved()
+        if saved is not None:
+            raise UserError(
+                f"{self.run.root} was saved as {saved}, but {self.run.checkpoints} holds no whole checkpoint: bring it "
+                "back, or begin again at step 0 with --restart, which keeps what is there under another name"
+            )
 
     def _delink(self) -> None:
         """Goes over from the Pseudo to the Real model, by way of the checkpoint that was just saved.
@@ -297,19 +311,32 @@ def pretrain(
     runtime: Runtime,
     stop_flag: StopFlag | None = None,
     profile: Profile | None = None,
+    restart: bool = False,
 ) -> bool:
     """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done.
 
     Args:
         profile: the machine's calibration, by which the step's time is predicted.
+        restart: begins at step 0 whatever is there, see ``RunDirectory.restart``.
+
+    Raises:
+        UserError: another process trains the run, or it cannot go on.
     """
     run = RunDirectory(root)
-    if runtime.is_main:
+
+    def open_run() -> None:
+        run.lock.acquire()
+        if restart:
+            run.restart()
         run.open(config, runtime.world_size)
-    dist.barrier()
-    trainer = Trainer(config, run, runtime, stop_flag, profile)
+
+    on_main_rank(runtime, open_run)
     try:
-        return trainer.train()
+        trainer = Trainer(config, run, runtime, stop_flag, profile)
+        try:
+            return trainer.train()
+        finally:
+            if trainer.trackers is not None:
+                trainer.trackers.close()
     finally:
-        if trainer.trackers is not None:
-            trainer.trackers.close()
+        run.lock.release()

@@ -24,10 +24,6 @@ class StepResult:
     weighted_loss_sum: float
     requests: Requests
 
-    def objective_losses(self) -> dict[str, float]:
-        """Mean loss in nats per target of every objective that occurred."""
-        return {name: self.loss_sums[name] / count for name, count in self.targets.items() if count}
-
 
 class StepSums:
     """Sums of one optimizer step over its micro-batches; ``reduce`` adds the ranks in one collective."""

@@ -28,6 +28,7 @@ from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_r
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json
+from m6.runs.lock import FolderLock
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.training.tokenizers.sheet import draw_sheet
@@ -109,9 +110,17 @@ def train_image_tokenizer(
     """Trains into ``out``, or goes on there; the measures at the end, None when ``stopped`` said so before.
 
     Raises:
-        UserError: ``out`` holds a run with other settings or something else, or the pictures cannot be used.
+        UserError: ``out`` holds a run with other settings or something else, another process trains there, or the
+            pictures cannot be used.
     """
     _check_out(settings, out)
+    with FolderLock(out / "lock", out):
+        return _train(settings, out, device, stopped)
+
+
+def _train(
+    settings: ImageTokenizerTraining, out: Path, device: torch.device, stopped: Callable[[], bool]
+) -> Measures | None:
     manifest = Manifest.load(settings.data.path)
     pictures, held_out = (
         PictureSet(manifest, settings.data.sources, split, settings.model.image_size)
@@ -166,7 +175,7 @@ def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
     if recorded.is_file():
         if json.loads(recorded.read_bytes()) != settings.model_dump(mode="json"):
             raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(path.name != "lock" for path in out.iterdir())):
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
 
 

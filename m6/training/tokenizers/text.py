@@ -15,6 +15,7 @@ import sentencepiece
 
 from m6.errors import UserError
 from m6.files import atomic_path, write_json
+from m6.runs.lock import FolderLock
 
 if TYPE_CHECKING:
     from m6.data.manifest import Manifest
@@ -90,9 +91,10 @@ def train_text_tokenizer(
         model_file.write_bytes(buffer.getvalue())
         tokenizer = M6Tokenizer(str(model_file), image_vocab_size=image_vocab_size)
         tokenizer.save_pretrained(str(Path(folder, "saved")))
-        for file in Path(folder, "saved").iterdir():
-            with atomic_path(out_dir / file.name) as temporary:
-                shutil.copyfile(file, temporary)
+        with FolderLock(out_dir / "lock", out_dir):
+            for file in Path(folder, "saved").iterdir():
+                with atomic_path(out_dir / file.name) as temporary:
+                    shutil.copyfile(file, temporary)
     settings = options | {"image_vocab_size": image_vocab_size, "sample_bytes": sample_bytes}
     sample = {"lines": len(lines), "characters": sum(map(len, lines)), "sources": sorted(manifest.sources)}
     write_json(
