@@ -107,13 +107,21 @@ class RunDirectory:
         """Whether an attempt came as far as a step: before that a folder is free for another run."""
         return self.metrics.exists() or (self.root / "progress").exists() or self.checkpoints.exists()
 
-    def last_saved(self) -> str | None:
-        """The name of the last checkpoint that was completed, as noted outside of the folder of checkpoints."""
+    def check_never_saved(self) -> None:
+        """Raises UserError if the run has completed a checkpoint; for a run whose folder of checkpoints holds none.
+
+        The checkpoints may lie on another disk that is not mounted, and a run must not begin anew unasked.
+        """
         file = self.root / LAST_CHECKPOINT
-        return file.read_text(encoding="utf-8").strip() if file.exists() else None
+        if file.exists():
+            raise UserError(
+                f"{self.root} was saved as {file.read_text(encoding='utf-8').strip()}, but {self.checkpoints} holds no "
+                "whole checkpoint: bring it back, or begin again at step 0 with --restart, which keeps what is there "
+                "under another name"
+            )
 
     def restart(self) -> None:
-        """Makes the run begin anew. What it has so far stays, under other names."""
+        """Moves metrics, checkpoints and progress to RUN/before_restart_NNN, so that the run begins at step 0."""
         kept = (self.metrics, self.checkpoints, self.root / "progress", self.root / "DONE", self.root / LAST_CHECKPOINT)
         number = len(list(self.root.glob("before_restart_*")))
         folder = self.root / f"before_restart_{number:03d}"

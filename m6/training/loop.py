@@ -181,6 +181,8 @@ class Trainer:
     def _resume(self) -> None:
         for problem in self.problems:
             self._print(f"warning: checkpoint not used: {problem}")
+        if self.checkpoint is None:
+            self.run.check_never_saved()
         if self.checkpoint is not None:
             state = self.checkpoint.state
             if state["tokenizer"] != self.data.tokenizer.fingerprint:
@@ -198,24 +200,12 @@ class Trainer:
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
-            self._check_nothing_is_lost()
             restore_weights(self.engine, open_initial_weights(self.settings.init))
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
-        else:
-            self._check_nothing_is_lost()
         if self.runtime.is_main:
             damaged = self.run.cut_metrics_after(self.step)
             if damaged:
                 self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
-
-    def _check_nothing_is_lost(self) -> None:
-        """A run that was saved and has no checkpoint must not begin anew without a word: a disk may be missing."""
-        saved = self.run.last_saved()
-        if saved is not None:
-            raise UserError(
-                f"{self.run.root} was saved as {saved}, but {self.run.checkpoints} holds no whole checkpoint: bring it "
-                "back, or begin again at step 0 with --restart, which keeps what is there under another name"
-            )
 
     def _delink(self) -> None:
         """Replaces the Pseudo model by the Real model, which reads the checkpoint that was just saved.
