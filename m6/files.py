@@ -98,3 +98,8 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/m6-recipes``, or the same under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
