@@ -1,1 +1,1 @@
-"""What a run's numbers mean: n-gram baselines on the same targets, and the report that compares them."""
+"""Evaluation of runs: n-gram baselines, reports, generated pictures and downstream tasks."""

@@ -1,4 +1,4 @@
-"""What n-gram models reach on the targets that validation measures."""
+"""Baselines: the loss of n-gram models on the targets of the validation micro-batches."""
 
 from __future__ import annotations
 
@@ -24,42 +24,45 @@ Baselines = dict[str, dict[str, float]]
 
 
 def baselines_file(run_dir: Path) -> Path:
+    """Returns the path of a run's stored baselines."""
     return run_dir / "baselines.json"
 
 
 def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselines:
-    """The baselines of a run, computed once for its data, tokenizer and settings and kept in RUN/baselines.json.
+    """Returns the baselines of a run. They are stored in RUN/baselines.json and computed only if an input changed.
 
     Args:
+        run_dir: folder of the run.
+        config: configuration of the run.
         num_batches: validation micro-batches per objective.
 
     Returns:
-        {objective: {model in ORDERS: mean loss in nats per target}} of every objective that validation measures.
+        {objective: {model in ORDERS: mean loss in nats per target}} for every objective with validation data.
     """
     from m6.runs.data import open_data
 
     data = open_data(config)
-    made_from = _made_from(config, data, num_batches)
+    inputs = _inputs(config, data, num_batches)
     file = baselines_file(run_dir)
     stored = _read(file)
-    if stored is not None and stored["made_from"] == made_from:
+    if stored is not None and stored["made_from"] == inputs:
         return stored["losses"]
     losses = compute_baselines(config, data, num_batches)
-    write_json(file, {"made_from": made_from, "losses": losses})
+    write_json(file, {"made_from": inputs, "losses": losses})
     return losses
 
 
 def read_baselines(run_dir: Path) -> Baselines:
-    """What RUN/baselines.json holds; empty when there is none."""
+    """Returns the stored baselines of a run; empty if there are none."""
     stored = _read(baselines_file(run_dir))
     return {} if stored is None else stored["losses"]
 
 
 def compute_baselines(config: RunConfig, data: PretrainingData, num_batches: int) -> Baselines:
-    """Trains on each objective's targets in the training split, evaluates on its validation micro-batches.
+    """Trains n-gram models on each objective's training targets and evaluates them on its validation micro-batches.
 
-    Every training row of the objective's sources counts once, whatever the sources' weights in the mixture. The
-    vocabulary is the model's, so that both spread their probability over the same ids.
+    Every training row of the objective's sources is used once; the sources' weights in the mixture are ignored. The
+    n-gram models have the vocabulary of the run's model, so that the losses are comparable.
     """
     losses: Baselines = {}
     for objective in data.active_objectives:
@@ -76,7 +79,7 @@ def compute_baselines(config: RunConfig, data: PretrainingData, num_batches: int
 
 
 def training_targets(config: RunConfig, data: PretrainingData, objective: str) -> list[Ints]:
-    """``[bos] + ids + [eos]`` of every training row of the objective's sources, cut as the objective cuts them."""
+    """Returns ``[bos] + ids + [eos]`` for every training row of the objective's sources, cut as in training."""
     tokenizer = data.tokenizer
     return [
         np.array([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id])
@@ -87,11 +90,11 @@ def training_targets(config: RunConfig, data: PretrainingData, objective: str) -
 
 
 def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints]:
-    """``[bos] + labels`` of every sample: exactly the labelled targets of the micro-batches."""
+    """Returns ``[bos] + labels`` for every sample of the micro-batches."""
     targets = []
     for batch in batches:
         row, column = (batch.labels != IGNORED_LABEL).numpy().nonzero()
-        # One sample's labels stand together, and so do those of one row.
+        # The labels of a sample are contiguous in its row, so a change of row or sample id begins a new sample.
         samples = np.stack([row, batch.sample_ids.numpy()[row, column]])
         begins = np.flatnonzero((np.diff(samples, axis=1) != 0).any(axis=0)) + 1
         for labels in np.split(batch.labels.numpy()[row, column], begins):
@@ -100,8 +103,8 @@ def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints
     return targets
 
 
-def _made_from(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[str, Any]:
-    """Everything that the baselines depend on."""
+def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[str, Any]:
+    """Returns everything that the baselines depend on."""
     settings = config.m6
     return {
         "manifest": sha256(data.manifest.folder / MANIFEST_NAME),

@@ -1,21 +1,21 @@
-"""n-gram language models over token ids: how far counting alone gets on the same targets.
+"""n-gram language models over token ids, a baseline for the loss of a neural model on the same targets.
 
 Interpolated modified Kneser-Ney smoothing: Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language
-Modeling" (Harvard TR-10-98, 1998), the section on modified Kneser-Ney. With h a context of m - 1 tokens and h' the
-same without its first token,
+Modeling" (Harvard TR-10-98, 1998), the section on modified Kneser-Ney. Let h be a context of m - 1 tokens, and h' the
+same context without its first token. Then
 
     p_m(w | h) = max(a(hw) - D_m(a(hw)), 0) / sum_v a(hv)  +  gamma(h) * p_(m-1)(w | h'),    p_0 = 1 / V
     gamma(h)   = (D_m(1) N1(h) + D_m(2) N2(h) + D_m(3) N3+(h)) / sum_v a(hv)
     D_m(k)     = k - (k + 1) * Y * n_(k+1) / n_k  for k = 1, 2, 3;   Y = n_1 / (n_1 + 2 n_2);   D_m(0) = 0
 
-where N_c(h) counts the tokens v with a(hv) = c (N3+: 3 or more, which share one discount), and n_c the m-grams with
-a = c. At the highest order a counts occurrences, and below it the different tokens that precede the m-gram (Kneser
-and Ney 1995); an m-gram that begins a sequence has no predecessor and keeps its occurrences. In a context that was
-never seen, p_m = p_(m-1). So order 1 is absolute discounting against the uniform distribution, and no probability
-is 0.
+N_c(h) is the number of tokens v with a(hv) = c (N3+: 3 or more, which share one discount). n_c is the number of m-grams
+with a = c. The adjusted count a is the number of occurrences at the highest order. At lower orders it is the number of
+different tokens that precede the m-gram (Kneser and Ney 1995); an m-gram at the beginning of a sequence has no
+predecessor and keeps its number of occurrences. In an unseen context, p_m = p_(m-1). Order 1 is thus absolute
+discounting against the uniform distribution, and no probability is 0.
 
-Counting is sorting: an m-gram is the pair (number of its first m - 1 tokens among the (m-1)-grams, last token), which
-fits into 64 bits at every order.
+m-grams are counted by sorting integer keys. The key of an m-gram combines the number of its first m - 1 tokens among
+the (m-1)-grams with its last token, which fits into 64 bits at every order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Where there are too few counts to estimate them, as on tiny data.
+# D(1), D(2), D(3) where tiny data have too few counts to estimate them.
 _FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)
 
 
@@ -37,13 +37,13 @@ class NGramModel:
     """An interpolated modified Kneser-Ney model.
 
     Args:
-        sequences: token ids, each ``[bos, ..., eos]``: all begin with the same token, which stands nowhere else and
-            is never predicted.
-        order: n, at most the length of the longest sequence; a token is predicted from the n - 1 tokens before it.
-        vocab_size: V, the number of ids over which probabilities sum to 1.
+        sequences: token ids, each ``[bos, ..., eos]``. All begin with the same token, which occurs nowhere else and is
+            never predicted.
+        order: n; a token is predicted from the n - 1 tokens before it. It is reduced to the longest sequence's length.
+        vocab_size: V, the number of ids; probabilities sum to 1 over them.
 
     Raises:
-        ValueError: when there is nothing to predict, or ids break the rules above.
+        ValueError: there is nothing to predict, or the ids break the rules above.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int] | Ints], order: int, vocab_size: int) -> None:
@@ -56,7 +56,7 @@ class NGramModel:
         self.order = order = min(order, int(position.max()) + 1)
 
         counted: list[_Counts] = []
-        context = np.zeros(len(tokens), np.int64)  # order 1 knows one context, the empty one: number 0
+        context = np.zeros(len(tokens), np.int64)  # order 1 has one context, the empty one with number 0
         for m in range(1, order + 1):
             counted.append(_count(context * vocab_size + tokens, position >= m - 1))
             context = _contexts(counted[-1].number)
@@ -67,52 +67,53 @@ class NGramModel:
             if m == order:
                 adjusted = this.occurrences
             else:
-                # Every (m+1)-gram gives the m-gram at its end one more predecessor.
+                # Each different (m+1)-gram adds one predecessor to the m-gram at its end.
                 suffixes = this.number[counted[m].example]
                 predecessors = np.bincount(suffixes, minlength=len(this.keys))
                 adjusted = np.where(position[this.example] == m - 1, this.occurrences, predecessors)
-            if m == 1:
+            if m == 1:  # <bos> is never predicted, so it gets no probability
                 adjusted = np.where(this.keys == self._bos, 0, adjusted)
             self._orders.append(_smooth(this.keys, adjusted, num_contexts, vocab_size))
 
     def log_probabilities(self, sequences: Sequence[Sequence[int] | Ints]) -> Floats:
-        """Natural logarithm of the probability of every token after ``bos``, given those before it, in order.
+        """Returns the log probability in nats of every token after ``bos``, given the tokens before it.
 
         Args:
-            sequences: as for training.
+            sequences: in the format of the training sequences.
 
         Returns:
-            [sum of (length - 1)].
+            [sum of (length - 1)], in the order of the tokens.
         """
         tokens, position = _join(sequences, self.vocab_size)
         if np.any(tokens[position == 0] != self._bos):
             raise ValueError(f"every sequence must begin with {self._bos}")
+        # Interpolation from p_0 upwards: each order scales the probability by gamma(h) and adds its discounted share.
         probability = np.full(len(tokens), 1.0 / self.vocab_size)
         context = np.zeros(len(tokens), np.int64)
         for m, order in enumerate(self._orders, start=1):
-            known = (position >= m - 1) & (context >= 0)
+            has_context = (position >= m - 1) & (context >= 0)
             key = context * self.vocab_size + tokens
-            place = np.minimum(np.searchsorted(order.keys, key), len(order.keys) - 1)
-            found = known & (order.keys[place] == key)
-            probability[known] *= order.backoff[context[known]]
-            probability[found] += order.share[place[found]]
-            context = _contexts(np.where(found, place, -1))
+            index = np.minimum(np.searchsorted(order.keys, key), len(order.keys) - 1)
+            is_seen = has_context & (order.keys[index] == key)
+            probability[has_context] *= order.backoff[context[has_context]]
+            probability[is_seen] += order.share[index[is_seen]]
+            context = _contexts(np.where(is_seen, index, -1))
         return np.log(probability[position > 0])
 
     def mean_loss(self, sequences: Sequence[Sequence[int] | Ints]) -> float:
-        """Mean negative log probability in nats of every token after ``bos``."""
+        """Returns the mean negative log probability in nats of the tokens after ``bos``."""
         return float(-self.log_probabilities(sequences).mean())
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """The different m-grams of the training text; an m-gram's number is its place in ``keys``.
+    """The G different m-grams of T training tokens. The number of an m-gram is its index in ``keys``.
 
     Attributes:
-        keys: [G] sorted, number of the context * V + last token.
-        occurrences: [G].
+        keys: [G] sorted; number of the context * V + last token.
+        occurrences: [G] how often each m-gram occurs.
         example: [G] index of a token at which the m-gram ends.
-        number: [T] number of the m-gram that ends at each token, -1 where a sequence is still too short.
+        number: [T] number of the m-gram that ends at each token; -1 where fewer than m tokens precede in the sequence.
     """
 
     keys: Ints
@@ -123,7 +124,13 @@ class _Counts:
 
 @dataclass(frozen=True)
 class _Order:
-    """The smoothed m-grams of one order: [G] keys, [G] (a - D(a)) / sum of a, and gamma of each context."""
+    """The smoothed m-grams of one order.
+
+    Attributes:
+        keys: [G] as in _Counts.
+        share: [G] (a - D(a)) / sum of a over the context.
+        backoff: gamma of each context.
+    """
 
     keys: Ints
     share: Floats
@@ -131,7 +138,7 @@ class _Order:
 
 
 def _join(sequences: Sequence[Sequence[int] | Ints], vocab_size: int) -> tuple[Ints, Ints]:
-    """All tokens in one row, and the position of each in its sequence."""
+    """Concatenates the sequences; returns all tokens, and the position of each token in its sequence."""
     if not sequences:
         raise ValueError("there are no sequences")
     arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
@@ -145,11 +152,12 @@ def _join(sequences: Sequence[Sequence[int] | Ints], vocab_size: int) -> tuple[I
 
 
 def _contexts(number: Ints) -> Ints:
-    """The m-gram before each token, from the m-gram that ends at each token; the first entry is never read."""
+    """Returns the m-gram before each token, given the m-gram that ends at each token. The first entry is not used."""
     return np.concatenate([[-1], number[:-1]])
 
 
 def _count(keys: Ints, complete: NDArray[np.bool_]) -> _Counts:
+    """Counts the m-grams with the given keys; ``complete`` marks the tokens at which an m-gram ends."""
     where = np.flatnonzero(complete)
     unique, example, inverse, occurrences = np.unique(
         keys[where], return_index=True, return_inverse=True, return_counts=True
@@ -164,19 +172,19 @@ def _smooth(keys: Ints, adjusted: Ints, num_contexts: int, vocab_size: int) -> _
     discount = _discounts(adjusted)[np.minimum(adjusted, 3)]
     total = np.bincount(context, weights=adjusted, minlength=num_contexts)
     removed = np.bincount(context, weights=discount, minlength=num_contexts)
-    # A context that only ever ended a sequence is followed by nothing: everything is left to the lower order.
+    # A context that occurs only at the end of sequences has no continuation: all probability comes from lower orders.
     backoff = np.divide(removed, total, out=np.ones(num_contexts), where=total > 0)
     return _Order(keys, (adjusted - discount) / total[context], backoff)
 
 
 def _discounts(adjusted: Ints) -> Floats:
-    """D(0) = 0, D(1), D(2), D(3)."""
+    """Returns D(0) = 0, D(1), D(2), D(3), estimated from the counts of counts."""
     n = np.bincount(np.minimum(adjusted, 5), minlength=6).astype(np.float64)
     estimated = list(_FALLBACK_DISCOUNTS)
     if n[1:5].all():
         y = n[1] / (n[1] + 2 * n[2])
         for k in (1, 2, 3):
             value = k - (k + 1) * y * n[k + 1] / n[k]
-            if value > 0:  # 0 or less would leave nothing for tokens that were not seen
+            if value > 0:  # a discount of 0 or less would leave no probability for unseen tokens
                 estimated[k - 1] = value
     return np.array([0.0, *estimated])

@@ -1,4 +1,4 @@
-"""How well pictures come back, and how much of the codebook they use."""
+"""Quality of an image tokenizer: PSNR and SSIM of reconstructions, and usage of the codebook."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from m6.formatting import markdown_table
 from m6.tokenizers.image.base import ImageTokenizer
 
 _BATCH_SIZE = 64
-_MIN_MSE = 1e-6  # a picture that comes back exactly counts as 60 dB
+_MIN_MSE = 1e-6  # limits the PSNR of an exact reconstruction to 60 dB, so that means stay finite
 
 
 def psnr(pixels: Tensor, reference: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each picture in dB: ``[B, 3, H, H]`` in [0, 1] to ``[B]``."""
+    """Returns the peak signal-to-noise ratio of each picture in dB, for ``[B, 3, H, H]`` in [0, 1]."""
     return psnr_of_mse((pixels - reference).square().flatten(1).mean(1))
 
 
 def psnr_of_mse(mse: Tensor) -> Tensor:
-    """The same of mean squared errors."""
+    """Returns the peak signal-to-noise ratio in dB for mean squared errors of values in [0, 1]."""
     return -10 * mse.clamp_min(_MIN_MSE).log10()
 
 
 class CodebookUse:
-    """Counts codes: the share that occurs at all, and the perplexity of their distribution."""
+    """Counts the uses of each code of a codebook."""
 
     def __init__(self, codebook_size: int) -> None:
         self.counts = torch.zeros(codebook_size, dtype=torch.int64)
 
     def add(self, codes: Tensor) -> None:
+        """Counts codes of any shape."""
         self.counts += torch.bincount(codes.flatten().cpu(), minlength=len(self.counts))
 
     @property
     def usage(self) -> float:
+        """Share of the codes that occurred at least once."""
         return (self.counts > 0).double().mean().item()
 
     @property
     def perplexity(self) -> float:
-        """exp of the entropy: the number of codes that, used evenly, would say as much."""
+        """exp of the entropy of the codes: the size of a codebook that is used uniformly with the same entropy."""
         share = self.counts[self.counts > 0].double() / self.counts.sum()
         return math.exp(-(share * share.log()).sum().item())
 
 
 @dataclass(frozen=True)
 class SourceMeasures:
-    """Means over the pictures of a source."""
+    """Means over the pictures of one source."""
 
     pictures: int
     psnr_db: float
@@ -58,7 +60,7 @@ class SourceMeasures:
 
 @dataclass(frozen=True)
 class Measures:
-    """Means over all pictures, and of each source; usage and perplexity are of all pictures together."""
+    """Means over all pictures, and per source. Usage and perplexity are those of all pictures together."""
 
     pictures: int
     psnr_db: float
@@ -69,10 +71,11 @@ class Measures:
     sources: dict[str, SourceMeasures]
 
     def document(self) -> dict[str, Any]:
+        """Returns the measures as a JSON object."""
         return asdict(self)
 
     def table(self) -> str:
-        """The measures of the sources in Markdown."""
+        """Returns the measures per source, and of all, as a Markdown table."""
         measures = {**self.sources, "all": SourceMeasures(self.pictures, self.psnr_db, self.ssim)}
         rows = [[name, f"{row.pictures:,}", f"{row.psnr_db:.2f}", f"{row.ssim:.3f}"] for name, row in measures.items()]
         return markdown_table(["held-out pictures", "number", "PSNR (dB)", "SSIM"], rows)
@@ -80,7 +83,15 @@ class Measures:
 
 @torch.no_grad()
 def measure(tokenizer: ImageTokenizer, pictures: PictureSet, device: torch.device) -> Measures:
-    """Encodes and decodes a whole set; SSIM is that of Wang et al. (2004) with a Gaussian window."""
+    """Encodes and decodes all pictures of a set and compares them with the originals.
+
+    SSIM is that of Wang et al. (2004) with a Gaussian window.
+
+    Args:
+        tokenizer: image tokenizer in evaluation mode, on ``device``.
+        pictures: the set; pictures that cannot be decoded are counted.
+        device: device of the tokenizer.
+    """
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 
     use = CodebookUse(tokenizer.codebook_size)
@@ -96,15 +107,15 @@ def measure(tokenizer: ImageTokenizer, pictures: PictureSet, device: torch.devic
         decoded = tokenizer.decode(codes)
         use.add(codes)
         similarity = cast(Tensor, ssim(decoded, pixels, data_range=1.0, reduction="none"))
-        found = torch.stack([psnr(decoded, pixels), similarity], dim=1).double().cpu()
-        for row, value in zip(batch.rows, found, strict=True):
+        measured = torch.stack([psnr(decoded, pixels), similarity], dim=1).double().cpu()
+        for row, value in zip(batch.rows, measured, strict=True):
             values[pictures.locate(row)[0]].append(value)
     stacked = {source: torch.stack(rows) for source, rows in values.items() if rows}
-    every = torch.cat(list(stacked.values()))
+    combined = torch.cat(list(stacked.values()))
     return Measures(
-        pictures=len(every),
-        psnr_db=every[:, 0].mean().item(),
-        ssim=every[:, 1].mean().item(),
+        pictures=len(combined),
+        psnr_db=combined[:, 0].mean().item(),
+        ssim=combined[:, 1].mean().item(),
         codebook_usage=use.usage,
         codebook_perplexity=use.perplexity,
         bad_pictures=num_bad,

@@ -1,4 +1,4 @@
-"""A run in one page of Markdown: what it learned, against n-gram models, and how fast it ran."""
+"""Report of a run in Markdown: validation loss against n-gram models, speed, size and samples."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from m6.runs.processes import default_device
 def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Path:
     """Evaluates a run's newest checkpoint and writes the report.
 
-    The untrained model, the trained one and the n-gram models are all measured on the same targets.
+    The untrained model, the trained model and the n-gram models are measured on the same targets.
 
     Args:
-        run_dir: a run with a complete checkpoint, whose data folder and tokenizer are still there.
-        out: the Markdown file.
+        run_dir: a run with a complete checkpoint; its data folder and tokenizer must still exist.
+        out: the Markdown file to write; samples are written to a folder next to it.
         num_batches: validation micro-batches per objective; None: as many as during training.
 
     Returns:
         ``out``.
 
     Raises:
-        UserError: the folder is no run, or its checkpoint or data are missing or damaged.
+        UserError: the folder is not a run, or its checkpoint or data are missing or damaged.
     """
     from m6.runs.data import open_data
 
@@ -52,6 +52,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device).eval()
+    # The run's seed gives the same initial weights as in training.
     initialize_parameters(model, config.m6.training.seed)
     untrained = validation_losses(model, data, num_batches)
     load_weights(model, reader)
@@ -78,7 +79,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
 def validation_losses(
     model: M6ForConditionalGeneration, data: PretrainingData, num_batches: int
 ) -> dict[str, tuple[float, int]]:
-    """Mean loss in nats per target, and the number of targets, of every objective with validation data."""
+    """Returns {objective: (mean loss in nats per target, number of targets)} for objectives with validation data."""
     losses = {}
     for objective in data.active_objectives:
         total, targets = 0.0, 0
@@ -93,7 +94,7 @@ def validation_losses(
 
 
 def hardware(device: torch.device) -> str:
-    """The processor of this machine, the cores this process may use, and the GPUs."""
+    """Returns a description of this machine: CPU model, cores that this process may use, GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     text = f"{_cpu_model()}, {cores} cores"
     if device.type == "cuda":
@@ -147,22 +148,22 @@ def _loss_table(
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
-    """The intervals between log lines: medians, with the 10th and 90th percentile."""
+    """Returns table rows: medians over the log intervals, with the 10th and 90th percentile."""
     entries = [entry for entry in metrics if "tokens_per_second" in entry]
     if not entries:
         return []
 
-    def spread(key: str, format_value: str) -> str:
-        low, middle, high = np.percentile([entry[key] for entry in entries], [10, 50, 90])
-        return f"{middle:{format_value}} (10 % to 90 %: {low:{format_value}} to {high:{format_value}})"
+    def percentiles(key: str, format_value: str) -> str:
+        low, median, high = np.percentile([entry[key] for entry in entries], [10, 50, 90])
+        return f"{median:{format_value}} (10 % to 90 %: {low:{format_value}} to {high:{format_value}})"
 
     def share(key: str) -> str:
         return f"{sum(e[key] for e in entries) / sum(e['step_time_s'] for e in entries):.2%} of the time"
 
     return [
-        ["tokens per second, median", spread("tokens_per_second", ",.0f")],
-        ["samples per second, median", spread("samples_per_second", ",.1f")],
-        ["step time in s, median", spread("step_time_s", ".3f")],
+        ["tokens per second, median", percentiles("tokens_per_second", ",.0f")],
+        ["samples per second, median", percentiles("samples_per_second", ",.1f")],
+        ["step time in s, median", percentiles("step_time_s", ".3f")],
         ["model GFLOP/s, median", f"{np.median([e['model_flops_per_second'] for e in entries]) / 1e9:,.1f}"],
         *_utilisation(entries),
         ["waiting for data", share("data_wait_s")],
@@ -187,7 +188,7 @@ def _loss(nats: float) -> str:
 
 
 def _utilisation(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Only where the peak of the device is known."""
+    """Returns a table row, or none if the peak FLOP/s of the device are not known."""
     shares = [entry["mfu"] for entry in entries if entry["mfu"] is not None]
     return [["model FLOPs utilisation, median", f"{np.median(shares):.1%}"]] if shares else []
 

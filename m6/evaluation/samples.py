@@ -1,4 +1,4 @@
-"""What a model writes: captions of test pictures, continuations of test passages, all unedited."""
+"""Unedited samples of a model's output: captions of test pictures and continuations of test passages."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ from m6.generation.captioning import caption, continue_text
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
-PICTURES = 64
-SHOWN = 5
-PROMPT_CHARACTERS = 10
+PICTURES = 64  # pictures captioned per source
+SHOWN = 5  # samples shown per source
+PROMPT_CHARACTERS = 10  # characters of a passage that form the prompt
 
 
 def write_samples(
     model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, sources: list[str], folder: Path
 ) -> str:
-    """Captions pictures and continues passages of the test split, in a fixed random order; nothing is selected.
+    """Captions pictures and continues passages of the test split.
+
+    The samples are the first rows in a fixed random order, so they are not selected by quality.
 
     Args:
-        sources: those to take samples from, of any kind.
-        folder: where the shown pictures are written as PNG.
+        model: in evaluation mode.
+        processor: processor of the model.
+        manifest: manifest of the data folder.
+        sources: names of the sources; other kinds than pictures and texts are skipped.
+        folder: the shown pictures are written here as PNG.
 
     Returns:
-        Markdown: for each picture source the share of captions that equal the reference to the letter among up
-        to ``PICTURES`` pictures, and the first ``SHOWN`` of them; for each text source ``SHOWN`` continuations.
+        Markdown. For each source of pictures: the share of captions that are equal to the reference, among up to
+        ``PICTURES`` pictures, and the first ``SHOWN`` captions. For each source of texts: ``SHOWN`` continuations.
     """
     parts = []
     for source in sources:
@@ -84,5 +89,5 @@ def _test_rows(manifest: Manifest, source: str, number: int) -> Iterator[dict[st
 
 
 def _cell(text: str) -> str:
-    """One line that cannot break a Markdown table."""
+    """Returns a text as one line without unescaped bars, which would break a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,1 +1,1 @@
-"""From a prompt to text: captions and continuations."""
+"""Generation: captions, continuations of texts, and pictures from texts."""

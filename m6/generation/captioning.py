@@ -1,4 +1,4 @@
-"""Text out of the model: captions of pictures and continuations of prompts."""
+"""Text generation: captions of pictures and continuations of prompts."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TextOnly(LogitsProcessor):
-    """Forbids every id but text pieces and ``<eos>``: no image codes, no other special tokens."""
+    """Restricts generation to text pieces and ``<eos>``; image codes and other special tokens get -inf."""
 
     def __init__(self, config: M6Config) -> None:
         self.text_vocab_size = config.text_vocab_size
@@ -39,18 +39,18 @@ def caption(
     max_new_tokens: int = 64,
     **generate_kwargs: Any,
 ) -> list[str]:
-    """Describes each picture, the pretraining task of M6 (arXiv 2103.00823), section 3.
+    """Generates a caption for each picture, as in M6's pretraining (arXiv 2103.00823, section 3).
 
     Args:
         model: in evaluation mode.
-        processor: of the model's tokenizer and picture size.
+        processor: processor of the model.
         images: B pictures.
-        num_beams: width of the beam search; 1 is greedy.
-        max_new_tokens: of a description, ``<eos>`` included.
+        num_beams: width of the beam search; 1 is greedy decoding.
+        max_new_tokens: longest caption, ``<eos>`` included.
         generate_kwargs: passed to ``model.generate``.
 
     Returns:
-        B descriptions.
+        B captions.
     """
     inputs = processor(images=list(images))
     return _generate_text(
@@ -66,20 +66,21 @@ def continue_text(
     max_new_tokens: int = 64,
     **generate_kwargs: Any,
 ) -> list[str]:
-    """Continues texts as a language model: there is no source, and the target begins with the prompt.
+    """Continues texts as a language model: the source is empty, and the target begins with the prompt.
 
     Args:
         model: in evaluation mode.
-        processor: of the model's tokenizer.
-        prompts: B beginnings, of any lengths.
-        max_new_tokens: tokens after the prompt, ``<eos>`` included.
+        processor: processor of the model.
+        prompts: B prompts of any lengths.
+        max_new_tokens: most tokens after the prompt, ``<eos>`` included.
         generate_kwargs: passed to ``model.generate``, such as ``do_sample=True, top_p=0.9``.
 
     Returns:
-        B texts, prompts included.
+        B texts, which include the prompts.
     """
     tokenizer, config = processor.tokenizer, model.config
     rows = [[config.bos_token_id, *tokenizer.encode_ids(prompt)] for prompt in prompts]
+    # Padded on the left, so that the new tokens follow the prompts.
     length = max(map(len, rows))
     input_ids = torch.tensor([[config.pad_token_id] * (length - len(row)) + row for row in rows])
     return _generate_text(model, tokenizer, {"input_ids": input_ids}, max_new_tokens=max_new_tokens, **generate_kwargs)
@@ -91,7 +92,7 @@ def _generate_text(
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     text_only = LogitsProcessorList([TextOnly(model.config)])
     sequences = model.generate(inputs.pop("input_ids"), logits_processor=text_only, **inputs, **generate_kwargs)
-    # The target is decoded as a whole, prompt and continuation: a word may be cut between them.
+    # Prompt and continuation are decoded together, because a word may be split between them.
     targets = [row[row.index(model.config.bos_token_id) + 1 :] for row in sequences.tolist()]
     texts = [[token for token in target if token < model.config.text_vocab_size] for target in targets]
     return [str(tokenizer.decode(text)) for text in texts]

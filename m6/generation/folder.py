@@ -1,4 +1,7 @@
-"""Drawn pictures as files: PNG and ``captions.jsonl``, a line ``{"file": ..., "caption": ...}`` for each."""
+"""Writes generated pictures to a folder: PNG files and ``captions.jsonl``.
+
+Each line of ``captions.jsonl`` is ``{"file": ..., "caption": ...}``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ CAPTIONS_NAME = "captions.jsonl"
 
 
 def write_pictures(images: list[Image], captions: list[str], folder: Path) -> None:
-    """Writes each picture as a PNG, and last the file that says which caption each one has."""
+    """Writes each picture as PNG, then ``captions.jsonl``, so that the list never names a missing file."""
     lines = []
     for index, (picture, caption) in enumerate(zip(images, captions, strict=True)):
         name = f"{index:05d}.png"

@@ -1,4 +1,4 @@
-"""Pictures side by side in one."""
+"""Grids of pictures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-GAP = 2
+GAP = 2  # pixels between pictures
 
 
 def picture_grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Puts pictures of one size into rows on white, in reading order; without ``columns`` about as many as rows."""
+    """Arranges pictures of equal size in a grid on white, row by row; the grid is about square without ``columns``."""
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     width, height = images[0].size

@@ -1,4 +1,4 @@
-"""How likely a model finds given targets."""
+"""Log-likelihoods of given targets under a model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def target_log_likelihoods(
     pictures: Sequence[np.ndarray | None],
     batch_size: int = 64,
 ) -> Tensor:
-    """log p(target, <eos> | picture, source) of N examples.
+    """Returns log p(target, <eos> | picture, source) of N examples.
 
     Args:
         model: in evaluation mode.
-        processor: of the model.
-        examples: N.
-        pictures: of each, uint8 [image_size, image_size, 3], or None.
-        batch_size: examples that run together; they are sorted by length first, which saves padding.
+        processor: processor of the model.
+        examples: N examples.
+        pictures: the picture of each example, uint8 [image_size, image_size, 3], or None.
+        batch_size: examples per forward pass. Examples are sorted by length first, which reduces padding.
 
     Returns:
         fp64 [N] on the CPU, in nats.
@@ -42,7 +42,7 @@ def target_log_likelihoods(
         part = order[begin : begin + batch_size]
         collator = Collator(
             tokenizer=processor.tokenizer,
-            sequence_length=lengths[part[-1]],
+            sequence_length=lengths[part[-1]],  # the longest of the batch
             num_patches=processor.num_patches,
             image_size=model.config.image_size,
             packing=False,

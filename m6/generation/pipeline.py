@@ -1,4 +1,4 @@
-"""From a Chinese sentence to pictures: the model, its processor and the image tokenizer in one object."""
+"""Text-to-image pipeline: the model, its processor and the image tokenizer in one object."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextToImageOutput:
-    """Pictures of B captions, the ``num_images`` of a caption side by side.
+    """Pictures of B captions; the ``num_images`` pictures of a caption are consecutive.
 
     Attributes:
         images: B * num_images pictures.
-        codes: int64 [B * num_images, N], of which the pictures were painted.
-        scores: fp64 [B * num_images], the mean log-likelihood of the caption given the picture, in nats, by which
-            they were chosen, best first; None where nothing was chosen.
+        codes: int64 [B * num_images, N], the image codes of the pictures.
+        scores: fp64 [B * num_images], mean log-likelihood of the caption given the picture, in nats. The pictures of a
+            caption are sorted by it, best first. None without ``num_candidates``.
     """
 
     images: list[Image.Image]
@@ -41,15 +41,15 @@ class TextToImageOutput:
 
 
 class M6TextToImagePipeline:
-    """M6's text-to-image generation (arXiv 2103.00823, section 5.4): write codes after the text, paint them.
+    """M6's text-to-image generation (arXiv 2103.00823, section 5.4): generate image codes from text and decode them.
 
     Args:
         model: fine-tuned on the objective text_to_image.
-        processor: of the model's text tokenizer.
-        image_tokenizer: that made the codes which the model was trained on.
+        processor: processor of the model.
+        image_tokenizer: the image tokenizer that made the codes of the model's training data.
 
     Raises:
-        UserError: the model's vocabulary has no room for the image tokenizer's codes.
+        UserError: the model's vocabulary has too few image codes for the image tokenizer.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class M6TextToImagePipeline:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: torch.device | str = "cpu") -> M6TextToImagePipeline:
-        """Loads what ``save_pretrained`` or ``m6 export`` wrote, or a run's newest checkpoint.
+        """Loads a folder that ``save_pretrained`` or ``m6 export`` wrote, or a run's newest checkpoint.
 
         Raises:
-            UserError: the folder is neither, or its model has not learned to draw.
+            UserError: the folder holds no model, or a model without an image tokenizer.
         """
         folder = Path(folder)
         image_tokenizer = load_run_image_tokenizer(folder)
         return cls(*load_run_model(folder, torch.device(device)), image_tokenizer)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes everything that ``from_pretrained`` reads."""
+        """Writes model, processor and image tokenizer in the format of ``from_pretrained``."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
         self.image_tokenizer.save_pretrained(Path(folder, IMAGE_TOKENIZER))
@@ -88,44 +88,44 @@ class M6TextToImagePipeline:
         use_cache: bool = True,
         progress: bool = True,
     ) -> TextToImageOutput:
-        """Draws pictures of each caption.
+        """Generates pictures of each caption.
 
-        A picture depends on its caption, its number and the seed, not on what else is drawn or on ``batch_size``
-        (but for the rounding of sums, which differs between shapes and devices, and for experts with a capacity, for
-        which the tokens of a batch compete).
+        A picture depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions. Two
+        exceptions: rounding differs between shapes and devices, and experts with a capacity make the tokens of a batch
+        compete.
 
         Args:
             captions: a text, or B texts.
-            num_images: pictures of each.
-            num_candidates: draw so many of each and keep those from which the model itself would best guess the
-                caption, as M6 chooses among candidates; absent: keep all that are drawn.
+            num_images: pictures per caption.
+            num_candidates: if given, so many pictures are generated per caption, and the ``num_images`` are kept that
+                give the caption the highest likelihood under the model, as in M6.
             sampling: how codes are drawn.
             seed: any integer.
-            batch_size: pictures drawn at a time.
+            batch_size: pictures generated at once.
             use_cache: see ``draw_codes``.
-            progress: show a bar on a terminal.
+            progress: show a progress bar on a terminal.
 
         Raises:
-            UserError: an empty or overlong caption, or fewer candidates than pictures.
+            UserError: a caption is empty or too long, or there are fewer candidates than pictures.
         """
         texts = [captions] if isinstance(captions, str) else list(captions)
-        drawn = num_images if num_candidates is None else num_candidates
-        if not 1 <= num_images <= drawn:
-            raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {drawn}")
+        num_drawn = num_images if num_candidates is None else num_candidates
+        if not 1 <= num_images <= num_drawn:
+            raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {num_drawn}")
         num_codes = self.image_tokenizer.num_codes
         check_captions(self.model.config, self.processor.tokenizer, texts, num_codes)
-        todo = [(text, index) for text in texts for index in range(drawn)]
+        jobs = [(text, index) for text in texts for index in range(num_drawn)]
         codes, images, scores = [], [], []
-        steps = -(-len(todo) // batch_size) * num_codes
+        steps = -(-len(jobs) // batch_size) * num_codes
         with tqdm(total=steps, unit="code", desc="drawing", disable=None if progress else True) as bar:
-            for part in _batches(todo, batch_size):
-                named = [text for text, _ in part]
+            for batch in _batches(jobs, batch_size):
+                batch_captions = [text for text, _ in batch]
                 codes.append(
                     draw_codes(
                         self.model,
                         self.processor,
-                        named,
-                        torch.stack([uniform_numbers(seed, text, index, num_codes) for text, index in part]),
+                        batch_captions,
+                        torch.stack([uniform_numbers(seed, text, index, num_codes) for text, index in batch]),
                         codebook_size=self.image_tokenizer.codebook_size,
                         sampling=sampling,
                         use_cache=use_cache,
@@ -134,17 +134,18 @@ class M6TextToImagePipeline:
                 )
                 images += paint(self.image_tokenizer, codes[-1])
                 if num_candidates is not None:
-                    scores.append(caption_scores(self.model, self.processor, images[-len(part) :], named))
+                    scores.append(caption_scores(self.model, self.processor, images[-len(batch) :], batch_captions))
         if num_candidates is None:
             return TextToImageOutput(images, torch.cat(codes), None)
-        ranking = torch.cat(scores).view(len(texts), drawn).argsort(dim=1, descending=True, stable=True)
-        best = (ranking[:, :num_images] + torch.arange(len(texts)).unsqueeze(1) * drawn).flatten()
+        # Stable, so that equal scores keep the order of the candidates on every device.
+        ranking = torch.cat(scores).view(len(texts), num_drawn).argsort(dim=1, descending=True, stable=True)
+        best = (ranking[:, :num_images] + torch.arange(len(texts)).unsqueeze(1) * num_drawn).flatten()
         return TextToImageOutput([images[i] for i in best.tolist()], torch.cat(codes)[best], torch.cat(scores)[best])
 
 
 @torch.no_grad()
 def paint(image_tokenizer: ImageTokenizer, codes: Tensor) -> list[Image.Image]:
-    """The pictures of codes int64 [B, N]."""
+    """Decodes int64 codes [B, N] to pictures."""
     device = next(image_tokenizer.parameters()).device
     return [Image.fromarray(picture) for picture in to_bytes(image_tokenizer.decode(codes.to(device)))]
 

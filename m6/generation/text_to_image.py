@@ -1,4 +1,4 @@
-"""From text to image codes: drawing one code after the other, and choosing among the pictures."""
+"""Generation of image codes from text, one code at a time, and scores to select among the pictures."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a code is drawn from the model's scores.
+    """How a code is drawn from the model's logits.
 
     Attributes:
-        guidance_scale: g in ``scores = unconditional + g * (conditional - unconditional)``, classifier-free guidance
-            (arXiv 2207.12598); 1 is none and computes no unconditional scores.
-        temperature: divides the scores; 0 takes the best code.
-        top_k: keep so many codes, or all.
-        top_p: keep the fewest codes whose probabilities sum to this, or all.
+        guidance_scale: g in ``unconditional + g * (conditional - unconditional)``, classifier-free guidance (arXiv
+            2207.12598). 1 is no guidance, and no unconditional logits are computed.
+        temperature: divides the logits; 0 takes the most likely code.
+        top_k: draw from the k most likely codes; None: from all.
+        top_p: draw from the fewest codes whose probabilities sum to p; None: from all.
+
+    Raises:
+        UserError: a value is out of range.
     """
 
     guidance_scale: float = 3.0
@@ -55,11 +58,11 @@ class Sampling:
             raise UserError(f"top_p must be in (0, 1], found {self.top_p}")
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Maps scores [B, K] to the distribution that codes are drawn from, fp64 [B, K]."""
+        """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""
         scores = scores.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
-        ids = torch.empty(0, device=scores.device)  # what the warpers of transformers take and do not look at
+        ids = torch.empty(0, device=scores.device)  # an argument that these warpers require but do not use
         scores = TemperatureLogitsWarper(self.temperature)(ids, scores) if self.temperature != 1 else scores
         scores = TopKLogitsWarper(self.top_k)(ids, scores) if self.top_k is not None else scores
         scores = TopPLogitsWarper(self.top_p)(ids, scores) if self.top_p is not None else scores
@@ -67,13 +70,19 @@ class Sampling:
 
 
 def uniform_numbers(seed: int, caption: str, index: int, number: int) -> Tensor:
-    """The random numbers of one picture, fp64 [number] in [0, 1).
+    """Returns the random numbers of one picture, fp64 [number] in [0, 1).
 
-    They depend on the arguments alone, and so does the picture: neither on the device nor on what else is drawn.
+    They depend only on the arguments, not on the device or on other pictures, so the picture is reproducible.
+
+    Args:
+        seed: any integer.
+        caption: caption of the picture.
+        index: index of the picture among those of the caption.
+        number: number of codes.
     """
     digest = hashlib.blake2b(f"{seed}/{index}/{caption}".encode(), digest_size=8).digest()
     generator = np.random.default_rng(int.from_bytes(digest, "little"))
-    # Of fp32's resolution: in fp64 the product with a sum of probabilities could then not reach that sum.
+    # Drawn in fp32: then the product with the fp64 sum of all probabilities is always less than that sum.
     return torch.from_numpy(generator.random(number, dtype=np.float32)).double()
 
 
@@ -89,25 +98,27 @@ def draw_codes(
     use_cache: bool = True,
     on_code: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Writes the image codes of B captions, each position restricted to the codes.
+    """Generates the image codes of B captions. Each position is restricted to image codes.
 
     Args:
         model: in evaluation mode.
-        processor: of the model's tokenizer.
+        processor: processor of the model.
         captions: B texts.
-        uniform: [B, N] random numbers in [0, 1), one for each code.
-        codebook_size: codes of the image tokenizer; the model may have room for more.
-        use_cache: keep keys and values in a static cache; without it everything is computed again for each code.
+        uniform: [B, N] random numbers in [0, 1), one per code.
+        codebook_size: number of codes of the image tokenizer; the model's vocabulary may have more.
+        sampling: how codes are drawn.
+        use_cache: keeps keys and values in a static cache. Without it, each step computes the whole sequence again.
         on_code: called after each of the N steps.
 
     Returns:
         int64 [B, N] on the CPU, in ``[0, codebook_size)``.
 
     Raises:
-        UserError: a caption is empty, or with its picture longer than the model's positions.
+        UserError: a caption is empty, or caption and codes exceed the model's positions.
     """
     tokenizer, num_codes = processor.tokenizer, uniform.shape[1]
     guided = sampling.guidance_scale != 1
+    # Conditional and unconditional sequences run as one batch; the unconditional ones have an empty source.
     sources = [*captions, *([""] * len(captions) if guided else [])]
     check_captions(model.config, tokenizer, captions, num_codes)
     inputs = processor(text=sources, target_prefix=[tokenizer.boi_token_id]).to(model.device)
@@ -115,7 +126,7 @@ def draw_codes(
     positions = derive_position_ids(types, mask)
     first = tokenizer.image_code_to_id(0)
     uniform = uniform.to(model.device)
-    # The last code is never an input.
+    # - 1: the last code is never an input.
     cache = StaticCache(model.config, max_cache_len=input_ids.shape[1] + num_codes - 1) if use_cache else None
     codes = torch.empty(uniform.shape, dtype=torch.int64, device=model.device)
     for step in range(num_codes):
@@ -132,15 +143,15 @@ def draw_codes(
             conditional, unconditional = scores.chunk(2)
             scores = unconditional + sampling.guidance_scale * (conditional - unconditional)
         codes[:, step] = _draw(sampling.probabilities(scores), uniform[:, step])
-        following = (codes[:, step : step + 1] + first).repeat(2 if guided else 1, 1)
-        types_following, positions_following = torch.full_like(following, TARGET), positions[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(following)], dim=1)
+        next_ids = (codes[:, step : step + 1] + first).repeat(2 if guided else 1, 1)
+        next_types, next_positions = torch.full_like(next_ids, TARGET), positions[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(next_ids)], dim=1)
         if use_cache:
-            input_ids, types, positions = following, types_following, positions_following
+            input_ids, types, positions = next_ids, next_types, next_positions
         else:
-            input_ids = torch.cat([input_ids, following], dim=1)
-            types = torch.cat([types, types_following], dim=1)
-            positions = torch.cat([positions, positions_following], dim=1)
+            input_ids = torch.cat([input_ids, next_ids], dim=1)
+            types = torch.cat([types, next_types], dim=1)
+            positions = torch.cat([positions, next_positions], dim=1)
         on_code()
     return codes.cpu()
 
@@ -148,10 +159,11 @@ def draw_codes(
 def caption_scores(
     model: M6ForConditionalGeneration, processor: M6Processor, images: Sequence[Image], captions: Sequence[str]
 ) -> Tensor:
-    """How likely the model finds each caption when it sees the picture: candidates are chosen by it.
+    """Returns the likelihood of each caption given its picture, by which candidates are selected.
 
     Args:
-        model: in evaluation mode, and trained to caption.
+        model: in evaluation mode, trained on image captioning.
+        processor: processor of the model.
         images: B pictures.
         captions: B texts.
 
@@ -166,9 +178,9 @@ def caption_scores(
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The code at which the summed probabilities [B, K] pass the random number [B]: int64 [B].
+    """Draws codes int64 [B] by inverse transform sampling from probabilities [B, K] with random numbers [B].
 
-    A code of probability 0 is never drawn: the sum does not pass anything there.
+    A code of probability 0 is never drawn, because the cumulative sum does not grow there.
     """
     sums = probabilities.cumsum(dim=-1)
     return torch.searchsorted(sums, (uniform * sums[:, -1]).unsqueeze(-1), right=True).squeeze(-1)

@@ -1,1 +1,1 @@
-"""The model behind HTTP: requests of any length in batches that waste little on padding."""
+"""The HTTP service: runs requests of different lengths in batches with little padding."""

@@ -1,9 +1,9 @@
-"""The HTTP interface: what may be asked, and with which status a request ends that is not answered.
+"""The HTTP interface. Status codes of requests that fail:
 
-422  bad input: the body says what is wrong
-429  the queue is full; Retry-After says when to try again
+422  bad input; the body names the problem
+429  the queue is full; the header Retry-After says when to try again
 503  the service is stopping
-504  not done before the deadline
+504  the deadline passed
 """
 
 import asyncio
@@ -26,34 +26,35 @@ from m6.serving.tasks import Captioning, CaptionJob, Drawing, DrawJob
 from m6.validation import describe
 
 MAX_BODY_BYTES = 16 << 20
-# A picture of 16 MiB may be 200 MB when it is decoded.
-MAX_DECODED_AT_ONCE = 2
+# Pictures decoded at the same time: a file of 16 MiB can take 200 MB when decoded.
+MAX_CONCURRENT_DECODES = 2
 
 
 class BadInput(ValueError):
-    """What a client sent cannot be used; the message says why."""
+    """Invalid input from a client; the message says what is wrong."""
 
 
 class DrawRequest(BaseModel):
-    """The body of a request for a picture."""
+    """Body of a request to ``/generate``."""
 
     model_config = ConfigDict(extra="forbid")
 
     text: str
     seed: int = 0
-    index: int = Field(0, ge=0, description="number of the picture among those of this text and seed")
+    index: int = Field(0, ge=0, description="index of the picture among those of this text and seed")
 
 
 def create_app(
     batcher: Batcher, captioning: Captioning, drawing: Drawing | None = None, *, deadline_s: float
 ) -> FastAPI:
-    """The service around a queue.
+    """Makes the HTTP application.
 
     Args:
-        batcher: with the lane "caption", and "generate" if there is ``drawing``; entered and left with the application.
-        captioning: the task of the former.
-        drawing: the task of the latter; None where the model does not draw.
-        deadline_s: the longest that a request may take; it may ask for less.
+        batcher: queue with the lane "caption", and with "generate" if ``drawing`` is given. The application starts and
+            stops it.
+        captioning: task of the lane "caption".
+        drawing: task of the lane "generate"; None if the model cannot generate pictures.
+        deadline_s: longest time of a request in seconds. A request can choose a shorter one.
     """
 
     @asynccontextmanager
@@ -61,9 +62,10 @@ def create_app(
         async with batcher:
             yield
 
-    decoding = asyncio.Semaphore(MAX_DECODED_AT_ONCE)
+    decoding = asyncio.Semaphore(MAX_CONCURRENT_DECODES)
     app = FastAPI(title="m6-recipes", lifespan=lifespan)
-    # Annotations of this file are values, not strings: FastAPI reads them, and they depend on the arguments above.
+    # FastAPI evaluates annotations, and this one depends on deadline_s. So this file must not import annotations from
+    # __future__, which would turn them into strings.
     Deadline = Annotated[
         float, Query(alias="deadline_s", gt=0, le=deadline_s, description="seconds until the request is given up")
     ]
@@ -82,9 +84,9 @@ def create_app(
         max_new_tokens: Annotated[int, Query(ge=1, le=captioning.max_new_tokens)] = captioning.max_new_tokens,
         deadline: Deadline = deadline_s,
     ) -> dict[str, str]:
-        """Describes the picture (PNG, JPEG, WebP, GIF, BMP or TIFF) that is the body of the request."""
+        """Captions a picture. The body of the request is a PNG, JPEG, WebP, GIF, BMP or TIFF file."""
         data = await _read_body(request)
-        async with decoding:  # in a thread, because a large picture takes a while
+        async with decoding:  # in a thread: decoding a large picture would block the event loop
             picture = await asyncio.to_thread(open_picture, data, captioning.model.config.image_size)
         return {"text": await batcher.submit("caption", CaptionJob(picture, max_new_tokens), deadline)}
 
@@ -92,11 +94,11 @@ def create_app(
 
         @app.post("/generate", response_class=Response)
         async def generate(request: Request, deadline: Deadline = deadline_s) -> Response:
-            """Draws the ``text`` of the JSON in the body; answers with one PNG."""
+            """Generates a picture of the ``text`` in the JSON body. The response is a PNG file."""
             try:
                 body = DrawRequest.model_validate_json(await _read_body(request))
                 job = DrawJob(body.text, body.seed, body.index)
-                drawing.check(job)
+                drawing.check(job)  # before the job is queued, so that a bad one cannot fail a batch
             except ValidationError as error:
                 raise BadInput(describe(error, DrawRequest, "")) from None
             except UserError as error:
@@ -111,17 +113,18 @@ def create_app(
 
 
 def open_picture(data: bytes, image_size: int) -> Image.Image:
-    """A client's picture as training saw its pictures; BadInput if it is none, damaged or too large."""
+    """Converts a client's picture as training pictures are converted; BadInput if it is damaged or too large."""
     try:
         return Image.open(io.BytesIO(encode_bitmap(data, image_size)))
     except BadPicture as problem:
         reason = str(problem)
-    except Exception:  # some of Pillow's decoders raise what nobody expects, such as struct.error
+    except Exception:  # some of Pillow's decoders raise undocumented types, such as struct.error
         reason = "corrupt image"
     raise BadInput(f"the body of the request is not a usable picture: {reason}")
 
 
 async def _read_body(request: Request) -> bytes:
+    # Read in parts: the size must be checked before the whole body is in memory.
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -1,4 +1,4 @@
-"""A bounded queue before a model that runs one batch at a time."""
+"""A bounded request queue for a model that runs one batch at a time."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ logger = logging.getLogger(__name__)
 
 
 class Task(Protocol):
-    """One kind of work that the model does on batches."""
+    """A kind of request that the model serves in batches."""
 
     def length(self, job: Any) -> int:
-        """What padding to the longest job of a batch is measured in."""
+        """Returns the length of a job. A batch is padded to its longest job."""
 
     def run(self, jobs: Sequence[Any]) -> Sequence[Any]:
-        """The result of each job; called in one thread. A job's result does not depend on the others."""
+        """Returns the result of each job. It is called in one thread; results must not depend on the other jobs."""
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The queue holds ``max_waiting`` requests."""
 
 
 class DeadlinePassed(Exception):
-    """A request was not done in time; if it was still waiting, it is never run."""
+    """A request was not completed in time. If it was still waiting, it is not run."""
 
 
 class Stopping(Exception):
-    """The service is going down."""
+    """The service is shutting down."""
 
 
 @dataclass
 class Counters:
-    """What happened since the start, in requests but for ``batches``."""
+    """Counters since the start of the service."""
 
     done: int = 0
+    """requests that were completed"""
     rejected: int = 0
-    """because the queue was full"""
+    """requests that were refused because the queue was full"""
     expired: int = 0
-    """because the deadline passed"""
+    """requests whose deadline passed"""
     failed: int = 0
-    """because the model raised an error"""
+    """requests for which the model raised an error"""
     batches: int = 0
+    """batches that were run"""
 
 
 @dataclass(eq=False)
@@ -60,14 +62,14 @@ class _Request:
 
 
 class Batcher:
-    """Runs jobs in batches, as an asynchronous context.
+    """Runs jobs in batches. Use it as an asynchronous context manager.
 
-    Whenever the model is free, the requests that wait for the same task as the oldest one are planned anew, and the
-    batch with the oldest runs: so none waits forever, and what arrives meanwhile may join a later batch.
+    When the model is free, all waiting requests of the oldest request's lane are divided into batches, and the batch
+    with the oldest request runs. No request waits forever, and requests that arrive later can join the next batch.
 
     Args:
-        lanes: the tasks by name, each with its plan.
-        max_waiting: requests that may wait; one more is refused.
+        lanes: tasks by name, each with its batch planner.
+        max_waiting: most requests in the queue; further ones are rejected.
     """
 
     def __init__(self, lanes: Mapping[str, tuple[Task, BatchPlanner]], max_waiting: int) -> None:
@@ -77,7 +79,7 @@ class Batcher:
         self._waiting: list[_Request] = []
         self._arrived = asyncio.Event()
         self._stopping = False
-        # One thread: two batches at once would only slow each other down.
+        # One thread: two batches at the same time would compete for the same device.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
 
     async def __aenter__(self) -> Batcher:
@@ -87,7 +89,7 @@ class Batcher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Lets the batch that runs finish; the requests that wait end with Stopping."""
+        """Waits for the running batch. Waiting requests end with Stopping."""
         self._stopping = True
         for request in self._waiting:
             _fail(request, Stopping("the service is stopping"))
@@ -98,27 +100,32 @@ class Batcher:
 
     @property
     def tasks(self) -> list[str]:
-        """The names of the tasks."""
+        """The names of the lanes."""
         return list(self._lanes)
 
     def status(self) -> dict[str, int]:
-        """The length of the queue, its limit and the counters."""
+        """Returns the length of the queue, its limit and the counters."""
         return {"waiting": len(self._waiting), "max_waiting": self.max_waiting, **asdict(self.counters)}
 
     async def submit(self, task: str, job: Any, deadline_s: float) -> Any:
-        """The result of a job.
+        """Queues a job and returns its result.
+
+        Args:
+            task: name of the lane.
+            job: argument of the lane's task.
+            deadline_s: longest time to wait for the result in seconds.
 
         Raises:
-            QueueFull: at once.
-            DeadlinePassed: after ``deadline_s``.
-            Stopping: the service goes down.
-            Exception: whatever the task raised for the batch.
+            QueueFull: the queue is full; raised immediately.
+            DeadlinePassed: the job was not done within ``deadline_s``.
+            Stopping: the service is shutting down.
+            Exception: the exception that the task raised for the job's batch.
         """
         if self._stopping:
             raise Stopping("the service is stopping")
         if len(self._waiting) >= self.max_waiting:
             self.counters.rejected += 1
-            raise QueueFull(f"{self.max_waiting} requests are waiting, which is the most")
+            raise QueueFull(f"the queue is full: {self.max_waiting} requests are waiting")
         request = _Request(task, job, self._lanes[task][0].length(job))
         self._waiting.append(request)
         self._arrived.set()
@@ -127,11 +134,12 @@ class Batcher:
         except asyncio.TimeoutError:
             self.counters.expired += 1
             raise DeadlinePassed(f"not done within {deadline_s:g} seconds") from None
-        finally:  # also when the request is cancelled
+        finally:  # also if the client disconnects and the request is cancelled
             if request in self._waiting:
                 self._waiting.remove(request)
 
     async def _serve(self) -> None:
+        """Runs batches until the service stops."""
         loop = asyncio.get_running_loop()
         while not self._stopping:
             await self._arrived.wait()
@@ -144,18 +152,19 @@ class Batcher:
                     results = await loop.run_in_executor(self._thread, task.run, [request.job for request in batch])
                     answers = list(zip(batch, results, strict=True))
                 except Exception as error:
-                    # The batch is lost, the service is not: the next batch may be a good one.
+                    # Only this batch fails; the service goes on with the next one.
                     logger.exception("a batch of %d requests for %s failed", len(batch), batch[0].lane)
                     self.counters.failed += len(batch)
                     for request in batch:
                         _fail(request, error)
                     continue
                 for request, result in answers:
-                    if not request.answer.done():
+                    if not request.answer.done():  # otherwise its deadline passed
                         request.answer.set_result(result)
                         self.counters.done += 1
 
     def _take_batch(self) -> list[_Request]:
+        """Removes the batch with the oldest request from the queue."""
         lane = self._waiting[0].lane
         candidates = [request for request in self._waiting if request.lane == lane]
         _, plan = self._lanes[lane]

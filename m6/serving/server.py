@@ -1,4 +1,4 @@
-"""``m6 serve``: loads a model, measures what batches cost, listens until it is told to stop."""
+"""``m6 serve``: loads a model, measures the cost of batches, and serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -34,15 +34,25 @@ def serve(
 ) -> None:
     """Serves the model of a run or of an exported folder until SIGTERM or Ctrl-C.
 
-    Requests that were taken by then are answered, unless that takes longer than ``deadline_s``.
+    On shutdown, the requests that were accepted before are still answered, for at most ``deadline_s``.
+
+    Args:
+        folder: a run, or a folder that ``m6 export`` wrote.
+        host: address to listen on.
+        port: port to listen on; 0: any free port.
+        max_batch_size: most requests of a batch.
+        max_waiting: most requests in the queue.
+        deadline_s: longest time of a request in seconds.
+        max_new_tokens: longest caption in tokens.
+        sampling: how image codes are drawn.
 
     Raises:
-        UserError: the folder holds no model, or the address cannot be listened at.
+        UserError: the folder holds no model, or the address cannot be used.
     """
     with _bind(host, port) as listener:
         device = default_device()
         drawing = None
-        if _draws(folder):
+        if _has_image_tokenizer(folder):
             drawing = Drawing(M6TextToImagePipeline.from_pretrained(folder, device), sampling)
             captioning = Captioning(drawing.pipeline.model, drawing.pipeline.processor, max_new_tokens)
         else:
@@ -55,13 +65,13 @@ def serve(
         app = create_app(Batcher(lanes, max_waiting), captioning, drawing, deadline_s=deadline_s)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(deadline_s) + 1)
         print(f"serving {folder} at http://{host}:{listener.getsockname()[1]}", flush=True)
-        # uvicorn raises the signals that stopped it once more when it is done; nothing is left to do then.
+        # After shutdown, uvicorn raises the signal that stopped it again, which would end this process with an error.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _draws(folder: Path) -> bool:
+def _has_image_tokenizer(folder: Path) -> bool:
     if is_exported(folder):
         return (folder / IMAGE_TOKENIZER).is_dir()
     return load_config(folder / "config.json").m6.data.image_tokenizer is not None
@@ -73,7 +83,10 @@ def _plan(task: Captioning | Drawing, max_batch_size: int) -> BatchPlanner:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: until the model is ready, clients are refused rather than kept."""
+    """Returns a bound socket that does not listen yet.
+
+    An address in use is reported before the model is loaded. Until the model is ready, connections are refused.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -1,4 +1,4 @@
-"""What the service does with a batch: describe pictures, draw pictures."""
+"""The tasks of the service: captioning pictures and generating pictures."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionJob:
-    """A picture to describe in at most ``max_new_tokens``, ``<eos>`` included."""
+    """A picture to caption in at most ``max_new_tokens`` tokens, ``<eos>`` included."""
 
     picture: Image.Image
     max_new_tokens: int
 
 
 class Captioning:
-    """Greedy descriptions. All prompts are of one length, so the steps of decoding are what is padded.
+    """Captions pictures by greedy decoding.
+
+    All prompts have the same length, so a job's length is its number of decoding steps.
 
     Args:
         model: in evaluation mode.
-        processor: of the model.
-        max_new_tokens: the most that a job may ask for.
+        processor: processor of the model.
+        max_new_tokens: limit of a job's max_new_tokens.
 
     Raises:
-        UserError: the model has fewer positions.
+        UserError: the model has fewer positions than max_new_tokens.
     """
 
     def __init__(self, model: M6ForConditionalGeneration, processor: M6Processor, max_new_tokens: int) -> None:
@@ -53,20 +55,24 @@ class Captioning:
 
     @property
     def max_length(self) -> int:
+        """Largest length of a job, in decoding steps."""
         return self.max_new_tokens
 
     def length(self, job: CaptionJob) -> int:
+        """Returns the most decoding steps of a job."""
         return job.max_new_tokens
 
     def run(self, jobs: Sequence[CaptionJob]) -> list[str]:
-        return self._describe(jobs)
+        """Returns the caption of each job."""
+        return self._caption(jobs)
 
     def run_synthetic(self, length: int, batch_size: int) -> None:
-        """Runs a batch of that size in which every job takes all of ``length`` steps."""
+        """Runs a batch in which every job takes ``length`` steps, to measure its time."""
         side = self.model.config.image_size
-        self._describe([CaptionJob(Image.new("RGB", (side, side), "white"), length)] * batch_size, length)
+        # min_new_tokens = length: otherwise a caption could end early.
+        self._caption([CaptionJob(Image.new("RGB", (side, side), "white"), length)] * batch_size, length)
 
-    def _describe(self, jobs: Sequence[CaptionJob], min_new_tokens: int = 0) -> list[str]:
+    def _caption(self, jobs: Sequence[CaptionJob], min_new_tokens: int = 0) -> list[str]:
         limits = [job.max_new_tokens for job in jobs]
         stop = StoppingCriteriaList([RowLimits(self.model.config.bos_token_id, limits)])
         return caption(
@@ -82,19 +88,20 @@ class Captioning:
 
 
 class RowLimits(StoppingCriteria):
-    """Ends each row of a batch after its own number of tokens behind ``<bos>``."""
+    """Stops each row of a batch after its own number of tokens after ``<bos>``."""
 
     def __init__(self, bos_token_id: int, limits: Sequence[int]) -> None:
         self.bos_token_id, self.limits = bos_token_id, torch.tensor(limits)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        """Returns bool [B]: whether each row has reached its limit."""
         begins = (input_ids == self.bos_token_id).int().argmax(dim=1)
         return input_ids.shape[1] - 1 - begins >= self.limits.to(input_ids.device)
 
 
 @dataclass(frozen=True)
 class DrawJob:
-    """A text to draw: the picture that ``m6 generate`` draws as number ``index`` with this seed."""
+    """A picture to generate: picture ``index`` of a text and a seed, the same as ``m6 generate`` makes."""
 
     text: str
     seed: int
@@ -102,10 +109,12 @@ class DrawJob:
 
 
 class Drawing:
-    """Pictures of texts, as PNG. All are of one number of codes, so the texts are what is padded.
+    """Generates pictures of texts as PNG.
+
+    All pictures have the same number of codes, so a job's length is that of its text.
 
     Args:
-        pipeline: the model and its image tokenizer.
+        pipeline: model, processor and image tokenizer.
         sampling: how codes are drawn.
     """
 
@@ -114,17 +123,20 @@ class Drawing:
 
     @property
     def max_length(self) -> int:
+        """Upper bound of a job's length in tokens."""
         return self.pipeline.model.config.max_position_embeddings
 
     def check(self, job: DrawJob) -> None:
-        """Raises UserError for a text that is empty or too long for the model."""
+        """Raises UserError if the text is empty or too long for the model."""
         tokenizer, num_codes = self.pipeline.processor.tokenizer, self.pipeline.image_tokenizer.num_codes
         check_captions(self.pipeline.model.config, tokenizer, [job.text], num_codes)
 
     def length(self, job: DrawJob) -> int:
+        """Returns the tokens of a job's text."""
         return len(self.pipeline.processor.tokenizer.encode_ids(job.text))
 
     def run(self, jobs: Sequence[DrawJob]) -> list[bytes]:
+        """Returns the PNG file of each job."""
         image_tokenizer = self.pipeline.image_tokenizer
         numbers = [uniform_numbers(job.seed, job.text, job.index, image_tokenizer.num_codes) for job in jobs]
         codes = draw_codes(
@@ -138,8 +150,8 @@ class Drawing:
         return [_png(picture) for picture in paint(image_tokenizer, codes)]
 
     def run_synthetic(self, length: int, batch_size: int) -> None:
-        """Draws a batch of that size from texts of ``length`` tokens."""
-        # The tokenizer makes each digit a token.
+        """Runs a batch of texts of ``length`` tokens, to measure its time."""
+        # The tokenizer encodes each digit as one token.
         self.run([DrawJob("7" * length, 0, index) for index in range(batch_size)])
 
 

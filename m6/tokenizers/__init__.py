@@ -1,4 +1,4 @@
-"""One joint id space for text and images: special tokens, the text tokenizer, prompts and pictures."""
+"""The joint vocabulary of text and images: special tokens, text tokenizer, and processor of prompts and pictures."""
 
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
 from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS

@@ -1,4 +1,4 @@
-"""Pictures and prompts: what turns a user's picture and text into the model's inputs."""
+"""Converts pictures and texts to the model's inputs."""
 
 import io
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from m6.tokenizers.text import M6Tokenizer
 
 
 class M6ImageProcessor(PilBackend):
-    """Any picture to RGB, padded with white to a square of ``size`` by bicubic resampling, and values in [-1, 1]."""
+    """Converts pictures to RGB, pads them with white to a square, resizes them (bicubic), and scales to [-1, 1]."""
 
     size = {"height": 256, "width": 256}  # noqa: RUF012 - the base class declares it so
     resample = Image.Resampling.BICUBIC
@@ -27,15 +27,16 @@ class M6ImageProcessor(PilBackend):
     do_normalize = True
 
     def process_image(self, image: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Returns a picture as uint8 ``[3, H, H]``, before it is resized. Overrides a step of the base class."""
         picture = image if isinstance(image, Image.Image) else to_pil_image(image)
         return np.moveaxis(np.asarray(square_rgb(picture)), -1, 0)
 
 
 def square_rgb(image: Image.Image) -> Image.Image:
-    """The picture upright, on white, and padded to a square: the proportions of what it shows are kept."""
+    """Rotates a picture upright (EXIF), fills transparent areas with white, and pads it with white to a square."""
     is_square_rgb = image.mode == "RGB" and image.width == image.height
     if is_square_rgb and "transparency" not in image.info and not image.getexif():
-        return image  # as "m6 data build" writes them
+        return image  # the common case: "m6 data build" writes such pictures
     picture = ImageOps.exif_transpose(image).convert("RGBA")
     side = max(picture.size)
     canvas = Image.new("RGB", (side, side), "white")
@@ -44,10 +45,12 @@ def square_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_picture(data: bytes, image_size: int) -> np.ndarray:
-    """Decodes a PNG, JPEG or WebP to uint8 ``[image_size, image_size, 3]``, with the steps of M6ImageProcessor.
+    """Decodes a PNG, JPEG or WebP file to uint8 ``[image_size, image_size, 3]``, with the steps of M6ImageProcessor.
 
-    Together with ``pixel_values`` this is the path of the training data: 8 bits until the pictures of a
-    micro-batch are stacked. Raises whatever Pillow raises for damaged bytes.
+    Training uses this function and ``pixel_values``: pictures stay in 8 bits until a micro-batch is stacked.
+
+    Raises:
+        Exception: any exception of Pillow, for damaged data.
     """
     with Image.open(io.BytesIO(data)) as image:
         picture = square_rgb(image)
@@ -57,19 +60,19 @@ def decode_picture(data: bytes, image_size: int) -> np.ndarray:
 
 
 def pixel_values(pictures: Sequence[np.ndarray], image_size: int) -> torch.Tensor:
-    """Stacks N pictures of uint8 ``[image_size, image_size, 3]`` to fp32 ``[N, 3, image_size, image_size]``."""
+    """Stacks N pictures, uint8 ``[H, H, 3]`` with H = image_size, to fp32 ``[N, 3, H, H]`` in [-1, 1]."""
     stacked = np.stack(pictures) if pictures else np.empty((0, image_size, image_size, 3), np.uint8)
     channels_first = torch.from_numpy(stacked).permute(0, 3, 1, 2)
     return channels_first.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
 class M6Processor(ProcessorMixin):
-    """Prompts for generation: ``[<image> x P]? source <bos> [prefix]``, padded on the left.
+    """Builds prompts for generation: ``[<image> x P]? source <bos> [prefix]``, padded on the left.
 
     Args:
-        image_processor: makes pictures of the model's image_size.
-        tokenizer: over the joint vocabulary.
-        num_patches: P, image placeholders for each picture.
+        image_processor: image processor with the model's image_size.
+        tokenizer: tokenizer of the joint vocabulary.
+        num_patches: P, the number of image placeholders for each picture.
     """
 
     def __init__(self, image_processor: M6ImageProcessor, tokenizer: M6Tokenizer, num_patches: int = 16) -> None:
@@ -86,9 +89,9 @@ class M6Processor(ProcessorMixin):
         """Builds the inputs of ``generate``.
 
         Args:
-            images: a picture, or a list of B pictures where None is a prompt without one.
-            text: the source, a string or B strings. Special tokens cannot be written in it.
-            target_prefix: how every target begins after ``<bos>``: a text, or ids such as that of ``<boi>``.
+            images: a picture, or a list of B pictures; None in the list is a prompt without a picture.
+            text: the source: a string or B strings. Special tokens in it are read as plain text.
+            target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as that of ``<boi>``.
             kwargs: passed to the image processor.
 
         Returns:
@@ -96,7 +99,7 @@ class M6Processor(ProcessorMixin):
             ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 pictures.
 
         Raises:
-            ValueError: when neither is given, or their numbers differ.
+            ValueError: neither images nor text is given, or their numbers differ.
         """
         if text is None and images is None:
             raise ValueError("a prompt needs images or text")
@@ -122,6 +125,7 @@ class M6Processor(ProcessorMixin):
         attention_mask, token_type_ids = np.zeros_like(input_ids), np.zeros_like(input_ids)
         for index, row in enumerate(rows):
             ids = np.concatenate(row)
+            # Padding is on the left, so that generated tokens follow the prompt directly.
             input_ids[index, length - len(ids) :] = ids
             attention_mask[index, length - len(ids) :] = 1
             types = np.repeat([IMAGE, SOURCE, TARGET], [len(part) for part in row])
@@ -136,7 +140,7 @@ class M6Processor(ProcessorMixin):
     def _get_arguments_from_pretrained(
         cls, pretrained_model_name_or_path: Any, processor_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> list[Any]:
-        # The classes are known, so loading works whether or not the Auto classes have been told of them.
+        # The base class looks the classes up in the Auto classes, where these two need not be registered.
         return [
             M6ImageProcessor.from_pretrained(pretrained_model_name_or_path, **kwargs),
             M6Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs),

@@ -1,12 +1,12 @@
-"""The special tokens of the joint id space (text pieces, then these, then image codes), and the token types."""
+"""Special tokens and token types of the joint vocabulary: text pieces, then special tokens, then image codes."""
 
 SPECIAL_TOKENS: tuple[str, ...] = (
     "<pad>",
-    "<bos>",  # opens the target of every sample
+    "<bos>",  # begins the target of every sample
     "<eos>",
     "<mask>",
-    "<image>",  # stands at the position of a picture's patch
-    "<boi>",  # opens a run of image codes
+    "<image>",  # placeholder at each position of a picture's patch
+    "<boi>",  # begins a sequence of image codes
     "<eoi>",
     "<sep>",
     *(f"<reserved_{k}>" for k in range(8, 16)),
@@ -14,7 +14,7 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 NUM_SPECIAL_TOKENS = 16
 
 IGNORED_LABEL = -100
-"""The label of a position without a target; PyTorch's losses leave it out by default."""
+"""The label of a position without a target; PyTorch's losses ignore it by default."""
 
-# What a position belongs to: a picture's patch (and padding), the source, the target from <bos> on.
+# Token types: picture patch (and padding), source, target including its <bos>.
 IMAGE, SOURCE, TARGET = 0, 1, 2

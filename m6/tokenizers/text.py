@@ -1,6 +1,6 @@
-"""The text tokenizer: a SentencePiece unigram model inside the joint vocabulary of text and image codes.
+"""The text tokenizer: a SentencePiece unigram model within the joint vocabulary of text and image codes.
 
-Joint ids: ``[0, text_vocab_size)`` text pieces, then the special tokens, then ``image_vocab_size`` image codes.
+Order of the joint ids: ``text_vocab_size`` text pieces, the special tokens, ``image_vocab_size`` image codes.
 """
 
 import functools
@@ -10,7 +10,7 @@ import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sentencepiece
 from transformers import PreTrainedTokenizer
@@ -19,19 +19,16 @@ from m6.errors import UserError
 from m6.files import atomic_path
 from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 
-if TYPE_CHECKING:
-    pass
-
 MODEL_FILE = "sentencepiece.model"
-MAX_PIECE_CHARACTERS = 16
+MAX_PIECE_CHARACTERS = 16  # longest text piece, which bounds the characters that a number of tokens can cover
 
 _SENTENCE_ENDS = "。！？!?；…\n"
 _CLOSING_MARKS = '”’」』）)】》"'
 _SENTENCE = re.compile(f"[^{_SENTENCE_ENDS}]*[{_SENTENCE_ENDS}]*[{_CLOSING_MARKS}]*")
 
-# NFKC would turn Chinese punctuation (，！？：（）) into ASCII, and a generated text could never hold it again.
-# Only the forms without a meaning of their own are folded: full-width letters and digits, odd spaces, marks
-# that nobody sees. Joiners inside emoji stay.
+# NFKC would turn Chinese punctuation (，！？：（）) into ASCII, and generated text could never contain it. So only
+# forms without a meaning of their own are folded: full-width letters and digits, special spaces and invisible
+# characters. Zero-width joiners are kept, because emoji need them.
 _WIDE_TO_ASCII = {0xFEE0 + ord(c): c for c in string.digits + string.ascii_letters}
 _SPACES = dict.fromkeys("\t\u00a0\u202f\u205f\u2581\u3000" + "".join(map(chr, range(0x2000, 0x200B))), " ")
 _CONTROLS = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2060, 0xFEFF]
@@ -39,25 +36,25 @@ _NORMALISATION = str.maketrans({**dict.fromkeys(_CONTROLS, ""), **_WIDE_TO_ASCII
 
 
 def normalize_text(text: str) -> str:
-    """Folds full-width letters and digits to ASCII, odd spaces (and ▁, their mark) to one, and drops controls.
+    """Folds full-width letters and digits to ASCII and special spaces (and ▁) to a space; removes control characters.
 
-    Chinese punctuation stays as it is. SentencePiece then also strips the ends and collapses runs of spaces.
+    Chinese punctuation is unchanged. SentencePiece later strips the ends and collapses runs of spaces.
     """
     return text.translate(_NORMALISATION)
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cuts a text after each run of sentence ends and closing marks; the parts join to the text."""
+    """Cuts a text after each sentence end and the closing marks that follow. The parts join to the text."""
     return [sentence for sentence in _SENTENCE.findall(text) if sentence]
 
 
 class M6Tokenizer(PreTrainedTokenizer):
-    """Slow Hugging Face tokenizer over the joint vocabulary.
+    """Slow (pure Python) Hugging Face tokenizer of the joint vocabulary.
 
-    Image codes are written ``<code_0>``, ``<code_1>``, ... as tokens.
+    As tokens, image codes are written ``<code_0>``, ``<code_1>``, ...
 
     Args:
-        vocab_file: the SentencePiece model.
+        vocab_file: file of the SentencePiece model.
         image_vocab_size: number of image codes at the end of the joint vocabulary.
     """
 
@@ -65,6 +62,7 @@ class M6Tokenizer(PreTrainedTokenizer):
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, vocab_file: str, image_vocab_size: int = 8192, **kwargs: Any) -> None:
+        # Kept in memory: the file may be gone when the tokenizer is saved with a checkpoint.
         self._model_bytes = Path(vocab_file).read_bytes()
         self.sp_model = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
         self.text_vocab_size: int = self.sp_model.get_piece_size()
@@ -80,21 +78,24 @@ class M6Tokenizer(PreTrainedTokenizer):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the SentencePiece model and the number of image codes: equal if and only if ids mean the same."""
+        """SHA-256 of the SentencePiece model and image_vocab_size. Equal fingerprints mean equal ids."""
         return hashlib.sha256(self._model_bytes + f"image_vocab_size={self.image_vocab_size}".encode()).hexdigest()
 
     def encode_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Text to piece ids, straight through SentencePiece; every id is below ``text_vocab_size``.
+        """Encodes text with SentencePiece; every id is below ``text_vocab_size``.
 
-        A string such as ``<mask>`` inside the text is plain text here. With ``max_tokens`` the ids are cut to
-        that number, without reading the whole of a long text.
+        Strings such as ``<mask>`` in the text are plain text here, so data cannot inject special tokens.
+
+        Args:
+            text: the text.
+            max_tokens: the ids are cut to this number; a long text is not read to its end.
         """
         if max_tokens is None:
             return self.sp_model.encode(normalize_text(text))
         return self.sp_model.encode(normalize_text(text[: max_tokens * MAX_PIECE_CHARACTERS]))[:max_tokens]
 
     def split_sentence_ids(self, ids: Sequence[int]) -> list[list[int]]:
-        """Cuts piece ids after each sentence end (and the closing marks that follow it)."""
+        """Cuts piece ids after each sentence end and the closing marks that follow."""
         ends, closing = self._sentence_marks
         sentences: list[list[int]] = [[]]
         ended = False
@@ -107,30 +108,33 @@ class M6Tokenizer(PreTrainedTokenizer):
         return sentences
 
     def image_code_to_id(self, code: int) -> int:
-        """Joint id of an image code in ``[0, image_vocab_size)``; ValueError outside."""
+        """Returns the joint id of an image code; ValueError if it is outside of ``[0, image_vocab_size)``."""
         if not 0 <= code < self.image_vocab_size:
             raise ValueError(f"image code {code} is outside [0, {self.image_vocab_size})")
         return self.text_vocab_size + NUM_SPECIAL_TOKENS + code
 
     def id_to_image_code(self, token_id: int) -> int:
-        """Image code of a joint id; ValueError when the id is not an image code."""
+        """Returns the image code of a joint id; ValueError if the id is not an image code."""
         code = token_id - self.text_vocab_size - NUM_SPECIAL_TOKENS
         if not 0 <= code < self.image_vocab_size:
             raise ValueError(f"id {token_id} is not an image code; those are [{self.image_code_to_id(0)}, {len(self)})")
         return code
 
     def get_vocab(self) -> dict[str, int]:
+        """Returns the ids of all tokens of the joint vocabulary."""
         return dict(self._vocab)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """Joins tokens to a string. Special tokens and image codes are written out."""
         parts: list[str] = []
         for is_text, run in itertools.groupby(tokens, lambda token: self._vocab[token] < self.text_vocab_size):
             run_tokens = list(run)
             parts += [self.sp_model.decode_pieces(run_tokens)] if is_text else run_tokens
-        # A vocabulary without a piece for the space spells its mark in bytes, which SentencePiece leaves as it is.
+        # Without a piece for the space, SentencePiece encodes ▁ in byte pieces and does not turn it back into a space.
         return "".join(parts).replace("▁", " ")
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Writes the SentencePiece model atomically; returns its path. ``save_pretrained`` calls it."""
         path = Path(save_directory, (f"{filename_prefix}-" if filename_prefix else "") + MODEL_FILE)
         with atomic_path(path) as temporary:
             temporary.write_bytes(self._model_bytes)
@@ -140,12 +144,12 @@ class M6Tokenizer(PreTrainedTokenizer):
     def _vocab(self) -> dict[str, int]:
         pieces = self.sp_model.id_to_piece(list(range(self.text_vocab_size)))
         codes = (f"<code_{code}>" for code in range(self.image_vocab_size))
-        # Training keeps scripts apart, so no piece can be spelled like one of the later tokens.
+        # A piece cannot equal a special token or code: training never puts letters and punctuation into one piece.
         return {token: index for index, token in enumerate(itertools.chain(pieces, SPECIAL_TOKENS, codes))}
 
     @functools.cached_property
     def _sentence_marks(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Ids of pieces that end a sentence, and of pieces that hold closing marks alone."""
+        """Ids of the pieces that end a sentence, and of the pieces that consist of closing marks."""
         ends, closing = {self.sp_model.piece_to_id("<0x0A>")}, set()
         for index, piece in enumerate(self.sp_model.id_to_piece(list(range(self.text_vocab_size)))):
             bare = piece.rstrip(_CLOSING_MARKS)
@@ -170,7 +174,7 @@ class M6Tokenizer(PreTrainedTokenizer):
 
 
 def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
-    """Loads a tokenizer folder; UserError when there is none at ``path``."""
+    """Loads a tokenizer folder; UserError if ``path`` holds none, or a damaged one."""
     if not Path(path, MODEL_FILE).is_file():
         raise UserError(f'{path} holds no tokenizer ({MODEL_FILE} is missing); train one with "m6 data tokenizer"')
     try:

@@ -1,4 +1,4 @@
-"""Where rows come from: packages that every machine can fetch, and the user's own data."""
+"""Sources of rows: built-in sources that are fetched from public packages, and the user's own data."""
 
 import re
 from collections.abc import Callable
@@ -35,22 +35,27 @@ BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
 
 
 def find_source(specifier: str, options: SourceOptions) -> Source:
-    """The source that the command line names: a built-in name, a path or ``hf:NAME[:SPLIT]``.
+    """Returns the source that a command-line argument names.
 
-    ``CALLED=`` in front of a path or of ``hf:`` chooses the name it gets in the manifest; otherwise that is the
-    last part of the path. UserError when there is no such source.
+    Args:
+        specifier: a built-in name, a path, or ``hf:NAME[:SPLIT]``. A prefix ``CALLED=`` before a path or ``hf:`` sets
+            the name in the manifest; by default that is the last part of the path.
+        options: columns, licence and cache folder.
+
+    Raises:
+        UserError: there is no such source, file or folder.
     """
     if specifier in BUILT_IN:
         return BUILT_IN[specifier](options)
-    called, place = re.fullmatch(r"(?:(\w[\w-]*)=)?(.*)", specifier, re.DOTALL).groups()  # type: ignore[union-attr]
-    if place.startswith("hf:"):
-        dataset, _, split = place.removeprefix("hf:").partition(":")
-        return HubTable(called or _name(dataset), dataset, split or "train", options)
-    path = Path(place)
+    name, location = re.fullmatch(r"(?:(\w[\w-]*)=)?(.*)", specifier, re.DOTALL).groups()  # type: ignore[union-attr]
+    if location.startswith("hf:"):
+        dataset, _, split = location.removeprefix("hf:").partition(":")
+        return HubTable(name or _name(dataset), dataset, split or "train", options)
+    path = Path(location)
     if not path.exists():
         hint = nearest(specifier, BUILT_IN)
         raise UserError(f'there is no source and no file or folder "{specifier}"{hint}')
-    return _open_path(called or _name(path.resolve().name), path, options)
+    return _open_path(name or _name(path.resolve().name), path, options)
 
 
 def _open_path(name: str, path: Path, options: SourceOptions) -> Source:
@@ -62,6 +67,7 @@ def _open_path(name: str, path: Path, options: SourceOptions) -> Source:
         raise UserError(f"{path}: expected a folder or a file .tar, {', '.join(LocalTable.FORMATS)}")
     if tars := sorted(path.rglob("*.tar")):
         return WebDataset(name, tars, options)
+    # A metadata.jsonl looks like a table, but its rows name picture files: such a folder is a PictureFolder.
     tables = [file for suffix in LocalTable.FORMATS for file in sorted(path.rglob(f"*{suffix}"))]
     if tables and not (path / "metadata.jsonl").is_file():
         return LocalTable(name, tables, options)
@@ -69,5 +75,5 @@ def _open_path(name: str, path: Path, options: SourceOptions) -> Source:
 
 
 def _name(text: str) -> str:
-    """A name that is safe in file names: the last part of a path without what follows the first dot."""
+    """Returns a name that is safe in file names: the last part of a path up to its first dot."""
     return re.sub(r"[^\w-]", "_", text.rsplit("/", 1)[-1].split(".")[0]) or "own"

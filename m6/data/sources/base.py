@@ -1,4 +1,4 @@
-"""What a source is: a name, a kind, its origin, and a stream of rows."""
+"""The interface of a source: a name, a kind, its origin, and a stream of rows."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as the source has it. The build checks and converts it, and chooses the split.
+    """One row of a source. The build checks and converts it, and assigns its split.
 
-    ``group`` is the document or concept: rows of one group always land in one split. ``split`` is set only
-    where the source comes with its own split. ``image`` holds the bytes of a picture file (SVG included).
-    ``problem`` is why the row cannot be used, where only the source can tell.
+    Attributes:
+        id: identifier, unique in the source.
+        group: document or concept; all rows of a group are in the same split.
+        text: caption, passage or document.
+        image: contents of a picture file (SVG is allowed).
+        question: question about the picture.
+        answer: answer to the question, or label of the text.
+        split: set only if the source defines its own split.
+        problem: why the row cannot be used, if the source itself found a problem.
     """
 
     id: str
@@ -32,7 +38,16 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What the command line says to the sources; the columns and the licence concern the user's own data."""
+    """Options from the command line. Columns and licence apply only to the user's own data.
+
+    Attributes:
+        cache: folder for fetched packages.
+        passage_chars: longest passage in characters; documents are cut into passages.
+        text_column: column of texts or captions.
+        image_column: column of pictures; None: ``image`` if it exists.
+        label_column: column of labels for classification.
+        licence: licence of the user's data.
+    """
 
     cache: Path
     passage_chars: int = 256
@@ -43,25 +58,34 @@ class SourceOptions:
 
 
 class Source(Protocol):
-    """A named stream of rows, in an order that never changes for the same origin.
+    """A named stream of rows. The same origin always gives the same rows in the same order.
 
-    ``has_test_split``: the rows that carry no split are divided between train and validation only.
+    Attributes:
+        name: name in the manifest and in file names.
+        kind: which columns the rows have.
+        has_test_split: whether the source defines its own test split. Rows without a split are then divided between
+            training and validation only.
     """
 
     name: str
     kind: SourceKind
     has_test_split: bool
 
-    def origin(self) -> list[Origin]: ...
+    def origin(self) -> list[Origin]:
+        """Returns the packages or files that the rows are read from, with versions, licences and checksums."""
 
-    def rows(self) -> Iterator[Row]: ...
+    def rows(self) -> Iterator[Row]:
+        """Yields the rows."""
 
 
 def interleave(*parts: Sequence[T]) -> Iterator[T]:
-    """Merges sequences evenly, so that a limited build takes the same share of each."""
+    """Merges sequences evenly: any prefix of the result takes about the same share of each sequence.
 
-    def placed(number: int, part: Sequence[T]) -> Iterator[tuple[float, int, T]]:
+    A build with ``--limit`` reads such a prefix.
+    """
+
+    def with_positions(number: int, part: Sequence[T]) -> Iterator[tuple[float, int, T]]:
         return (((index + 0.5) / len(part), number, item) for index, item in enumerate(part))
 
-    merged = heapq.merge(*(placed(n, p) for n, p in enumerate(parts)), key=lambda entry: entry[:2])
+    merged = heapq.merge(*(with_positions(n, p) for n, p in enumerate(parts)), key=lambda entry: entry[:2])
     return (item for _, _, item in merged)

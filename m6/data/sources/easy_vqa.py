@@ -24,13 +24,14 @@ COLOURS = {
     "yellow": "黄色",
 }
 SHAPES = {"circle": "圆形", "rectangle": "长方形", "triangle": "三角形"}
-# Captions of a colour and a shape that a model meets apart only, two of each shape: no colour is missing in training.
+# Combinations that are kept out of training in easy_vqa_compositions. Training has each of their colours and shapes in
+# other combinations. Two captions are held out per shape.
 HELD_OUT = frozenset({"蓝色的圆形", "黑色的圆形", "红色的三角形", "绿色的三角形", "黄色的长方形", "棕色的长方形"})
 ANSWERS = COLOURS | SHAPES | {"yes": "是", "no": "不是"}
 
-# The thing asked for: "blue shape", "circle" or just "shape".
+# The subject of a question: "blue shape", "circle" or just "shape".
 _THING = r"((?:\w+ )?(?:shape|circle|rectangle|triangle))"
-# Questions of yes and no are asked with 是不是, so that 是 and 不是 answer the negated ones without doubt.
+# Yes-no questions are translated with 是不是, so that the answers 是 and 不是 are unambiguous for negated questions.
 QUESTIONS = tuple(
     (re.compile(pattern.replace("THING", _THING)), translation)
     for pattern, translation in (
@@ -53,7 +54,7 @@ QUESTIONS = tuple(
 
 
 def translate_question(question: str) -> str:
-    """The Chinese form of an easy-VQA question; UserError for one that is not of its 107."""
+    """Translates an easy-VQA question to Chinese; UserError for a question that version 1.0 does not have."""
     for pattern, translation in QUESTIONS:
         match = pattern.fullmatch(question)
         if match:
@@ -67,7 +68,10 @@ def _translate_thing(thing: str) -> str:
 
 
 class _EasyVqa:
-    """The package's test pictures are the test split; validation is carved out of training by picture."""
+    """Base class. The package's test pictures are the test split; the build takes validation from its training part.
+
+    The group of a row is its picture, so all questions about a picture are in one split.
+    """
 
     has_test_split = True
 
@@ -75,34 +79,36 @@ class _EasyVqa:
         del options
 
     def origin(self) -> list[Origin]:
+        """Returns the package, with a checksum of its questions and pictures."""
         folder = PACKAGE.folder() / "data"
         return [PACKAGE.origin(file for file in folder.rglob("*.*") if file.suffix in (".json", ".png"))]
 
     def _pictures(self) -> Iterator[tuple[str, bytes | None, list[tuple[str, str]], Split | None]]:
-        """(group, PNG bytes or None, English questions and answers, split) of every picture."""
+        """Yields (group, PNG bytes or None, English questions and answers, split) of every picture."""
         folder = PACKAGE.folder() / "data"
         splits: dict[str, Split | None] = {"train": None, "test": "test"}
         parts = []
         for part in splits:
-            asked: dict[int, list[tuple[str, str]]] = {}
+            questions: dict[int, list[tuple[str, str]]] = {}
             for question, answer, picture in json.loads((folder / part / "questions.json").read_bytes()):
-                asked.setdefault(picture, []).append((question, answer))
-            parts.append([(part, picture, pairs) for picture, pairs in sorted(asked.items())])
+                questions.setdefault(picture, []).append((question, answer))
+            parts.append([(part, picture, pairs) for picture, pairs in sorted(questions.items())])
         for part, picture, pairs in interleave(*parts):
             image = _read(folder / part / "images" / f"{picture}.png")
             yield f"easy_vqa/{part}/{picture}", image, pairs, splits[part]
 
 
 class EasyVqaCaptions(_EasyVqa):
-    """Pictures with a caption such as 蓝色的圆形, which follows from the answers.
+    """Pictures with a caption such as 蓝色的圆形, which is derived from the questions and answers.
 
-    One picture in nine is left out, because its questions do not tell both the colour and the shape.
+    One picture in nine is left out, because its questions do not determine both the colour and the shape.
     """
 
     name = "easy_vqa"
     kind: SourceKind = "image_text"
 
     def rows(self) -> Iterator[Row]:
+        """Yields one row for each picture whose caption is known."""
         for group, image, pairs, split in self._pictures():
             caption = _caption(pairs)
             if caption:
@@ -110,24 +116,29 @@ class EasyVqaCaptions(_EasyVqa):
 
 
 class EasyVqaCompositions(EasyVqaCaptions):
-    """The same with the captions of HELD_OUT kept from training: their pictures of the package's training part are the
-    validation split's, so that a judge of pictures can learn them, and those of its test part the test split's."""
+    """The same pictures and captions, with the captions of HELD_OUT kept out of the training split.
+
+    Held-out pictures from the package's training part go to the validation split, where a judge of pictures can learn
+    them. Those from its test part are in the test split.
+    """
 
     name = "easy_vqa_compositions"
 
     def rows(self) -> Iterator[Row]:
+        """Yields one row for each picture whose caption is known."""
         for row in super().rows():
             held_out = row.text in HELD_OUT and row.split is None
             yield dataclasses.replace(row, split="validation") if held_out else row
 
 
 class EasyVqaQuestions(_EasyVqa):
-    """The same pictures and split with their questions and answers."""
+    """The same pictures and split, with questions and answers instead of captions."""
 
     name = "easy_vqa_questions"
     kind: SourceKind = "vqa"
 
     def rows(self) -> Iterator[Row]:
+        """Yields one row for each question."""
         for group, image, pairs, split in self._pictures():
             for number, (question, answer) in enumerate(pairs):
                 yield Row(
@@ -141,12 +152,13 @@ class EasyVqaQuestions(_EasyVqa):
 
 
 def _caption(pairs: list[tuple[str, str]]) -> str:
-    """蓝色的圆形 from the questions about one picture; empty where they leave the colour or shape open."""
+    """Returns a caption such as 蓝色的圆形; empty if the questions do not determine the colour and the shape."""
     facts = {answer for _, answer in pairs}
     for question, answer in pairs:
         negated = " not " in question or " no " in question
+        # The words of a question are facts unless it is denied: "what is the blue shape?" says that the shape is blue.
         if answer not in ("yes", "no") or answer == ("no" if negated else "yes"):
-            facts.update(re.findall(r"\w+", question))  # what is the blue shape: it is blue
+            facts.update(re.findall(r"\w+", question))
     colours, shapes = facts & COLOURS.keys(), facts & SHAPES.keys()
     if len(colours) != 1 or len(shapes) != 1:
         return ""

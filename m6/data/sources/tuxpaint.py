@@ -1,4 +1,4 @@
-"""Tux Paint's stamps: photographs and drawings, each with a Chinese sentence that somebody wrote."""
+"""Tux Paint's stamps: photographs and drawings, each with a Chinese sentence written by a translator."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _SENTENCE = re.compile(r"^zh_CN\.utf8=(.+)$", re.MULTILINE)
 
 
 class TuxPaint:
-    """The sentence stands in a text file right behind its picture. The group is the sentence."""
+    """One row for each stamp with a Chinese sentence. The group is the sentence."""
 
     name = "tuxpaint"
     kind: SourceKind = "image_text"
@@ -24,9 +24,12 @@ class TuxPaint:
         self._cache = options.cache
 
     def origin(self) -> list[Origin]:
+        """Returns the package in the version of the machine's mirror."""
         return [PACKAGE.origin(self._cache)]
 
     def rows(self) -> Iterator[Row]:
+        """Yields the stamps in the order of the package."""
+        # The archive holds a stamp's text file right after its picture.
         last: tuple[str, bytes] = ("", b"")
         for match, content in PACKAGE.members(self._cache, STAMPS):
             if match[2] != "txt":

@@ -1,1 +1,1 @@
-"""Tasks after pretraining, each with its metric and with baselines on the same rows."""
+"""Downstream tasks of fine-tuned models, each with a metric and baselines on the same rows."""

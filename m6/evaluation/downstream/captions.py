@@ -1,4 +1,4 @@
-"""Image captioning: BLEU and chrF of the model's captions, and of captions found without a model."""
+"""Scores of image captions: BLEU, chrF and exact match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CaptionScores:
-    """chrF and BLEU-4 over characters, both of the corpus and from 0 to 100; the share that is equal to the letter."""
+    """Scores of a corpus of captions.
+
+    Attributes:
+        chrf: from 0 to 100.
+        bleu: BLEU-4 over characters, from 0 to 100.
+        exact: share of captions that are equal to their reference.
+    """
 
     chrf: float
     bleu: float
@@ -19,8 +25,8 @@ class CaptionScores:
 def score_captions(written: Sequence[str], references: Sequence[str]) -> CaptionScores:
     """Scores N captions against one reference each.
 
-    chrF: Popovic, WMT 2015; BLEU: Papineni et al., ACL 2002; both as sacreBLEU computes them, which for Chinese
-    takes every character as a word.
+    chrF: Popovic, WMT 2015. BLEU: Papineni et al., ACL 2002. Both are computed by sacreBLEU, whose Chinese tokenizer
+    treats every character as a word.
     """
     import sacrebleu
 
@@ -31,5 +37,5 @@ def score_captions(written: Sequence[str], references: Sequence[str]) -> Caption
 
 
 def most_frequent(texts: Sequence[str]) -> str:
-    """The commonest caption or label, the first of equally common ones."""
+    """Returns the most frequent caption or label; the first one if several are equally frequent."""
     return collections.Counter(texts).most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""Classification of texts: the label that the model finds most likely, against counting words."""
+"""Text classification by the likelihood of the labels, and a TF-IDF baseline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from m6.generation.likelihood import target_log_likelihoods
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
-# Inverse strength of the logistic regression's regularisation; validation chooses, so that it is at its best.
+# Candidates for C, the inverse regularisation of the logistic regression. The validation split selects one, so that
+# the baseline is as strong as possible.
 _STRENGTHS = (0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -25,14 +26,14 @@ class LabelledTexts:
 
 @dataclass(frozen=True)
 class ClassificationScores:
-    """Share of right labels, and the mean over labels of F1."""
+    """Accuracy, and F1 averaged over the labels."""
 
     accuracy: float
     macro_f1: float
 
 
 def score_labels(predicted: Sequence[str], labels: Sequence[str]) -> ClassificationScores:
-    """Scores N predicted labels."""
+    """Scores N predicted labels against the N true ones."""
     from sklearn.metrics import accuracy_score, f1_score
 
     macro_f1 = f1_score(labels, predicted, average="macro", zero_division=0.0)
@@ -46,14 +47,14 @@ def predict_by_likelihood(
     labels: Sequence[str],
     max_tokens: int,
 ) -> list[str]:
-    """The label of the greatest log p(label, <eos> | text).
+    """Returns for each text the label with the highest log p(label, <eos> | text).
 
     Args:
         model: fine-tuned on the objective text_classification, in evaluation mode.
-        processor: of the model.
-        texts: N.
-        labels: what to choose from.
-        max_tokens: where training cuts a text.
+        processor: processor of the model.
+        texts: N texts.
+        labels: the candidates.
+        max_tokens: length to which training cuts a text.
     """
     tokenizer = processor.tokenizer
     targets = [tokenizer.encode_ids(label) for label in labels]
@@ -64,9 +65,9 @@ def predict_by_likelihood(
 
 
 def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, texts: Sequence[str]) -> list[str]:
-    """Logistic regression on TF-IDF of runs of one to three characters.
+    """Predicts labels by logistic regression on TF-IDF of character n-grams, n from 1 to 3.
 
-    The regularisation is the one with which validation goes best.
+    The regularisation is selected by the accuracy on the validation split.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression

@@ -1,4 +1,4 @@
-"""Image-text matching: does a caption find its picture among all, and a picture its caption?"""
+"""Image-text retrieval: recall of a caption's pictures and of a picture's captions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ RANKS = (1, 5, 10)
 
 @dataclass(frozen=True)
 class Recalls:
-    """recall@k for each k of RANKS, by the captions' pictures and by the pictures' captions."""
+    """recall@k for each k in RANKS, for retrieving pictures by a caption and captions by a picture."""
 
     text_to_picture: tuple[float, ...]
     picture_to_text: tuple[float, ...]
 
 
 def recall_at(scores: NDArray[np.float64], relevant: NDArray[np.bool_], k: int) -> float:
-    """Share of queries with something relevant among the k candidates of the highest score.
+    """Returns the share of queries that have a relevant candidate among the k highest scores.
 
     Args:
-        scores: [Q, C]. Of equal scores the irrelevant candidates come first, so that constant scores find nothing.
-        relevant: [Q, C], at least one in each row.
+        scores: [Q, C] for Q queries and C candidates. Ties are counted against the relevant candidates, so that
+            constant scores give a recall of 0.
+        relevant: [Q, C], with at least one relevant candidate per row.
         k: at least 1.
     """
     best_relevant = np.where(relevant, scores, -np.inf).max(axis=1, keepdims=True)
@@ -39,14 +40,14 @@ def recall_at(scores: NDArray[np.float64], relevant: NDArray[np.bool_], k: int) 
 
 
 def score_matches(scores: NDArray[np.float64], relevant: NDArray[np.bool_]) -> Recalls:
-    """Recalls of the scores [pictures, captions]."""
+    """Returns the recalls of scores [pictures, captions] in both directions."""
     return Recalls(
         tuple(recall_at(scores.T, relevant.T, k) for k in RANKS), tuple(recall_at(scores, relevant, k) for k in RANKS)
     )
 
 
 def chance(relevant: NDArray[np.bool_]) -> Recalls:
-    """Expected recalls of a random order: 1 - C(n - r, k) / C(n, k) with r of n candidates relevant."""
+    """Returns the expected recalls of a random order: 1 - C(n - r, k) / C(n, k) if r of n candidates are relevant."""
 
     def expected(rows: NDArray[np.bool_], k: int) -> float:
         n = rows.shape[1]
@@ -63,14 +64,14 @@ def match_by_model(
     captions: Sequence[str],
     max_tokens: int,
 ) -> NDArray[np.float64]:
-    """log p(match) - log p(no match) of every pair.
+    """Returns log p(match) - log p(no match) of every pair of a picture and a caption.
 
     Args:
         model: fine-tuned on the objective image_text_matching, in evaluation mode.
-        processor: of the model.
-        pictures: N, uint8 [image_size, image_size, 3].
+        processor: processor of the model.
+        pictures: N pictures, uint8 [image_size, image_size, 3].
         captions: M texts.
-        max_tokens: where training cuts a text.
+        max_tokens: length to which training cuts a text.
 
     Returns:
         [N, M].
@@ -81,14 +82,14 @@ def match_by_model(
     examples = [
         Example(source_ids=source, target_ids=answer) for _ in pictures for source in sources for answer in answers
     ]
-    shown = [picture for picture in pictures for _ in range(len(sources) * len(answers))]
-    scores = target_log_likelihoods(model, processor, examples, shown).view(len(pictures), len(captions), 2)
+    repeated = [picture for picture in pictures for _ in range(len(sources) * len(answers))]
+    scores = target_log_likelihoods(model, processor, examples, repeated).view(len(pictures), len(captions), 2)
     return (scores[:, :, 0] - scores[:, :, 1]).numpy()
 
 
 def match_by_neighbour(neighbour_captions: Sequence[str], captions: Sequence[str]) -> NDArray[np.float64]:
-    """How similar (chrF) each caption [M] is to that of a picture's nearest training picture [N]: [N, M]."""
+    """Returns the chrF similarity [N, M] of M captions to the captions of N pictures' nearest training pictures."""
     from sacrebleu.metrics import CHRF
 
     chrf = CHRF()
-    return np.array([[chrf.sentence_score(c, [known]).score for c in captions] for known in neighbour_captions])
+    return np.array([[chrf.sentence_score(c, [neighbour]).score for c in captions] for neighbour in neighbour_captions])

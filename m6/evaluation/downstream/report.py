@@ -1,4 +1,4 @@
-"""``m6 downstream``: the tables of a fine-tuned run's tasks on the test split."""
+"""``m6 downstream``: tables of a fine-tuned run's scores on the test split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPTION_TOKENS = 48
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model under test and where its rows come from."""
+    """A model to evaluate, and the data that it is evaluated on."""
 
     model: M6ForConditionalGeneration
     processor: M6Processor
@@ -44,7 +44,7 @@ class _Subject:
     max_rows: int
 
     def rows(self, source: str, split: str = "test") -> list[dict[str, Any]]:
-        """Up to ``max_rows`` rows in a fixed random order; all of them in training and validation."""
+        """Returns the rows of a split; of the test split ``max_rows`` in a fixed random order."""
         data = open_split(self.manifest, source, split)
         if split != "test":
             return list(data)
@@ -55,18 +55,18 @@ class _Subject:
 
 
 def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
-    """Evaluates every task that a run was trained on, and writes the tables.
+    """Evaluates every downstream task that a run was trained on, and writes the tables.
 
     Args:
-        run_dir: a run with a complete checkpoint whose data folder is still there.
-        out: the Markdown file.
-        max_rows: of each source's test split.
+        run_dir: a run with a complete checkpoint; its data folder must still exist.
+        out: the Markdown file to write.
+        max_rows: maximum number of test rows of each source.
 
     Returns:
         ``out``.
 
     Raises:
-        UserError: the folder is no run, its data are missing, or none of its objectives is a task.
+        UserError: the folder is not a run, its data are missing, or none of its objectives is a downstream task.
     """
     config = load_config(run_dir / "config.json")
     tasks = [name for name in TASKS if config.m6.objectives.of(name).weight > 0]
@@ -89,16 +89,16 @@ def _captioning(subject: _Subject, source: str) -> str:
     rows, training = subject.rows(source), subject.rows(source, "train")
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
     references = [row["text"] for row in rows]
-    written = caption(
+    generated = caption(
         subject.model, subject.processor, pictures, num_beams=1, max_new_tokens=CAPTION_TOKENS, do_sample=False
     )
-    contestants = {
-        "this model": written,
+    systems = {
+        "this model": generated,
         "caption of the nearest training picture": _neighbour_captions(rows, training),
         "commonest training caption": [captions.most_frequent([row["text"] for row in training])] * len(rows),
     }
     lines = []
-    for name, texts in contestants.items():
+    for name, texts in systems.items():
         scores = captions.score_captions(texts, references)
         lines.append([name, f"{scores.chrf:.1f}", f"{scores.bleu:.1f}", f"{scores.exact:.1%}"])
     title = f"## Captioning: {source}, {len(rows)} test pictures"
@@ -130,19 +130,20 @@ def _classification(subject: _Subject, source: str) -> str:
 def _matching(subject: _Subject, source: str) -> str:
     rows, training = subject.rows(source), subject.rows(source, "train")
     texts = sorted({row["text"] for row in rows})
+    # Several pictures can have the same caption; each of them is relevant to it.
     relevant = np.array([[row["text"] == text for text in texts] for row in rows])
     pictures = [decode_picture(row["image"], subject.config.model.image_size) for row in rows]
     max_tokens = subject.max_tokens("image_text_matching")
     by_model = matching.match_by_model(subject.model, subject.processor, pictures, texts, max_tokens)
     by_neighbour = matching.match_by_neighbour(_neighbour_captions(rows, training), texts)
-    contestants = {
+    systems = {
         "this model": matching.score_matches(by_model, relevant),
         "caption of the nearest training picture": matching.score_matches(by_neighbour, relevant),
         "random order (expected)": matching.chance(relevant),
     }
     lines = [
         [name, *(f"{value:.1%}" for value in (*recalls.text_to_picture, *recalls.picture_to_text))]
-        for name, recalls in contestants.items()
+        for name, recalls in systems.items()
     ]
     header = [f"{way} R@{k}" for way in ("text to picture", "picture to text") for k in matching.RANKS]
     title = f"## Matching: {source}, {len(rows)} test pictures, {len(texts)} captions"

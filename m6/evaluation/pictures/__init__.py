@@ -1,1 +1,1 @@
-"""Pictures against captions without downloaded networks: a judge trained here, distances, and a search for copies."""
+"""Evaluation of generated pictures without downloaded networks: a judge, FID and KID, and a search for copies."""

@@ -1,4 +1,4 @@
-"""Are generated pictures copies of training pictures?"""
+"""Search for generated pictures that copy a training picture."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ import torch
 from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.evaluation.reconstruction import psnr_of_mse
 
-COPY_PSNR_DB = 24.0  # as near as a good reconstruction: from there on a picture repeats what it was trained on
+COPY_PSNR_DB = 24.0  # the PSNR of a good reconstruction; a picture this near to a training picture is a copy of it
 _BATCH_SIZE = 512
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """For n pictures the nearest of a set: its place, and the PSNR between the two in dB, both ``[n]``."""
+    """The nearest picture of a set for each of n pictures: its index ``[n]``, and the PSNR to it in dB ``[n]``."""
 
     place: np.ndarray
     psnr_db: np.ndarray
 
     @property
     def copies(self) -> float:
-        """Share of the pictures whose nearest is at COPY_PSNR_DB or above."""
+        """Share of the pictures with a PSNR of at least COPY_PSNR_DB to the nearest picture."""
         return float((self.psnr_db >= COPY_PSNR_DB).mean())
 
 
 def find_nearest(pictures: CaptionedPictures, among: CaptionedPictures) -> Nearest:
-    """Compares every picture with every one of ``among``, by the squared difference of pixels."""
-    found = _flat(pictures.pixels)
-    best = torch.full((len(found),), torch.inf)
-    place = torch.zeros(len(found), dtype=torch.int64)
+    """Finds the nearest picture of ``among`` for each picture, by the squared difference of pixels."""
+    queries = _flat(pictures.pixels)
+    best = torch.full((len(queries),), torch.inf)
+    place = torch.zeros(len(queries), dtype=torch.int64)
+    # In batches: the matrix of all distances would not fit into memory for a large set.
     for first in range(0, len(among), _BATCH_SIZE):
-        distance, index = torch.cdist(found, _flat(among.pixels[first : first + _BATCH_SIZE])).min(dim=1)
+        distance, index = torch.cdist(queries, _flat(among.pixels[first : first + _BATCH_SIZE])).min(dim=1)
         nearer = distance < best
         best = torch.where(nearer, distance, best)
         place = torch.where(nearer, index + first, place)
-    mse = best.double().square() / found.shape[1]
+    mse = best.double().square() / queries.shape[1]
     return Nearest(place.numpy(), psnr_of_mse(mse).numpy())
 
 

@@ -1,4 +1,4 @@
-"""FID and KID between two sets of pictures, on the judge's features, and on Inception's where the user has them."""
+"""FID and KID between two sets of pictures, on the judge's features or on Inception's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class Distances:
-    """FID (arXiv 1706.08500), and KID (arXiv 1801.01401) as mean and standard deviation over subsets."""
+    """FID (arXiv 1706.08500), and mean and standard deviation of KID (arXiv 1801.01401) over random subsets."""
 
     fid: float
     kid: float
@@ -26,7 +26,7 @@ class Distances:
 
 
 class _PrecomputedFeatures(nn.Module):
-    """Stands where torchmetrics expects a network: the features are there already."""
+    """Identity in place of the feature network of torchmetrics, because the features are computed before."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -37,32 +37,38 @@ class _PrecomputedFeatures(nn.Module):
 
 
 def distances_of_features(found: Tensor, expected: Tensor, seed: int = 0) -> Distances:
-    """Of features ``[n, F]`` and ``[m, F]``, n and m at least 2; the subsets of KID are drawn with ``seed``."""
+    """Computes FID and KID between two sets of features.
+
+    Args:
+        found: features of the generated pictures, ``[n, F]`` with n at least 2.
+        expected: features of the real pictures, ``[m, F]`` with m at least 2.
+        seed: seed of KID's random subsets.
+    """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
     identity = _PrecomputedFeatures(found.shape[1])
     fid = FrechetInceptionDistance(feature=identity)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it keeps all features
+        warnings.simplefilter("ignore", UserWarning)  # KID warns that it stores all features
         size = min(KID_SUBSET_SIZE, len(found), len(expected))
         kid = KernelInceptionDistance(feature=identity, subsets=KID_SUBSETS, subset_size=size)
     for metric in (fid, kid):
         metric.update(expected, real=True)
         metric.update(found, real=False)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(seed)
         mean, deviation = kid.compute()
     return Distances(fid.compute().item(), mean.item(), deviation.item())
 
 
 def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures, weights: Path) -> Distances:
-    """On the 2,048 features of Inception-v3 in the version of the FID's authors.
+    """Computes FID and KID on the 2,048 features of Inception-v3, in the version of the authors of FID.
 
     Args:
         found: generated pictures.
-        expected: real ones.
-        weights: the user's ``weights-inception-2015-12-05-6726825d.pth`` of torch-fidelity.
+        expected: real pictures.
+        weights: file ``weights-inception-2015-12-05-6726825d.pth`` of torch-fidelity, which the user provides.
 
     Raises:
         UserError: torch-fidelity is not installed, or the file is not these weights.
@@ -70,11 +76,12 @@ def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures
     from torchmetrics.image.fid import NoTrainInceptionV3
 
     try:
-        torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity would run code from the file
+        # torch-fidelity unpickles the file without weights_only, which could run code: check it first.
+        torch.load(weights, map_location="cpu", weights_only=True)
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
     except ModuleNotFoundError:
         raise UserError("--inception needs torch-fidelity: pip install torch-fidelity") from None
-    except Exception as error:  # whatever torch.load and load_state_dict raise for another file
+    except Exception as error:  # torch.load and load_state_dict raise many types for a wrong file
         raise UserError(f"{weights}: not the weights of Inception: {str(error).splitlines()[0]}") from None
     return distances_of_features(_apply(network, found), _apply(network, expected))
 

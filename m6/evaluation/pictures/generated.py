@@ -1,4 +1,4 @@
-"""Generated pictures, as ``m6.generation.folder`` or another program writes them."""
+"""Reads a folder of generated pictures, in the format of ``m6.generation.folder``."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ class CaptionedPictures:
     def __len__(self) -> int:
         return len(self.captions)
 
-    def where(self, chosen: list[bool]) -> CaptionedPictures:
-        """The chosen ones, in order."""
-        captions = [caption for caption, keep in zip(self.captions, chosen, strict=True) if keep]
-        return CaptionedPictures(self.pixels[np.array(chosen, dtype=bool)], captions)
+    def where(self, mask: list[bool]) -> CaptionedPictures:
+        """Returns the pictures where ``mask`` is True, in order."""
+        captions = [caption for caption, keep in zip(self.captions, mask, strict=True) if keep]
+        return CaptionedPictures(self.pixels[np.array(mask, dtype=bool)], captions)
 
 
 def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, dict[str, str]]:
-    """The pictures of a folder at ``image_size``, and the files that cannot be used with the reason.
+    """Loads the pictures of a folder.
+
+    Args:
+        folder: folder with pictures and ``captions.jsonl``.
+        image_size: side in pixels to which pictures are resized.
+
+    Returns:
+        The pictures, and the reason for each file that cannot be used.
 
     Raises:
-        UserError: no ``captions.jsonl``, a line without ``file`` and ``caption``, or no usable picture.
+        UserError: ``captions.jsonl`` is missing, a line has no ``file`` or ``caption``, or no picture can be used.
     """
     manifest = folder / CAPTIONS_NAME
     if not manifest.is_file():
@@ -54,13 +61,13 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
     paths = [resolve_inside(folder, file) for file in files]
     contents = [path.read_bytes() if path is not None else None for path in paths]
     pixels, good, bad = decode_batch(contents, image_size)
-    skipped = {files[place]: reason for place, reason in bad.items()}
-    empty = {place for place in good if not captions[place].strip()}
-    skipped |= {files[place]: "empty caption" for place in empty}
-    found = CaptionedPictures(pixels, [captions[place] for place in good])
-    found = found.where([place not in empty for place in good])
-    if not len(found):
+    skipped = {files[index]: reason for index, reason in bad.items()}
+    empty = {index for index in good if not captions[index].strip()}
+    skipped |= {files[index]: "empty caption" for index in empty}
+    usable = CaptionedPictures(pixels, [captions[index] for index in good])
+    usable = usable.where([index not in empty for index in good])
+    if not len(usable):
         raise UserError(
             f"{folder}: no picture can be used; the last: {', '.join(list(skipped.items())[-1]) if skipped else 'none'}"
         )
-    return found, skipped
+    return usable, skipped

@@ -1,4 +1,4 @@
-"""The judge: a small convolutional network that tells which caption a picture has, trained on real pictures only."""
+"""The judge: a small convolutional classifier of pictures by caption, trained on real pictures only."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from m6.validation import Section, validate
 _BATCH_SIZE = 256
 _SETTINGS_FILE, _WEIGHTS_FILE = "judge.json", "judge.safetensors"
 _LABEL_SMOOTHING = 0.1
-_MAX_SHIFT = 4  # pixels to each side
+_MAX_SHIFT = 4  # pixels by which training pictures are shifted, at most
 
 
 class JudgeSettings(Section):
-    """The judge's network and training."""
+    """Network and training of the judge."""
 
     image_size: PositiveInt = Field(64, description="side of a picture in pixels")
     channels: list[PositiveInt] = Field([16, 32, 64, 128], min_length=1, description="each level halves the side")
-    total_steps: PositiveInt = Field(1500, description="of training")
-    batch_size: PositiveInt = Field(32, description="pictures of a step")
-    learning_rate: PositiveFloat = Field(4e-3, description="its peak")
-    seed: int = Field(0, ge=0, description="fixes weights, order of pictures and their changes")
+    total_steps: PositiveInt = Field(1500, description="training steps")
+    batch_size: PositiveInt = Field(32, description="pictures per step")
+    learning_rate: PositiveFloat = Field(4e-3, description="peak of the learning rate")
+    seed: int = Field(0, ge=0, description="seed of initial weights, order of pictures and augmentation")
 
 
 class Judge(nn.Module):
-    """Levels of a strided and a plain convolution, the mean over positions, and one score for each caption.
+    """A classifier: per level a strided and a plain convolution, the mean over positions, and a linear layer.
 
     Attributes:
-        captions: what the scores are of.
+        captions: the classes.
         num_features: width of ``features``.
     """
 
@@ -59,16 +59,16 @@ class Judge(nn.Module):
         self.head = nn.Linear(width, len(captions))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Pictures ``[B, 3, H, H]`` in [0, 1] to ``[B, num_features]``."""
+        """Maps pictures ``[B, 3, H, H]`` in [0, 1] to features ``[B, num_features]``."""
         return self.trunk(2 * pixels - 1).mean(dim=(2, 3))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pictures ``[B, 3, H, H]`` in [0, 1] to scores ``[B, len(captions)]``."""
+        """Maps pictures ``[B, 3, H, H]`` in [0, 1] to logits ``[B, len(captions)]``."""
         return self.head(self.features(pixels))
 
     @torch.no_grad()
     def apply_to(self, pictures: CaptionedPictures, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Features ``[n, num_features]`` and scores ``[n, len(captions)]`` of a set, on the CPU."""
+        """Returns features ``[n, num_features]`` and logits ``[n, len(captions)]`` of n pictures, on the CPU."""
         self.eval()
         features = [
             self.features(to_unit_range(pictures.pixels[first : first + _BATCH_SIZE], device)).cpu()
@@ -81,10 +81,16 @@ class Judge(nn.Module):
 def load_or_train_judge(
     pictures: CaptionedPictures, settings: JudgeSettings, folder: Path | None, device: torch.device
 ) -> Judge:
-    """Loads the judge of ``folder``, or trains one and saves it there.
+    """Loads the judge from ``folder``, or trains one and saves it there.
+
+    Args:
+        pictures: real pictures to train on.
+        settings: network and training.
+        folder: folder of the judge; None: train one and do not save it.
+        device: device of the judge.
 
     Raises:
-        UserError: the judge there was trained with other settings or on other pictures, or is damaged.
+        UserError: the stored judge was trained with other settings or on other pictures, or is damaged.
     """
     fingerprint = _fingerprint(pictures)
     if folder is not None and (folder / _SETTINGS_FILE).is_file():
@@ -99,7 +105,7 @@ def load_or_train_judge(
 
 
 def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: torch.device) -> Judge:
-    """Trains a judge on real pictures, each moved by a few pixels and its brightness changed at random."""
+    """Trains a judge on real pictures, with random shifts and contrast."""
     captions = sorted(set(pictures.captions))
     index = {caption: number for number, caption in enumerate(captions)}
     torch.manual_seed(settings.seed)
@@ -111,9 +117,9 @@ def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: to
     for _ in tqdm(range(settings.total_steps), "judge", unit=" steps", disable=None):
         while len(order) < settings.batch_size:
             order = torch.cat([order, torch.randperm(len(pictures))])
-        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
-        pixels = _augment(to_unit_range(pictures.pixels[chosen.numpy()], device))
-        loss = F.cross_entropy(judge(pixels), labels[chosen].to(device), label_smoothing=_LABEL_SMOOTHING)
+        batch, order = order[: settings.batch_size], order[settings.batch_size :]
+        pixels = _augment(to_unit_range(pictures.pixels[batch.numpy()], device))
+        loss = F.cross_entropy(judge(pixels), labels[batch].to(device), label_smoothing=_LABEL_SMOOTHING)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -122,13 +128,13 @@ def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: to
 
 
 def _augment(pixels: Tensor) -> Tensor:
-    """Moves a batch by the same few pixels, and scales the contrast of each picture."""
+    """Shifts all pictures of a batch by the same few pixels, and scales the contrast of each."""
     down, right = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2,)).tolist()
     contrast = 0.8 + 0.4 * torch.rand(len(pixels), 1, 1, 1, device=pixels.device)
     padded = F.pad(pixels, [_MAX_SHIFT] * 4, mode="replicate").roll((down, right), dims=(2, 3))
     side = pixels.shape[-1]
-    moved = padded[..., _MAX_SHIFT : _MAX_SHIFT + side, _MAX_SHIFT : _MAX_SHIFT + side]
-    return 1 - (1 - moved) * contrast  # white stays white
+    shifted = padded[..., _MAX_SHIFT : _MAX_SHIFT + side, _MAX_SHIFT : _MAX_SHIFT + side]
+    return 1 - (1 - shifted) * contrast  # white, the background of drawings, stays white
 
 
 def _block(inputs: int, outputs: int, stride: int) -> tuple[nn.Module, ...]:

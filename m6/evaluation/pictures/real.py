@@ -1,4 +1,4 @@
-"""Real pictures for the evaluation: what the judge learns from, what it is measured on, what may have been copied."""
+"""Real pictures for the evaluation: training set and test set of the judge, and the generator's training set."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.evaluation.pictures.generated import CaptionedPictures
 
-MIN_PICTURES = 2  # of a caption: one alone teaches the judge that drawing, not what it shows
+MIN_PICTURES = 2  # per caption; from a single one the judge would learn the drawing, not the concept
 
 
 @dataclass(frozen=True)
 class RealPictures:
-    """Three sets, and the captions of the training split.
+    """Three sets of real pictures.
 
     Attributes:
-        judged: what the judge learns from: the training and validation splits without the held-out style, captions
-            with at least MIN_PICTURES. Validation brings captions that the generator has not seen.
-        held_out: what neither has seen, with captions of ``judged``: the held-out style of those splits (a generator
-            may have seen it) and the test split.
-        training: everything that a generator may have copied, the training split of the sources.
+        judged: training set of the judge: the training and validation splits without the held-out style, restricted to
+            captions with at least MIN_PICTURES pictures. Validation adds captions that the generator was not trained
+            on.
+        held_out: test set of the judge, with captions of ``judged``: the test split, and the held-out style of the
+            other splits. A generator may have been trained on that style.
+        training: training split of the sources, which a generator may have copied.
     """
 
     judged: CaptionedPictures
@@ -42,44 +43,45 @@ class RealPictures:
 def load_real(
     manifest: Manifest, sources: Sequence[str] | None, held_out_style: str | None, image_size: int
 ) -> RealPictures:
-    """Reads the pictures of the sources at ``image_size``; those that cannot be decoded are left out.
+    """Reads the pictures of the sources. Pictures that cannot be decoded are left out.
 
     Args:
-        manifest: of the data folder.
-        sources: by default all that have pictures with captions.
-        held_out_style: the last part of a row's id, such as ``twemoji`` in ``emoji/1f407/twemoji``.
-        image_size: side in pixels.
+        manifest: manifest of the data folder.
+        sources: names of the sources; None for all with pictures and captions.
+        held_out_style: style that is kept out of ``judged``: the last part of a row's id, such as ``twemoji`` in
+            ``emoji/1f407/twemoji``. None: no style is held out.
+        image_size: side in pixels to which pictures are decoded.
 
     Raises:
         UserError: a source is unknown or has no pictures, no row has the style, or a set is empty.
     """
     rows: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "validation": [], "test": []}
     for source in picture_sources(manifest, sources):
-        for split, kept in rows.items():
+        for split, rows_of_split in rows.items():
             if manifest.split(source, split).rows:
-                kept += _read(manifest, source, split, image_size)
+                rows_of_split += _read(manifest, source, split, image_size)
     known = rows["train"] + rows["validation"]
-    of_style = [held_out_style is not None and id.rpartition("/")[2] == held_out_style for id, _, _ in known]
-    if held_out_style is not None and not any(of_style):
+    has_style = [held_out_style is not None and id.rpartition("/")[2] == held_out_style for id, _, _ in known]
+    if held_out_style is not None and not any(has_style):
         styles = collections.Counter(id.rpartition("/")[2] for id, _, _ in known)
         common = ", ".join(style for style, _ in styles.most_common(8))
         raise UserError(f'--held-out-style: no id ends in "/{held_out_style}"; frequent ends: {common}')
-    judged = [row for row, style in zip(known, of_style, strict=True) if not style]
+    judged = [row for row, style in zip(known, has_style, strict=True) if not style]
     counts = collections.Counter(caption for _, caption, _ in judged)
     classes = {caption for caption, count in counts.items() if count >= MIN_PICTURES}
-    held_out = [row for row, style in zip(known, of_style, strict=True) if style] + rows["test"]
-    found = RealPictures(
+    held_out = [row for row, style in zip(known, has_style, strict=True) if style] + rows["test"]
+    real = RealPictures(
         judged=_set([row for row in judged if row[1] in classes], image_size),
         held_out=_set([row for row in held_out if row[1] in classes], image_size),
         training=_set(rows["train"], image_size),
     )
-    if not len(found.judged) or not len(found.held_out):
+    if not len(real.judged) or not len(real.held_out):
         raise UserError(
-            f"{manifest.folder}: of {len(known)} pictures {len(found.judged)} have a caption that stands "
-            f"{MIN_PICTURES} times, and {len(found.held_out)} with such a caption are held out; both are needed "
-            "(--held-out-style names a drawing style)"
+            f"{manifest.folder}: {len(real.judged)} of {len(known)} pictures have a caption that occurs at least "
+            f"{MIN_PICTURES} times, and {len(real.held_out)} pictures with such a caption are held out; both numbers "
+            "must be positive (--held-out-style names a drawing style to hold out)"
         )
-    return found
+    return real
 
 
 def _read(manifest: Manifest, source: str, split: str, image_size: int) -> list[tuple[str, str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""``m6 evaluate-pictures``: generated pictures against real ones, in one table."""
+"""``m6 evaluate-pictures``: compares generated pictures with real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from m6.formatting import markdown_table
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often the judge finds the caption: the mean over captions of the share of their pictures."""
+    """Accuracy of the judge: the share of correctly classified pictures per caption, averaged over the captions."""
 
     captions: int
     pictures: int
@@ -32,20 +32,30 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Group:
-    """Generated pictures of some captions beside real held-out pictures of the same captions (None: there are none)."""
+    """Accuracy on the generated pictures of some captions, and on real held-out pictures of the same captions.
+
+    ``real`` is None if there are no such held-out pictures.
+    """
 
     generated: Accuracy
     real: Accuracy | None
 
     @property
     def ratio(self) -> float | None:
-        """Accuracy on generated pictures over that on real ones."""
+        """Accuracy on generated pictures divided by the accuracy on real ones; None if that is unknown or 0."""
         return self.generated.top_1 / self.real.top_1 if self.real is not None and self.real.top_1 > 0 else None
 
 
 @dataclass(frozen=True)
 class Copies:
-    """How near pictures are to their nearest training picture."""
+    """Similarity of pictures to their nearest training pictures.
+
+    Attributes:
+        pictures: number of pictures.
+        median_psnr_db: median PSNR to the nearest training picture in dB.
+        copies: share of pictures with a PSNR of at least COPY_PSNR_DB.
+        same_caption: share of pictures that have the caption of their nearest training picture.
+    """
 
     pictures: int
     median_psnr_db: float
@@ -55,8 +65,15 @@ class Copies:
 
 @dataclass(frozen=True)
 class PictureReport:
-    """All measures. ``groups`` holds captions that the training split has, and captions that it has not; ``unjudged``
-    counts generated pictures whose captions the judge does not know."""
+    """All measures.
+
+    Attributes:
+        groups: accuracies on captions that are in the training split (SEEN), and on others (UNSEEN).
+        unjudged: number of generated pictures whose captions the judge does not know.
+        skipped: files that could not be used, with the reason.
+        distances: FID and KID by set and features.
+        nearest: similarity to training pictures by set.
+    """
 
     groups: dict[str, Group]
     unjudged: int
@@ -65,6 +82,7 @@ class PictureReport:
     nearest: dict[str, Copies]
 
     def document(self) -> dict[str, Any]:
+        """Returns the report as a JSON object."""
         document = asdict(self)
         for name, group in self.groups.items():
             document["groups"][name]["ratio"] = group.ratio
@@ -86,11 +104,11 @@ def evaluate_pictures(
 
     Args:
         generated: pictures of the judge's image_size.
-        skipped: files that could not be used.
-        real: the judge learned from ``real.judged``.
+        skipped: files that could not be used, with the reason.
+        real: the real pictures; the judge was trained on ``real.judged``.
         judge: on ``device``.
-        device: where the judge computes.
-        inception: weights for FID and KID on Inception's features too.
+        device: device of the judge.
+        inception: Inception weights; if given, FID and KID are also computed on Inception's features.
 
     Raises:
         UserError: the judge knows no caption of the generated pictures, or the Inception weights cannot be used.
@@ -99,23 +117,24 @@ def evaluate_pictures(
     judged = generated.where([caption in known for caption in generated.captions])
     if not len(judged):
         raise UserError(
-            f'the judge knows none of the generated captions, such as "{generated.captions[0]}"; it knows such as '
-            f'"{judge.captions[0]}"'
+            f'the judge knows none of the generated captions, such as "{generated.captions[0]}"; it knows captions '
+            f'such as "{judge.captions[0]}"'
         )
-    wanted = set(judged.captions)
-    held_out = real.held_out.where([caption in wanted for caption in real.held_out.captions])
-    sample = real.judged.where([caption in wanted for caption in real.judged.captions])
+    # Generated and real pictures are compared on the same captions only.
+    judged_captions = set(judged.captions)
+    held_out = real.held_out.where([caption in judged_captions for caption in real.held_out.captions])
+    sample = real.judged.where([caption in judged_captions for caption in real.judged.captions])
     features, scores = judge.apply_to(judged, device)
     held_out_features, held_out_scores = judge.apply_to(held_out, device)
     sample_features, _ = judge.apply_to(sample, device)
     groups = {}
     for name, is_seen in ((SEEN, True), (UNSEEN, False)):
-        found = accuracy(judge, judged, scores, {caption for caption in wanted if (caption in real.seen) == is_seen})
-        if found is not None:
-            captions = {c for c in judged.captions if (c in real.seen) == is_seen}
-            groups[name] = Group(found, accuracy(judge, held_out, held_out_scores, captions))
+        captions = {caption for caption in judged_captions if (caption in real.seen) == is_seen}
+        on_generated = accuracy(judge, judged, scores, captions)
+        if on_generated is not None:
+            groups[name] = Group(on_generated, accuracy(judge, held_out, held_out_scores, captions))
     sets = {"generated": (judged, features), "real held-out": (held_out, held_out_features)}
-    sets = {name: one for name, one in sets.items() if min(len(one[0]), len(sample)) > 1}  # a spread needs two
+    sets = {name: one for name, one in sets.items() if min(len(one[0]), len(sample)) > 1}  # a variance needs two
     distances = {
         f"{name}, judge's features": distances_of_features(f, sample_features) for name, (_, f) in sets.items()
     }
@@ -125,13 +144,13 @@ def evaluate_pictures(
         }
     nearest = {"generated": copies(generated, real.training)}
     if len(held_out):
-        # The training split holds the held-out style too: it is left out here, or every picture would find itself.
+        # Against real.judged, not real.training: that contains the held-out style, so pictures would find themselves.
         nearest["real held-out"] = copies(held_out, real.judged)
     return PictureReport(groups, len(generated) - len(judged), skipped, distances, nearest)
 
 
 def accuracy(judge: Judge, pictures: CaptionedPictures, scores: Tensor, captions: set[str]) -> Accuracy | None:
-    """Over the pictures with one of ``captions``; None where there are none."""
+    """Returns the judge's accuracy on the pictures with one of ``captions``; None if there are none."""
     index = {caption: number for number, caption in enumerate(judge.captions)}
     hits: dict[str, list[tuple[bool, bool]]] = collections.defaultdict(list)
     best = scores.topk(min(5, scores.shape[1]), dim=1).indices.tolist()
@@ -146,21 +165,21 @@ def accuracy(judge: Judge, pictures: CaptionedPictures, scores: Tensor, captions
 
 
 def copies(pictures: CaptionedPictures, among: CaptionedPictures) -> Copies:
-    """How near the pictures are to the nearest of ``among``."""
-    found = find_nearest(pictures, among)
-    same = [among.captions[place] == caption for place, caption in zip(found.place, pictures.captions, strict=True)]
-    return Copies(len(pictures), float(np.median(found.psnr_db)), found.copies, float(np.mean(same)))
+    """Measures the similarity of pictures to the nearest pictures of ``among``."""
+    nearest = find_nearest(pictures, among)
+    same = [among.captions[place] == caption for place, caption in zip(nearest.place, pictures.captions, strict=True)]
+    return Copies(len(pictures), float(np.median(nearest.psnr_db)), nearest.copies, float(np.mean(same)))
 
 
 def markdown(report: PictureReport) -> str:
-    """The report as tables."""
+    """Returns the report as Markdown tables."""
     header = ["captions", "number", "generated pictures", "found by the judge (top 5)", "real held-out pictures"]
     header += ["found by the judge (top 5)", "ratio"]
     groups = []
     for name, group in report.groups.items():
-        ours, theirs = group.generated, group.real
-        cells = [name, f"{ours.captions:,}", f"{ours.pictures:,}", _shares(ours)]
-        cells += ["0", "", ""] if theirs is None else [f"{theirs.pictures:,}", _shares(theirs), _ratio(group.ratio)]
+        generated, real = group.generated, group.real
+        cells = [name, f"{generated.captions:,}", f"{generated.pictures:,}", _shares(generated)]
+        cells += ["0", "", ""] if real is None else [f"{real.pictures:,}", _shares(real), _ratio(group.ratio)]
         groups.append(cells)
     distances = [[name, f"{d.fid:.2f}", f"{d.kid:.4f} ({d.kid_std:.4f})"] for name, d in report.distances.items()]
     nearest = [

@@ -1,4 +1,4 @@
-"""Pictures as codes: a VQ autoencoder of our own, or a ``VQModel`` of diffusers, behind one interface."""
+"""Image tokenizers: our VQ autoencoder, or a ``VQModel`` of diffusers, behind one interface."""
 
 from m6.tokenizers.image.base import ImageTokenizer
 from m6.tokenizers.image.configuration import ImageTokenizerConfig

@@ -1,4 +1,4 @@
-"""What every image tokenizer offers, whoever trained it."""
+"""The interface of all image tokenizers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ CONFIG_FILE = "config.json"
 
 
 class ImageTokenizer(nn.Module, ABC):
-    """Turns square pictures into a fixed number of codes and back.
+    """Encodes square pictures to a fixed number of codes, and decodes codes to pictures.
 
     Attributes:
+        weights_file: name of the file with the weights.
         image_size: side of a picture in pixels.
         codebook_size: codes are in ``[0, codebook_size)``.
-        num_codes: N, codes of a picture, the rows of its grid one after the other.
+        num_codes: N, the number of codes of a picture: a square grid, row by row.
     """
 
     weights_file: str
@@ -33,22 +34,22 @@ class ImageTokenizer(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pictures ``[B, 3, image_size, image_size]`` with values in [0, 1] to int64 codes ``[B, N]``."""
+        """Encodes pictures ``[B, 3, image_size, image_size]`` with values in [0, 1] to int64 codes ``[B, N]``."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes ``[B, N]`` to pictures ``[B, 3, image_size, image_size]`` with values in [0, 1]."""
+        """Decodes codes ``[B, N]`` to pictures ``[B, 3, image_size, image_size]`` with values in [0, 1]."""
 
     @abstractmethod
     def config_document(self) -> dict[str, Any]:
-        """What ``config.json`` holds."""
+        """Returns the contents of ``config.json``."""
 
     def _weights(self) -> dict[str, Tensor]:
         return self.state_dict()
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of configuration and weights in hexadecimal: codes mean nothing under another one."""
+        """SHA-256 of configuration and weights in hexadecimal. It identifies the tokenizer that made some codes."""
         digest = hashlib.sha256(json.dumps(self.config_document(), sort_keys=True).encode())
         for name, tensor in sorted(self._weights().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

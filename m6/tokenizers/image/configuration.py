@@ -1,4 +1,4 @@
-"""The shape of an image tokenizer."""
+"""The configuration of our image tokenizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from m6.validation import Section
 
 
 class ImageTokenizerConfig(Section):
-    """A VQ autoencoder in the manner of VQGAN (arXiv 2012.09841), without its attention layers.
+    """A VQ autoencoder like VQGAN (arXiv 2012.09841), without its attention layers.
 
-    Pictures are folded by ``patch_size``, and each further level of ``channels`` halves the side, so that the grid of
-    codes has a side of ``image_size / (patch_size * 2 ** (len(channels) - 1))``. A code depends on the pixels that it
-    stands for and on no others: equal pixels then have equal codes, which are far easier to predict (README.md). The
-    decoder sees neighbours.
+    The first layer folds ``patch_size`` x ``patch_size`` pixels into one position, and each further level of
+    ``channels`` halves the side. The grid of codes has a side of ``image_size / (patch_size * 2 ** (len(channels) -
+    1))``. A code depends only on the pixels of its own patch. Equal patches then have equal codes, which are far easier
+    to predict (README.md). The decoder also sees neighbouring codes.
     """
 
     model_type: Literal["m6_image_tokenizer"] = Field("m6_image_tokenizer", description="the format of config.json")
@@ -26,29 +26,31 @@ class ImageTokenizerConfig(Section):
     num_res_blocks: PositiveInt = Field(1, description="residual blocks of each level, in encoder and decoder")
     codebook_size: PositiveInt = Field(1024, description="number of codes")
     codebook_dim: PositiveInt = Field(
-        8, description="width of a code; small and of unit length, so that all are used (arXiv 2110.04627)"
+        8, description="width of a code vector; few dimensions and unit length keep all codes in use (arXiv 2110.04627)"
     )
     codebook_decay: float = Field(0.99, gt=0, lt=1, description="decay of the codes' moving average per step")
     commitment_weight: PositiveFloat = Field(0.25, description="weight of the loss that keeps features near codes")
     dead_code_threshold: float = Field(
-        0.1, ge=0, description="a code whose moving average of uses per step falls below it becomes a feature at random"
+        0.1,
+        ge=0,
+        description="a code used less often per step (moving average) is replaced by a random feature of the batch",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> ImageTokenizerConfig:
         if self.image_size % self.downsampling:
             raise UserError(
-                f"image_size {self.image_size} is not a multiple of {self.downsampling}, by which patch_size "
-                f"{self.patch_size} and {len(self.channels)} levels reduce it"
+                f"image_size {self.image_size} is not a multiple of {self.downsampling}, the reduction by patch_size "
+                f"{self.patch_size} and {len(self.channels)} levels"
             )
         return self
 
     @property
     def downsampling(self) -> int:
-        """Pixels of a side for each code."""
+        """Side in pixels of the patch of a code."""
         return self.patch_size * 2 ** (len(self.channels) - 1)
 
     @property
     def grid_size(self) -> int:
-        """Codes of a side."""
+        """Side of the grid of codes."""
         return self.image_size // self.downsampling

@@ -1,4 +1,4 @@
-"""A ``VQModel`` of diffusers, from a folder or the Hub, as an image tokenizer."""
+"""Adapter: a ``VQModel`` of diffusers, from a folder or the Hub, as an image tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from m6.tokenizers.image.base import ImageTokenizer
 
 
 class DiffusersImageTokenizer(ImageTokenizer):
-    """A ``VQModel`` (diffusers is optional, so it is not imported here); pictures have the side ``sample_size``."""
+    """A ``VQModel`` of diffusers. The side of its pictures is the model's ``sample_size``.
+
+    diffusers is optional, so it is imported only in ``from_pretrained``.
+
+    Args:
+        model: the ``VQModel``.
+
+    Raises:
+        UserError: sample_size is not a multiple of the model's downsampling.
+    """
 
     weights_file = "diffusion_pytorch_model.safetensors"
 
@@ -30,6 +39,7 @@ class DiffusersImageTokenizer(ImageTokenizer):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
+        """See ``ImageTokenizer.encode``."""
         self._check_pixels(pixels)
         latents = self.model.encode(2 * pixels - 1).latents
         _, _, (_, _, codes) = self.model.quantize(latents)
@@ -37,14 +47,16 @@ class DiffusersImageTokenizer(ImageTokenizer):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
+        """See ``ImageTokenizer.decode``."""
         self._check_codes(codes)
         shape = (len(codes), self.grid_size, self.grid_size, self.model.quantize.vq_embed_dim)
         latents = self.model.quantize.get_codebook_entry(codes.flatten(), shape)
         return ((self.model.decode(latents, force_not_quantize=True).sample + 1) / 2).clamp(0, 1)
 
     def config_document(self) -> dict[str, Any]:
+        """Returns the model's configuration in the format of diffusers."""
         document: dict[str, Any] = {"_class_name": "VQModel"}
-        # Names that begin with an underscore say where it was loaded from and by which version.
+        # Names with an underscore hold the path and the version of diffusers, which must not change the checksum.
         return document | {name: value for name, value in self.model.config.items() if not name.startswith("_")}
 
     def _weights(self) -> dict[str, Tensor]:
@@ -52,7 +64,7 @@ class DiffusersImageTokenizer(ImageTokenizer):
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> DiffusersImageTokenizer:
-        """Loads a folder or a name of the Hub, in evaluation mode.
+        """Loads a model from a folder or by its name on the Hub, in evaluation mode.
 
         Raises:
             UserError: diffusers is not installed, or there is no ``VQModel`` in safetensors.

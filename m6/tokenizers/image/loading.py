@@ -1,4 +1,4 @@
-"""One way to load an image tokenizer, whatever its format."""
+"""Loads an image tokenizer of any supported format."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from m6.tokenizers.image.modeling import M6ImageTokenizer
 
 
 def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
-    """Loads ours from a folder, or a diffusers ``VQModel`` from a folder or the Hub, in evaluation mode.
+    """Loads our image tokenizer from a folder, or a diffusers ``VQModel`` from a folder or the Hub.
+
+    Returns:
+        The tokenizer in evaluation mode.
 
     Raises:
-        UserError: nothing there, not whole, or of another kind.
+        UserError: there is no image tokenizer, or it is damaged or of an unknown format.
     """
     from m6.tokenizers.image.diffusers_vq import DiffusersImageTokenizer
 
     file = Path(path_or_name, CONFIG_FILE)
     if not file.is_file():
+        # Only OWNER/NAME that is not a local path is looked up on the Hub.
         if Path(path_or_name).exists() or str(path_or_name).count("/") != 1:
             raise UserError(
                 f'{path_or_name} holds no image tokenizer ({CONFIG_FILE} is missing); train one with "m6 '

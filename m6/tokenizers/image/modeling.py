@@ -1,4 +1,4 @@
-"""Our own image tokenizer."""
+"""Our image tokenizer, a VQ autoencoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from m6.validation import validate
 
 
 class Reconstruction(NamedTuple):
-    """What a training step sees: pictures ``[B, 3, H, H]`` in [0, 1] but not clamped, codes ``[B, N]``, a scalar."""
+    """Result of a training pass: pictures ``[B, 3, H, H]`` (unclamped), codes ``[B, N]``, and the commitment loss.
+
+    Pixels are not clamped to [0, 1], because clamping would stop their gradients.
+    """
 
     pixels: Tensor
     codes: Tensor
@@ -49,30 +52,33 @@ class M6ImageTokenizer(ImageTokenizer):
         )
 
     def forward(self, pixels: Tensor) -> Reconstruction:
-        """Encodes, quantises and decodes; in training mode the codebook follows the features."""
+        """Encodes, quantises and decodes. In training mode this also updates the codebook."""
         self._check_pixels(pixels)
         quantized, codes, commitment_loss = self.quantizer(self.encoder(2 * pixels - 1))
         return Reconstruction((self.decoder(quantized) + 1) / 2, codes.flatten(1), commitment_loss.sum())
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
+        """See ``ImageTokenizer.encode``."""
         self._check_pixels(pixels)
         _, codes, _ = self.quantizer(self.encoder(2 * pixels - 1), freeze_codebook=True)
         return codes.flatten(1)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
+        """See ``ImageTokenizer.decode``."""
         self._check_codes(codes)
         side = self.config.grid_size
         features = self.quantizer.get_output_from_indices(codes.view(-1, side, side))
         return ((self.decoder(features) + 1) / 2).clamp(0, 1)
 
     def config_document(self) -> dict[str, Any]:
+        """Returns the configuration as JSON."""
         return self.config.model_dump()
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> M6ImageTokenizer:
-        """Loads what ``save_pretrained`` wrote, in evaluation mode; UserError when it is not there or not whole."""
+        """Loads what ``save_pretrained`` wrote, in evaluation mode; UserError if it is missing or damaged."""
         folder = Path(folder)
         try:
             document = json.loads((folder / CONFIG_FILE).read_bytes())

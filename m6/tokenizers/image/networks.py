@@ -8,14 +8,18 @@ from m6.tokenizers.image.configuration import ImageTokenizerConfig
 
 
 class PositionNorm(nn.LayerNorm):
-    """Normalises each position over its channels, ``[B, C, H, H]``, so that positions do not learn of each other."""
+    """Layer norm over the channels of each position.
+
+    Unlike group norm it exchanges no information between positions, so a code depends only on its own patch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps ``[B, C, H, H]`` to the same shape."""
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class ResBlock(nn.Module):
-    """``x + f(x)`` with two convolutions behind norms; ``[B, C, H, H]`` to the same."""
+    """Residual block ``x + f(x)``; f is twice a norm, SiLU and a convolution."""
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
@@ -24,11 +28,15 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.last.weight)  # a deep stack starts as the identity
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps ``[B, C, H, H]`` to the same shape."""
         return x + self.last(self.branch(x))
 
 
 class Encoder(nn.Sequential):
-    """Pictures ``[B, 3, image_size, image_size]`` to features ``[B, codebook_dim, grid_size, grid_size]``."""
+    """Maps pictures ``[B, 3, image_size, image_size]`` to features ``[B, codebook_dim, grid_size, grid_size]``.
+
+    All convolutions have kernel size 1, so a feature depends only on its own patch.
+    """
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
         finest, coarsest = config.channels[0], config.channels[-1]
@@ -44,7 +52,7 @@ class Encoder(nn.Sequential):
 
 
 class Decoder(nn.Sequential):
-    """Features ``[B, codebook_dim, grid_size, grid_size]`` to pictures ``[B, 3, image_size, image_size]``."""
+    """Maps features ``[B, codebook_dim, grid_size, grid_size]`` to pictures ``[B, 3, image_size, image_size]``."""
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
         finest = config.channels[0]
