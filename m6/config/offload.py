@@ -62,8 +62,8 @@ class OffloadSettings(Section):
     policy: Literal["auto", "deepspeed"] = Field(
         "auto",
         description="auto: the other keys control the offload of experts; deepspeed: DeepSpeed's own offload, which "
-        "keeps all optimizer state on the host (ZeRO stages 1 to 3) and also all parameters (stage 3). With deepspeed no "
-        "other key of this section is accepted",
+        "keeps all optimizer state on the host (ZeRO stages 1 to 3) and also all parameters (stage 3). With "
+        "deepspeed no other key of this section is accepted",
     )
     device_budget_mib: Mib | Literal["auto"] = Field(
         "auto",

@@ -87,8 +87,8 @@ def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpoi
             raise UserError(f'{where}: "stream" is for weights; the "place" of activations is device, host or auto')
         if checkpointing and layer is not None and rules[index].kind is not None:
             raise UserError(
-                f"{where}: with m6.training.activation_checkpointing a layer keeps only its input, which belongs to no "
-                "kind; leave kind out"
+                f"{where}: under m6.training.activation_checkpointing a layer keeps only its input, which belongs to "
+                "no kind; leave kind out"
             )
         if place != "device":
             places[place].add((kind, layer))

@@ -64,7 +64,7 @@ class M6Config(PreTrainedConfig):
         initializer_range: standard deviation of the initial weights.
         layer_norm_eps: epsilon of every LayerNorm.
         moe: keyword arguments of :class:`moe.MoEConfig`, or None for a dense model.
-        moe_layer_frequency: k makes the layers k-1, 2k-1, ... sparse.
+        moe_layer_frequency: k: every k-th layer is sparse, that is layers k-1, 2k-1, ... (counted from 0).
 
     Raises:
         UserError: a key is unknown, a value is out of range, or two values contradict each other.
