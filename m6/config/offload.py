@@ -49,6 +49,7 @@ class OffloadOptimizer(Section):
     def check(self) -> None:
         """Raises UserError for a key that this optimizer does not have."""
         keys = {"AdamW": {"betas", "eps"}, "Adafactor": {"beta2_decay", "clipping_threshold"}, "SGD": {"momentum"}}
+        # Only keys that the JSON states: defaults of the other optimizers do no harm.
         for key in sorted(self.model_fields_set - {"type", "lr", "weight_decay"} - keys[self.type]):
             owner = next(name for name, owned in keys.items() if key in owned)
             raise UserError(f"m6.offload.optimizer.{key}: {self.type} would ignore it; it belongs to {owner}")

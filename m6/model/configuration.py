@@ -106,6 +106,7 @@ class M6Config(PreTrainedConfig):
     def _check_ranges(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
+            # Not isinstance: a bool is an int.
             if type(value) is not int or value < 1:
                 raise UserError(f"{name} must be a positive integer, found {value!r}")
         for name in ("image_vocab_size", "code_grid_size"):

@@ -38,6 +38,7 @@ def clip_gradients(
     if ep_group is not None:
         dist.all_reduce(expert_total, group=ep_group)
     norm = float((total + expert_total + other_squares).sqrt())
+    # A NaN is not larger than max_norm, so it needs no condition of its own.
     if max_norm > 0 and norm > max_norm and norm != float("inf"):
         torch._foreach_mul_([*dense, *experts], max_norm / (norm + 1e-6))
     return norm

@@ -80,6 +80,7 @@ class Engine:
         self._learning_rate = 0.0
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
+        # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
 
@@ -117,6 +118,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradient of ``loss``, which is already normalised by the global batch."""
+        # DeepSpeed would divide by the micro-batches of the step, although the loss is normalised by their targets.
         self._deepspeed.backward(loss, scale_wrt_gas=False)
 
     def update(self) -> Update:
@@ -136,6 +138,7 @@ class Engine:
             self._deepspeed.step()
             skipped = bool(zero.overflow)
             reported = self._deepspeed.get_global_grad_norm()
+            # DeepSpeed reports no norm for a step that it skipped.
             norm = float("inf") if skipped or reported is None else float(reported)
         if self.offloaded is not None:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
@@ -230,7 +233,7 @@ class Engine:
             self.offloaded.runtime.num_updates = counters["optimizer_step"]
         for key, value in counters.get("loss_scaler", {}).items():
             setattr(self._deepspeed.optimizer.loss_scaler, key, value)
-        self._deepspeed.global_steps = step
+        self._deepspeed.global_steps = step  # DeepSpeed's own counter, which follows ours
 
     def release(self) -> None:
         """Frees all memory of the engine; it cannot be used afterwards."""

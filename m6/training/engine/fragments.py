@@ -99,7 +99,7 @@ def _frozen(place: _Place, parameter: nn.Parameter) -> Iterator[Fragment]:
 
 def _unpartitioned(place: _Place, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
     yield place.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
-    for kind, value in state.items():
+    for kind, value in state.items():  # the step counter has no dimension; ``Engine.counters`` saves it
         if torch.is_tensor(value) and value.dim() > 0:
             yield place.fragment(kind, 0, value.view(-1), tuple(value.shape), replicated=True)
 

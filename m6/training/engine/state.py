@@ -43,6 +43,7 @@ def gradients(deepspeed: DeepSpeedEngine) -> list[Tensor]:
     """The tensors of gradients; complete between the last backward pass of a step and its update."""
     held = [parameter.grad for parameter in deepspeed.module.parameters() if parameter.grad is not None]
     zero = deepspeed.optimizer
+    # ZeRO keeps gradients here instead of in ``parameter.grad``; the names depend on stage and offload.
     for name in ("averaged_gradients", "all_grad_tensors"):
         for group in getattr(zero, name, {}).values():
             held += [gradient for gradient in group or () if gradient is not None]
@@ -124,6 +125,7 @@ def release(deepspeed: DeepSpeedEngine) -> None:
     optimizer = zero if stage == 0 else zero.optimizer
     for tensor in tensors:
         if tensor is not None:
+            # Other objects may still refer to the tensor: replacing its data frees the memory anyway.
             tensor.grad = None
             tensor.data = tensor.new_empty(0)
     optimizer.state.clear()

@@ -135,7 +135,7 @@ class OffloadedExperts:
             UserError: the norm is not finite, but experts have already been updated in the backward pass.
         """
         if self.runtime.update_in_backward:
-            self.runtime.skip()
+            self.runtime.skip()  # ends the step: its updates are already done
             if not math.isfinite(norm):
                 raise UserError(
                     'm6.offload: gradients are not finite, and with "update": "backward" they have already updated '
@@ -224,6 +224,7 @@ class OffloadedExperts:
 
         When the caller asks for the next layer, values that it wrote into the fragments go back to the runtime.
         """
+        # Ranks with the same experts hold the same values: each saves an equal share.
         group = expert_group("expert_data_parallel", self._ep_size)
         replica = (dist.get_rank(group), dist.get_world_size(group))
         for stack, (first_expert, num_experts) in self._stacks.items():

@@ -273,6 +273,7 @@ def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
     Raises:
         UserError: the configured budget exceeds the available memory.
     """
+    # Ranks of this host: set by torchrun and deepspeed, or by srun.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     available = available_bytes()
     share = None if available is None else int(0.95 * available) // ranks

@@ -37,6 +37,7 @@ class NonfinitePolicy:
         Raises:
             UserError: too many consecutive steps were skipped; RUN/FATAL holds the reason.
         """
+        # A finite loss with non-finite fp16 gradients means that the loss scale is too large.
         expected = self._precision == "fp16" and math.isfinite(outcome.loss)
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
         if self.consecutive <= self._limit:

@@ -38,6 +38,7 @@ class SampleGrids:
         self.image_tokenizer = image_tokenizer.to(runtime.device)
         self.sampling = Sampling(settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p)
         self.captions = [caption for caption in settings.captions for _ in range(settings.num_images)]
+        # Fixed random numbers: pictures of two steps differ only by the training.
         self.uniform = torch.stack(
             [
                 uniform_numbers(0, caption, index, image_tokenizer.num_codes)

@@ -49,6 +49,7 @@ class StepSums:
             objective_ids: [N], the objective of each target.
             aux_loss: scalar, the routers' weighted auxiliary loss.
         """
+        # index_add_ needs no count of the targets on the host, so the device is not synchronised.
         losses = losses.detach().double()
         self._sums.index_add_(0, objective_ids, losses)
         self._sums.index_add_(0, objective_ids + len(OBJECTIVES), torch.ones_like(losses))
