@@ -70,7 +70,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
     def finish() -> None:
         write_manifest(folder, runtime.world_size, real_state(reader.state, reset))
         write_text(temporary.checkpoints / "latest", folder.name + "\n")
-        temporary.open(config, runtime.world_size)
+        temporary.open(config, runtime.world_size)  # the new run records this command as its first attempt
         source = RunDirectory(run_dir)
         if source.metrics.exists():
             shutil.copyfile(source.metrics, temporary.metrics)
@@ -119,6 +119,7 @@ def _pieces(reader: CheckpointReader, reset: bool, rank: int, world_size: int) -
         numel = max(1, limit // reader.element_size(place))
         for begin in range(place.offset, place.offset + place.numel, numel):
             number += 1
+            # Round-robin: each rank gets a similar share of every layer.
             if number % world_size == rank:
                 end = min(begin + numel, place.offset + place.numel)
                 yield from _copies(reader.read_range(place, begin, end), place, begin, sharing, reset)

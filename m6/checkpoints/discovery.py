@@ -46,7 +46,7 @@ def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
         problems.extend(folder_problems)
         if dist.get_rank() == 0:
             _set_aside(folder)
-        dist.barrier()
+        dist.barrier()  # no rank lists the folder again before it is renamed
     return None, problems
 
 

@@ -73,7 +73,7 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
         with atomic_path(folder / name) as temporary:
             save_file(pending, temporary)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-        pending.clear()
+        pending.clear()  # frees the host memory before the next shard is collected
 
     size = 0
     nonfinite: list[str] = []
@@ -134,7 +134,7 @@ def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
         tensors.setdefault(key, []).append((place["offset"], place["offset"] + place["numel"]))
         sizes[key] = torch.Size(place["shape"]).numel()
     for key, spans in tensors.items():
-        covered = 0
+        covered = 0  # ranges of replicas may overlap, but there must be no gap
         for begin, end in sorted(spans):
             if begin > covered:
                 break
@@ -200,20 +200,25 @@ class CheckpointReader:
             places.sort(key=lambda place: place.offset)
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of one kind, in the order of the model."""
-        return [name for name, other in self._ranges if other == kind]
+        """The names of all tensors of this kind, in the order of the model."""
+        return [name for name, stored_kind in self._ranges if stored_kind == kind]
 
     def ranges(self) -> Iterator[Range]:
-        """Every range as it is stored."""
+        """Yields every stored range."""
         for places in self._ranges.values():
             yield from places
 
     def verify(self, rank: int = 0, world_size: int = 1) -> list[str]:
-        """Checks size and SHA-256 of every ``world_size``-th file; returns what is wrong, naming each file."""
+        """Checks the size and the SHA-256 of this rank's share of the files.
+
+        Returns:
+            one line for each missing or damaged file; empty if all are right.
+        """
         problems = []
         for name in sorted(self.files)[rank::world_size]:
             path, expected = self.folder / name, self.files[name]
             try:
+                # The size is cheap to check and finds most files that a full disk has truncated.
                 if path.stat().st_size != expected.get("bytes"):
                     problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {expected.get('bytes')}")
                 elif sha256(path) != expected.get("sha256"):
@@ -261,6 +266,7 @@ class CheckpointReader:
         path = self.folder / place.file
         try:
             if place.file not in self._open:
+                # safetensors maps the file into memory, so an open shard costs no more than what is read of it.
                 self._open[place.file] = safe_open(path, framework="pt")
             part: Tensor = self._open[place.file].get_slice(place.key)[begin - place.offset : end - place.offset]
         except (SafetensorError, OSError) as error:

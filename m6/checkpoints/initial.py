@@ -95,6 +95,7 @@ class ExportedWeights(WeightReader):
             target.copy_(self._open[self._files[name]].get_tensor(name).view(1))
             return
         row = math.prod(shape[1:])
+        # safetensors slices along the first dimension without reading the rest: read the rows that contain the range.
         first, last = offset // row, -(-(offset + target.numel()) // row)
         begin = offset - first * row
         target.copy_(self._slice(name)[first:last].reshape(-1)[begin : begin + target.numel()])

@@ -47,6 +47,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     config = load_config(folder / "config.json")
     reader = open_newest_checkpoint(folder)
     processor = run_processor(config, reader)
+    # On the meta device: initial values would be overwritten, and drawing them takes long for a large model.
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device)

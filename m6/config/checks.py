@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def check_world_size(config: RunConfig, world_size: int) -> None:
     """Raises UserError if the batch size or ``ep_size`` does not fit ``world_size`` ranks."""
     accumulation = config.deepspeed.accumulation_steps(world_size)
+    # An update in the backward pass uses a gradient at once, so it cannot add up those of several micro-batches.
     if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
         raise UserError(
             'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '

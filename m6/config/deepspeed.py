@@ -200,7 +200,7 @@ class DeepSpeedSettings(BaseModel):
         """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves."""
         config = {key: value for key, value in self.keys.items() if key != "optimizer"}
         config["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
-        config.setdefault("steps_per_print", None)
+        config.setdefault("steps_per_print", None)  # no progress lines of DeepSpeed between ours
         if self.zero_stage == 0:
             # At stage 0 our engine clips the gradients: DeepSpeed does not report the norm there, and leaves the
             # experts of other ranks out of it.
@@ -224,6 +224,7 @@ def prepare_deepspeed() -> None:
     """Sets the environment variables that DeepSpeed reads when it is imported: the device and its log level."""
     import torch
 
+    # setdefault: a choice by the user wins.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -237,7 +238,7 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
     """
     for key in keys:
         _check_accepted(key)
-        if key not in PASSED_ON:
+        if key not in PASSED_ON:  # DeepSpeed itself ignores unknown top-level keys
             raise UserError(f"{key}: unknown key{nearest(key, PASSED_ON | {'m6'})}")
     if "gradient_clipping" not in keys:
         raise UserError(
@@ -273,6 +274,7 @@ def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
     DeepSpeed would find the same errors later, and report them as a traceback on every rank.
     """
     prepare_deepspeed()
+    # DeepSpeed is imported only when it is needed: its import takes seconds.
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -311,6 +313,7 @@ def _precision(sections: dict[str, Any], stage: int) -> str:
 def _zero_stage(section: dict[str, Any]) -> int:
     """The ZeRO stage; UserError if the stage ignores a key of the section."""
     stage = section.get("stage", 0)
+    # Not isinstance: a bool is an int, and ``true`` must not mean stage 1.
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
     for key in section:

@@ -189,11 +189,13 @@ def _sentence(text: str) -> str:
 def _plain(text: str) -> str:
     """Converts reStructuredText's literals and roles to Markdown, and Python's None to JSON's null."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    # Without backquotes Markdown would take <boi> for an HTML tag.
     text = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", text)
     return re.sub(r"\bNone\b", "`null`", text)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
+    # A bar inside of a cell would begin a new cell.
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return markdown_table(header, escaped, "l" * len(header)) + "\n"
 

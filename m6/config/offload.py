@@ -49,6 +49,7 @@ class OffloadOptimizer(Section):
     def check(self) -> None:
         """Raises UserError for a key that this optimizer does not have."""
         keys = {"AdamW": {"betas", "eps"}, "Adafactor": {"beta2_decay", "clipping_threshold"}, "SGD": {"momentum"}}
+        # Only keys that the JSON states: defaults of the other optimizers do no harm.
         for key in sorted(self.model_fields_set - {"type", "lr", "weight_decay"} - keys[self.type]):
             owner = next(name for name, owned in keys.items() if key in owned)
             raise UserError(f"m6.offload.optimizer.{key}: {self.type} would ignore it; it belongs to {owner}")
@@ -62,8 +63,8 @@ class OffloadSettings(Section):
     policy: Literal["auto", "deepspeed"] = Field(
         "auto",
         description="auto: the other keys control the offload of experts; deepspeed: DeepSpeed's own offload, which "
-        "keeps all optimizer state on the host (ZeRO stages 1 to 3) and also all parameters (stage 3). With deepspeed "
-        "no other key of this section is accepted",
+        "keeps all optimizer state on the host (ZeRO stages 1 to 3) and also all parameters (stage 3). With "
+        "deepspeed no other key of this section is accepted",
     )
     device_budget_mib: Mib | Literal["auto"] = Field(
         "auto",

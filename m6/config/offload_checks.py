@@ -10,7 +10,7 @@ from m6.config.offload_rules import layer_modules, match_rules, resolve_activati
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 
-_HOST = {"device": "cpu", "pin_memory": True}
+_HOST = {"device": "cpu", "pin_memory": True}  # copies from and to pinned memory overlap with computation
 
 
 def check_offload(
@@ -90,6 +90,7 @@ def _with_dense_states(rules: list[OffloadRule], model: M6Config, deepspeed: Dee
         for (kind, layer, tensor), (_, place) in match_rules(rules, model).items()
         if tensor == "optimizer_state" and place == "host"
     }
+    # The JSON may have turned on DeepSpeed's offload itself.
     if not dense & named or offloads_states(deepspeed):
         return deepspeed
     if dense - named:

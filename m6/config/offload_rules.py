@@ -55,6 +55,7 @@ def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_hos
         _check_possible(f"m6.offload.rules.{index}", kind, tensor, place, dense_states_on_host)
     layers: dict[str, set[int]] = {"owned": set(), "streamed": set(), "fetched": set()}
     for layer in [layer for kind, layer in layer_modules(model) if kind == "expert" and layer is not None]:
+        # -1: no rule names the tensor.
         placed = {tensor: places.get(("expert", layer, tensor), (-1, "auto")) for tensor in STORED_TENSORS}
         on_device = [index for index, place in placed.values() if place == "device"]
         off_device = [index for index, place in placed.values() if place in ("stream", "host")]
@@ -87,8 +88,8 @@ def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpoi
             raise UserError(f'{where}: "stream" is for weights; the "place" of activations is device, host or auto')
         if checkpointing and layer is not None and rules[index].kind is not None:
             raise UserError(
-                f"{where}: with m6.training.activation_checkpointing a layer keeps only its input, which belongs to no "
-                "kind; leave kind out"
+                f"{where}: under m6.training.activation_checkpointing a layer keeps only its input, which belongs to "
+                "no kind; leave kind out"
             )
         if place != "device":
             places[place].add((kind, layer))

@@ -82,6 +82,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if settings.offload is not None:
         switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
         checkpointing = settings.training.activation_checkpointing
+        # The checks need DeepSpeed's settings with the offload that the section adds.
         deepspeed = apply_offload(settings.offload, deepspeed, model)
         check_offload(settings.offload, deepspeed, model, switch, checkpointing)
     if settings.data.sequence_length > model.max_position_embeddings:

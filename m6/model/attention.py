@@ -54,6 +54,7 @@ class Attention(nn.Module):
             layer_index: the layer's number in the cache. It is an argument, since several layers may share this
                 module (Pseudo-to-Real).
         """
+        # [B, S, 3 D] -> three tensors [B, H, S, D / H].
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)

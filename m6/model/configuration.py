@@ -64,7 +64,7 @@ class M6Config(PreTrainedConfig):
         initializer_range: standard deviation of the initial weights.
         layer_norm_eps: epsilon of every LayerNorm.
         moe: keyword arguments of :class:`moe.MoEConfig`, or None for a dense model.
-        moe_layer_frequency: k makes the layers k-1, 2k-1, ... sparse.
+        moe_layer_frequency: k: every k-th layer is sparse, that is layers k-1, 2k-1, ... (counted from 0).
 
     Raises:
         UserError: a key is unknown, a value is out of range, or two values contradict each other.
@@ -106,6 +106,7 @@ class M6Config(PreTrainedConfig):
     def _check_ranges(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
+            # Not isinstance: a bool is an int.
             if type(value) is not int or value < 1:
                 raise UserError(f"{name} must be a positive integer, found {value!r}")
         for name in ("image_vocab_size", "code_grid_size"):

@@ -58,6 +58,7 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
         "ffn": copies("ffn", dense) * ffn,
         "experts": copies("experts", sparse) * (experts * expert + shared),
         "router": copies("router", sparse) * experts * width,
+        # Two norms per layer and the last one, each with a weight and a bias vector.
         "norms": (2 * copies("norms", layers) + 1) * 2 * width,
     }
     total = sum(counts.values())

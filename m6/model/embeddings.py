@@ -49,6 +49,7 @@ class M6Embeddings(nn.Module):
             UserError: the number of placeholders is not ``N * num_patches``.
         """
         is_patch = (input_ids == self.image_token_id) & (token_type_ids == IMAGE)
+        # The positions of patches belong to another table and may exceed the size of the text's.
         embedded = self._embed_tokens(input_ids, position_ids.masked_fill(is_patch, 0))
         embedded = self._splice_patches(embedded, is_patch, position_ids, pixel_values)
         return self.dropout(embedded + self.segments(token_type_ids))

@@ -189,6 +189,7 @@ class M6Model(M6PreTrainedModel):
 
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         token_mask = query_samples != 0
+        # fp32 also in a 16-bit model: small balance losses of many layers add up.
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
         for index, layer in enumerate(self.layers):
@@ -233,6 +234,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
     def __init__(self, config: M6Config) -> None:
         super().__init__(config)
         self.model = M6Model(config)
+        # transformers' generate reads the special tokens from here, not from the model's configuration.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self.generation_config, name, getattr(config, name))
         self.post_init()
@@ -283,6 +285,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         if labels is not None:
             targets = labels[:, 1:]
             where = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
+            # Logits of all positions would be the largest tensor of a training step.
             target_logits = self._head(hidden_states[:, :-1][where]) if logits is None else logits[:, :-1][where]
             # Cross entropy in at least fp32: a sum over a large vocabulary loses too much in 16 bits.
             precise = torch.promote_types(target_logits.dtype, torch.float32)

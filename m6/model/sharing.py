@@ -107,6 +107,7 @@ def share_layers(model: nn.Module, sharing: Sharing) -> None:
     Call it on the meta device, before parameters are allocated, and after expert parallelism, which splits the
     experts of each layer.
     """
+    # The blocks may be in the model itself or in a submodule.
     layers: Any = next(m.layers for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
     for layer, first, name in sharing.modules():
         if layer != first and _has(layers[layer], name):

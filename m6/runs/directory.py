@@ -65,7 +65,7 @@ class RunDirectory:
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
         self.lock = FolderLock(root / "lock", root)
-        self._progress_time = float("-inf")
+        self._progress_time = float("-inf")  # the first step is always written
 
     def check(self, config: RunConfig) -> None:
         """Checks that ``config`` can be trained in this folder; writes nothing.
@@ -142,6 +142,7 @@ class RunDirectory:
     def _record_attempt(self, config: RunConfig, world_size: int) -> None:
         parent = self.root / "provenance"
         parent.mkdir(exist_ok=True)
+        # The largest number plus one, not the count: a person may have removed the folder of an attempt.
         numbers = [int(path.name.removeprefix("attempt_")) for path in parent.glob("attempt_[0-9]*")]
         attempt = parent / f"attempt_{max(numbers, default=-1) + 1:03d}"
         attempt.mkdir()
@@ -216,7 +217,7 @@ class RunDirectory:
             return
         self._progress_time = now
         with self._writing():
-            temporary = self.root / ".progress.tmp"
+            temporary = self.root / ".progress.tmp"  # a reader never sees a file that is only half written
             entry = {"step": step, "total_steps": total_steps, "time": time.time()}
             temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
             temporary.replace(self.root / "progress")

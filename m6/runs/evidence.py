@@ -34,6 +34,7 @@ def answer_sigquit() -> None:
     faulthandler.register(signal.SIGQUIT, file=sys.stderr, all_threads=True, chain=True)
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     path = Path(folder) / f"flight_recorder_{rank:05d}.json"
+    # A daemon: it must not keep a finished process alive.
     threading.Thread(target=_write_on_sigquit, args=(read_end, path), name="evidence", daemon=True).start()
 
 

@@ -74,7 +74,7 @@ def start(timeout_s: float = 1800.0) -> Runtime:
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
             timeout=timedelta(seconds=timeout_s),
-            auto_mpi_discovery=False,
+            auto_mpi_discovery=False,  # the environment is complete, and mpi4py need not be installed
             verbose=False,
         )
     return Runtime(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_rank, device)
@@ -128,7 +128,7 @@ def seed_everything(seed: int) -> None:
     The training calls it for every micro-batch, so a checkpoint needs no state of random generators.
     """
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)
 
 

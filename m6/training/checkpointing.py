@@ -68,7 +68,7 @@ class Checkpointer:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"{folder} cannot be written: {error}") from None
-        dist.barrier()
+        dist.barrier()  # no rank writes before the main rank has removed old records
         if (folder / MANIFEST).exists():  # a run that stops right after it resumed has nothing new to save
             return time.perf_counter() - begin
         pieces = [_copy_to_host(fragment.owned()) for fragment in engine.fragments()]

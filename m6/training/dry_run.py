@@ -78,7 +78,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         train_step = TrainStep(engine, config, runtime, accumulation, stage)
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state
         world.watch(engine.module)
-        world.collectives.clear()
+        world.collectives.clear()  # only the second step is reported: the first one also allocates and initializes
         engine.watch(world)
         train_step(1, batches, Requests)
         held = {
@@ -86,7 +86,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
             "gradients": engine.gradients,
             "optimizer_state": engine.state_bytes()["optimizer_state"],
             "activations": engine.activations,
-            "peak": max(engine.peak, world.peak),
+            "peak": max(engine.peak, world.peak),  # world.peak is that of the update
         }
     layout = layout_of(config, world_size)
     memory = MemoryModel(config, Profile(), full_row(config))

@@ -29,6 +29,7 @@ def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: R
             sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
             for begin in range(0, len(batches), runtime.world_size):
                 index = begin + runtime.rank
+                # A rank without a micro-batch of its own repeats the last one.
                 batch = batches[min(index, len(batches) - 1)].to(runtime.device)
                 target_losses = engine.forward(batch).target_losses
                 assert target_losses is not None

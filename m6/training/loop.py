@@ -69,6 +69,7 @@ class Trainer:
         check_world_size(config, runtime.world_size)
         self.accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
         self.data = open_data(config)
+        # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
         self.checkpoint, self.problems = open_newest(run.checkpoints)
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
@@ -110,6 +111,7 @@ class Trainer:
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
                 requests = outcome.result.requests
+                # All ranks have the same requests here, so that they stop and save after the same step.
                 stopped = requests.stop or self.step == stop_after
                 self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
                 self._write_progress()
@@ -122,7 +124,7 @@ class Trainer:
                 if self.stage.is_due and not stopped:
                     self._delink()
         self.checkpointer.wait()
-        dist.barrier()
+        dist.barrier()  # the main rank's thread has written the manifest: now a rank may leave
         return self._finish()
 
     def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
@@ -148,7 +150,7 @@ class Trainer:
             report.exclude(time.perf_counter() - begin)
         if self.step % settings.checkpoint.interval_steps == 0 or save:
             report.add_checkpoint_stall(self._save())
-        self.checkpointer.check()
+        self.checkpointer.check()  # a full disk ends the run now, not at the next checkpoint
 
     def _is_due(self, interval_steps: int) -> bool:
         return self.step % interval_steps == 0 or self.step == self.settings.training.total_steps
@@ -196,12 +198,13 @@ class Trainer:
                     f"{self.run.root}"
                 )
             restore(self.engine, self.stage.reader(self.checkpoint))
-            self.checkpoint = None
+            self.checkpoint = None  # closes the files of its shards
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
             restore_weights(self.engine, open_initial_weights(self.settings.init))
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
+        # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         if self.runtime.is_main:
             damaged = self.run.cut_metrics_after(self.step)
             if damaged:
@@ -240,7 +243,7 @@ class Trainer:
             self._print(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
 
     def _replan_offloading(self) -> None:
-        """Plans the offloading of experts anew after the first steps of an attempt, which measure their use."""
+        """Plans the offloading of experts again after the first steps of an attempt, which measure their use."""
         memory_map = self.engine.replan(self.run.root, self.step)
         if memory_map is not None:
             self._print(memory_map)

@@ -72,6 +72,7 @@ class TrainStep:
         self.engine.accumulate(micro_batches, loss, [self._seed(step, index) for index in range(len(micro_batches))])
         update = self.engine.update()
         nonfinite_routers = self._finish_routers(update.skipped)
+        # The requests travel with the sums: one collective for both.
         result = sums.reduce(read_requests())
         micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
@@ -103,6 +104,7 @@ class TrainStep:
             )
             for batch in micro_batches
         ]
+        # fp64 holds counts of tokens and pairs exactly.
         totals = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device).sum(0)
         dist.all_reduce(totals)
         return totals.tolist()
@@ -135,6 +137,7 @@ class TrainStep:
 
     def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
+        # The entropy is not finite if a router's logits are not, so a skipped step can name the router.
         self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy.sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
             self.balancer.add(stats)

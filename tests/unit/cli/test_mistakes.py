@@ -142,7 +142,7 @@ def test_a_precision_that_the_machine_has_not(pretrain: Callable[..., str], tmp_
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     overrides = ("fp16.enabled=true", "zero_optimization.stage=2")
-    assert "fp16.enabled: this machine's" in pretrain(tmp_path / "new", *overrides)
+    assert "fp16.enabled: the cpu of this machine" in pretrain(tmp_path / "new", *overrides)
 
 
 USAGE = [
