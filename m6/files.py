@@ -11,10 +11,14 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yields a temporary path in the folder of ``path``; on success it is synced and renamed to ``path``.
 
     After an exception the temporary file is removed and ``path`` is unchanged.
+
+    Args:
+        path: the file to write.
+        mode: permissions of the file before the umask is applied.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # rename(2) is atomic only within one file system, so the temporary file is made in the same folder.
@@ -23,7 +27,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        os.chmod(temporary, mode & ~_umask())  # mkstemp makes files that only their owner may read
         # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
         sync(temporary)
         os.replace(temporary, path)
@@ -48,33 +52,43 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 text file atomically."""
-    with atomic_path(path) as temporary:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Writes a UTF-8 text file atomically; ``mode`` as in ``atomic_path``."""
+    with atomic_path(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a value as indented JSON with a final line break, atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    """Writes a value as indented JSON with a final line break, atomically; ``mode`` as in ``atomic_path``."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode)
 
 
-def cut_lines_after(path: Path, step: int) -> None:
-    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and lines that a crash cut off.
+def cut_lines_after(path: Path, step: int) -> list[int]:
+    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and an incomplete last line.
 
-    A missing file stays missing.
+    Other lines that are not JSON objects with a step are damaged. They are moved to ``NAME.damaged`` in the same
+    folder. A missing file stays missing.
+
+    Returns:
+        The numbers of the damaged lines, from 1.
     """
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return []
+    kept: list[bytes] = []
+    damaged: dict[int, bytes] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry["step"] <= step:
-            kept.append(line + "\n")
-    write_text(path, "".join(kept))
+            if json.loads(line)["step"] <= step:
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            if line.endswith(b"\n"):  # a line that a crash cut off has no line break and is dropped
+                damaged[number] = line
+    if damaged:
+        with path.with_name(f"{path.name}.damaged").open("ab") as file:
+            file.writelines(damaged.values())
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+    return list(damaged)
 
 
 def sha256(path: Path) -> str:
@@ -84,3 +98,8 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Returns the cache folder of this project: ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -64,7 +65,19 @@ def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path
                 os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):
                 os.link(compiled, library)
+    for path in (cache, library):
+        _check_private(path)
     return library
+
+
+def _check_private(path: Path) -> None:
+    """Raises PermissionError if another user could have written what is about to be loaded."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} is a link, belongs to another user or can be written by others: remove it, or name another folder "
+            "in XDG_CACHE_HOME"
+        )
 
 
 def _processor() -> str:

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # The whole suite on a fresh machine: environment, lint, types, shell scripts, tests.
-#   bash scripts/test.sh [ARGUMENTS OF PYTEST]
+#   bash scripts/test.sh [--fast] [ARGUMENTS OF PYTEST]
+# --fast leaves out the tests that are marked slow and those on a local Slurm cluster.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 make_environment dev
-install_slurm
 
 # Of several -m pytest takes the last: the caller's narrows ours.
-chosen=$# marks='' arguments=()
+chosen=$# marks='' fast='' arguments=()
 while (($#)); do
     case $1 in
-    -m) shift && marks=" and (${1:?-m without an expression})" ;;
-    -m*) marks=" and (${1#-m})" ;;
+    --fast) fast=1 marks+=' and not slow' ;;
+    -m) shift && marks+=" and (${1:?-m without an expression})" ;;
+    -m*) marks+=" and (${1#-m})" ;;
     *) arguments+=("$1") ;;
     esac
     shift
@@ -30,6 +31,8 @@ say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"
 run_tests --numprocesses logical --maxprocesses 8 --dist loadfile -m "not slurm$marks" "$@"
+[ -n "$fast" ] && exit
+install_slurm
 # By themselves: several nodes with real jobs leave no core to other tests.
 say "tests on a local Slurm cluster"
 run_tests -rs -m "slurm$marks" "${@:-tests/slurm}"

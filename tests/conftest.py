@@ -8,4 +8,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="m6-tests-hf-")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="m6-tests-cache-")
 os.environ["WANDB_MODE"] = "offline"

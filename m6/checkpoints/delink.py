@@ -1,4 +1,4 @@
-"""``m6 delink``: a checkpoint of a Pseudo run becomes a Real run of its own, without a model in memory."""
+"""``m6 delink``: writes a checkpoint of a Pseudo run as a Real run, without building a model."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ from m6.errors import UserError
 from m6.files import sync, write_text
 from m6.model.sharing import Sharing
 from m6.runs.directory import RunDirectory
-from m6.runs.processes import Runtime
+from m6.runs.lock import FolderLock
+from m6.runs.processes import Runtime, on_main_rank
 
-# How many shards, and how many pieces that are read at a time, hold one layer's weights and moments: what is
-# collected, what the serializer may copy and what is being read together stay below two layers.
+# Shards and pieces into which the weights and moments of one layer are divided. The shard that is collected, the copy
+# that the serializer may make and the piece that is read must together stay below two layers.
 _SHARDS_PER_LAYER, _PIECES_PER_LAYER = 2, 16
 
 
 def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
-    """Writes the newest checkpoint of a Pseudo run as a Real run that ``m6 pretrain`` goes on with.
+    """Writes the newest checkpoint of a Pseudo run as a Real run that ``m6 pretrain`` continues.
 
-    The ranks share the work, and each holds less than two layers' weights and moments at a time. Moments are copied
-    or reset as ``m6.pseudo_to_real.optimizer_state`` of the run says. The metrics so far come along. ``out`` appears
-    when it is whole; ``run_dir`` is only read. To be called on every rank.
+    Every rank calls this function. The ranks share the work, and each holds less than two layers' weights and moments
+    at a time. The setting ``m6.pseudo_to_real.optimizer_state`` of the run decides whether moments are copied or
+    reset. The metrics are copied too. ``out`` appears only when it is complete; ``run_dir`` is not changed.
+
+    Returns:
+        ``out``.
 
     Raises:
-        UserError: the run has no Pseudo stage, is already Real or has no whole checkpoint (the file that is missing
-            or damaged is named), or ``out`` is not free.
+        UserError: the run has no Pseudo stage, is already Real, or has no complete checkpoint (the message names the
+            missing or damaged file); ``out`` is not empty, or another process writes it.
     """
     config = load_config(run_dir / "config.json")
     if config.m6.pseudo_to_real is None:
-        raise UserError(f"{run_dir}: has no m6.pseudo_to_real: its layers share nothing that could be delinked")
+        raise UserError(f"{run_dir}: has no m6.pseudo_to_real: its layers share no weights")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; choose another --out")
     folders = complete_checkpoints(RunDirectory(run_dir).checkpoints)
@@ -66,32 +70,38 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
     def finish() -> None:
         write_manifest(folder, runtime.world_size, real_state(reader.state, reset))
         write_text(temporary.checkpoints / "latest", folder.name + "\n")
-        temporary.open(config, runtime.world_size)
+        temporary.open(config, runtime.world_size)  # the new run records this command as its first attempt
         source = RunDirectory(run_dir)
         if source.metrics.exists():
             shutil.copyfile(source.metrics, temporary.metrics)
             temporary.cut_metrics_after(reader.state["step"])
-        os.replace(temporary.root, out)
+        os.replace(temporary.root, out)  # atomic: nobody sees an incomplete ``out``
         sync(out.absolute().parent)
 
-    for work, everywhere in ((prepare, False), (write, True), (finish, False)):
-        problem = None
-        if everywhere or runtime.is_main:
-            try:
-                work()
-            except (OSError, UserError) as error:
-                problem = str(error)
-        found: list[str | None] = [None] * runtime.world_size
-        dist.all_gather_object(found, problem)
-        if any(found):
-            if runtime.is_main:
-                shutil.rmtree(temporary.root, ignore_errors=True)
-            raise UserError(f"{out} was not written: " + "; ".join(filter(None, found)))
+    lock = FolderLock(out.absolute().with_name(f".{out.name}.lock"), out)
+    on_main_rank(runtime, lock.acquire)
+    try:
+        for work, on_every_rank in ((prepare, False), (write, True), (finish, False)):
+            problem = None
+            if on_every_rank or runtime.is_main:
+                try:
+                    work()
+                except (OSError, UserError) as error:
+                    problem = str(error)
+            # All ranks learn of a problem on any rank: otherwise the others would wait for it in the next collective.
+            problems_of_ranks: list[str | None] = [None] * runtime.world_size
+            dist.all_gather_object(problems_of_ranks, problem)
+            if any(problems_of_ranks):
+                if runtime.is_main:
+                    shutil.rmtree(temporary.root, ignore_errors=True)
+                raise UserError(f"{out} was not written: " + "; ".join(filter(None, problems_of_ranks)))
+    finally:
+        lock.release()
     return out
 
 
 def _layer_bytes(reader: CheckpointReader) -> int:
-    """The bytes of the weights and moments that the Pseudo model holds for its largest layer."""
+    """Bytes of the weights and moments of the largest layer of the Pseudo model."""
     sharing, sizes = sharing_of(reader), dict.fromkeys(range(reader.state[STATE]["sharing"]["num_layers"]), 0)
     for place in reader.ranges():
         for layer in sizes:
@@ -109,12 +119,14 @@ def _pieces(reader: CheckpointReader, reset: bool, rank: int, world_size: int) -
         numel = max(1, limit // reader.element_size(place))
         for begin in range(place.offset, place.offset + place.numel, numel):
             number += 1
+            # Round-robin: each rank gets a similar share of every layer.
             if number % world_size == rank:
                 end = min(begin + numel, place.offset + place.numel)
                 yield from _copies(reader.read_range(place, begin, end), place, begin, sharing, reset)
 
 
 def _copies(data: Tensor, place: Range, begin: int, sharing: Sharing, reset: bool) -> Iterator[Fragment]:
+    """One fragment for each layer of the Real model that the range belongs to."""
     for name in sharing.real_names(place.name):
         copy = data.new_zeros(data.shape) if reset and place.kind != WEIGHT else data.clone()
         yield Fragment(name, place.kind, begin, copy, place.shape)

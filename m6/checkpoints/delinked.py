@@ -1,4 +1,4 @@
-"""A checkpoint of a Pseudo model, read as one of the Real model: delinking is renaming."""
+"""Reads a checkpoint of a Pseudo model as one of the Real model: only the names of tensors change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.checkpoints.fragment import WEIGHT
 from m6.model.sharing import Sharing
 
 STATE = "pseudo_to_real"
-"""The key of the stage in a checkpoint's state; a run without a Pseudo stage has none."""
+"""The key of the Pseudo-to-Real stage in a checkpoint's state; absent in a run without a Pseudo stage."""
 
 
 def is_pseudo(reader: CheckpointReader) -> bool:
@@ -21,12 +21,12 @@ def is_pseudo(reader: CheckpointReader) -> bool:
 
 
 class DelinkedReader(CheckpointReader):
-    """A checkpoint of a Pseudo model as if it were of the Real one: every layer has its copy of what is shared.
+    """Reads a checkpoint of a Pseudo model as one of the Real model: each layer gets a copy of the shared weights.
 
     Args:
         folder: a complete checkpoint of a Pseudo model.
-        optimizer_state: ``copy``: every layer has the moments, too; ``reset``: all moments are zero and the
-            optimizer has made no step, as before the first one.
+        optimizer_state: ``copy``: each layer gets a copy of the moments. ``reset``: all moments are zero, and the
+            number of optimizer steps is 0.
     """
 
     def __init__(self, folder: Path, optimizer_state: str = "copy") -> None:
@@ -42,7 +42,7 @@ class DelinkedReader(CheckpointReader):
         self.state = real_state(self.state, self.reset)
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
-        """As for any checkpoint; moments that are reset are zeros."""
+        """Fills ``target`` as in ``CheckpointReader``; moments that are reset are zeros."""
         if self.reset and kind != WEIGHT:
             target.zero_()
         else:
@@ -50,12 +50,13 @@ class DelinkedReader(CheckpointReader):
 
 
 def sharing_of(reader: CheckpointReader) -> Sharing:
+    """What the layers share in the Pseudo model of a checkpoint."""
     saved = reader.state[STATE]["sharing"]
     return Sharing(saved["num_layers"], saved["num_groups"], tuple(saved["parts"]))
 
 
 def real_state(state: dict[str, Any], reset: bool) -> dict[str, Any]:
-    """The state of a Pseudo checkpoint as that of the Real one at the same step."""
+    """Converts the state of a Pseudo checkpoint to that of a Real checkpoint at the same step."""
     optimizer_step = 0 if reset else state["optimizer_step"]
     return {
         **state,

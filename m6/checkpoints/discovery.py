@@ -1,4 +1,4 @@
-"""Which checkpoints a run has: complete, half-written and corrupt ones."""
+"""Finds the checkpoints of a run: complete, incomplete and corrupt ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOLDER = re.compile(r"step_(\d{8})")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints below ``root``, oldest first."""
+    """The folders of the complete checkpoints in ``root``, oldest first."""
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and (path / MANIFEST).is_file()]
@@ -23,7 +23,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def remove_half_written(root: Path) -> None:
-    """Removes what an attempt that was killed did not complete: records in it would pass for those of this one."""
+    """Removes the incomplete checkpoints of killed attempts, since their records would look like new ones."""
     if root.is_dir():
         for folder in root.iterdir():
             if _FOLDER.fullmatch(folder.name) and not (folder / MANIFEST).exists():
@@ -31,56 +31,57 @@ def remove_half_written(root: Path) -> None:
 
 
 def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
-    """Opens the newest checkpoint below ``root`` whose files are whole.
+    """Opens the newest checkpoint in ``root`` whose checksums are right. Every rank calls this function.
 
-    A corrupt one is set aside under another name, never deleted, and the one before it is taken.
+    A corrupt checkpoint is renamed, never deleted, and the one before it is tried.
 
     Returns:
-        the checkpoint (None: there is none), and one line per problem that was met.
+        the checkpoint, or None if there is none; and one line for each problem.
     """
     problems: list[str] = []
     for folder in reversed(complete_checkpoints(root)):
-        reader, found = open_together(folder)
+        reader, folder_problems = open_together(folder)
         if reader is not None:
             return reader, problems
-        problems.extend(found)
+        problems.extend(folder_problems)
         if dist.get_rank() == 0:
             _set_aside(folder)
-        dist.barrier()
+        dist.barrier()  # no rank lists the folder again before it is renamed
     return None, problems
 
 
 def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
-    """Opens a checkpoint of which every rank checks a share of the files.
+    """Opens a checkpoint; every rank checks the checksums of a part of the files.
 
     Returns:
-        the reader, and what any rank found wrong; with a problem there is no reader on any rank.
+        the reader, and the problems of all ranks; if there is a problem, the reader is None on every rank.
     """
     reader: CheckpointReader | None = None
     try:
         reader = CheckpointReader(folder)
-        own = reader.verify(dist.get_rank(), dist.get_world_size())
+        local_problems = reader.verify(dist.get_rank(), dist.get_world_size())
     except UserError as error:
-        own = [str(error)]
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, own)
-    problems = list(dict.fromkeys(problem for part in found for problem in part))  # all ranks find a bad manifest
+        local_problems = [str(error)]
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local_problems)
+    # Without duplicates: every rank reports a damaged manifest.
+    problems = list(dict.fromkeys(problem for part in gathered for problem in part))
     return (None if problems else reader), problems
 
 
 def _set_aside(folder: Path) -> None:
     name = f"corrupt_{folder.name}"
-    taken = len(list(folder.parent.glob(f"{name}*")))
-    folder.rename(folder.with_name(f"{name}_{taken}" if taken else name))
+    num_existing = len(list(folder.parent.glob(f"{name}*")))
+    folder.rename(folder.with_name(f"{name}_{num_existing}" if num_existing else name))
 
 
 def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:
-    """Raises if the newest checkpoint below ``root`` was trained with another tokenizer; writes nothing."""
+    """Raises UserError if the newest checkpoint in ``root`` was trained with another tokenizer; writes nothing."""
     for folder in complete_checkpoints(root)[-1:]:
         try:
             state = CheckpointReader(folder).state
         except UserError:
-            return  # damaged: ``open_newest`` says so and sets it aside
+            return  # damaged: ``open_newest`` reports and renames it
         if state["tokenizer"] != fingerprint:
             raise UserError(
                 f"m6.data.tokenizer is not the one that {folder} was trained with (fingerprint {fingerprint[:12]} "

@@ -1,11 +1,11 @@
-"""The checkpoint on disk: flat ranges of named tensors in safetensors shards, and a manifest that is written last.
+"""The checkpoint format: flat ranges of named tensors in safetensors shards, and a manifest that is written last.
 
     step_00001200/
         rank_00000_000.safetensors   keys "NAME|KIND|OFFSET", each a flat range
-        rank_00000.json              what rank 0 wrote: files, checksums, ranges
+        rank_00000.json              record of what rank 0 wrote: files, checksums, ranges
         manifest.json                all ranks' records, the training state, its own checksum; exists only when complete
 
-No file mentions the layout it was written under, so any world size, ZeRO stage or ep_size can read it.
+No file depends on the layout that wrote it, so a run with any world size, ZeRO stage or ep_size can read it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import UserError
 from m6.files import atomic_path, sha256, write_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where elements ``offset`` to ``offset + numel`` of a flat tensor are stored."""
+    """The file that stores elements ``offset`` to ``offset + numel`` of a flat tensor.
+
+    Attributes:
+        name, kind: of the tensor, see ``Fragment``.
+        shape: the whole tensor's.
+    """
 
     name: str
     kind: str
@@ -45,15 +51,16 @@ class Range:
 
     @property
     def key(self) -> str:
+        """The name of the range in its safetensors file."""
         return f"{self.name}|{self.kind}|{self.offset}"
 
 
 def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes one rank's ranges and, last, the record that says they are there.
+    """Writes the ranges of one rank and then the rank's record.
 
     Args:
-        pieces: ranges whose data is on the host and no longer changes; taken one by one.
-        shard_bytes: of one file; a single larger range has a file of its own.
+        pieces: ranges whose data is on the host and no longer changes; read one at a time.
+        shard_bytes: the largest size of a file, in bytes; a larger range gets a file of its own.
     """
     files: dict[str, dict[str, Any]] = {}
     ranges: list[Range] = []
@@ -66,12 +73,13 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
         with atomic_path(folder / name) as temporary:
             save_file(pending, temporary)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-        pending.clear()
+        pending.clear()  # frees the host memory before the next shard is collected
 
     size = 0
+    nonfinite: list[str] = []
     for piece in pieces:
         nbytes = piece.data.numel() * piece.data.element_size()
-        if not nbytes:
+        if not nbytes:  # a small tensor divided over many ranks leaves some of them nothing
             continue
         if size + nbytes > shard_bytes:
             flush()
@@ -80,19 +88,28 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
         file = f"rank_{rank:05d}_{len(files):03d}.safetensors"
         place = Range(piece.name, piece.kind, piece.offset, piece.data.numel(), file, piece.shape)
         pending[place.key] = piece.data
+        if piece.kind == WEIGHT and not torch.isfinite(piece.data).all():
+            nonfinite.append(piece.name)
         ranges.append(place)
     flush()
-    write_json(folder / f"rank_{rank:05d}.json", {"files": files, "ranges": [asdict(place) for place in ranges]})
+    write_json(
+        folder / f"rank_{rank:05d}.json",
+        {"files": files, "ranges": [asdict(place) for place in ranges], "nonfinite": nonfinite},
+    )
 
 
 def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None:
-    """Joins all ranks' records; with this file the checkpoint is complete.
+    """Joins all ranks' records into the manifest, which makes the checkpoint complete.
 
     Raises:
-        UserError: if the ranks' ranges leave a gap in a tensor, which would be a checkpoint that cannot be loaded.
+        UserError: the ranges of all ranks do not cover a tensor, or a weight is not finite. The checkpoint stays
+            incomplete then, and the one before remains the newest.
     """
     records = [json.loads((folder / f"rank_{rank:05d}.json").read_text()) for rank in range(world_size)]
     ranges = [place for record in records for place in record["ranges"]]
+    nonfinite = sorted({name for record in records for name in record["nonfinite"]})
+    if nonfinite:
+        raise UserError(f"{folder}: not completed, since weights are not finite: {', '.join(nonfinite[:_MAX_NAMES])}")
     _check_coverage(ranges, folder)
     manifest = {
         "format": FORMAT,
@@ -104,11 +121,12 @@ def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest without its own checksum, of the form that does not depend on blanks and order."""
+    """SHA-256 of a manifest without its checksum; keys are sorted and blanks left out before hashing."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
+    """Raises UserError if the ranges leave a gap in a tensor: such a checkpoint could not be loaded."""
     tensors: dict[tuple[str, str], list[tuple[int, int]]] = {}
     sizes: dict[tuple[str, str], int] = {}
     for place in ranges:
@@ -116,7 +134,7 @@ def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
         tensors.setdefault(key, []).append((place["offset"], place["offset"] + place["numel"]))
         sizes[key] = torch.Size(place["shape"]).numel()
     for key, spans in tensors.items():
-        covered = 0
+        covered = 0  # ranges of replicas may overlap, but there must be no gap
         for begin, end in sorted(spans):
             if begin > covered:
                 break
@@ -128,19 +146,31 @@ def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
 
 
 class WeightReader(Protocol):
-    """Any range of any tensor of a checkpoint, or of something that is read like one."""
+    """Reads any range of any tensor of a checkpoint or of an exported model.
+
+    Attributes:
+        folder: the source, for error messages.
+        shapes: (name, kind) -> shape of the whole tensor.
+    """
 
     folder: Path
     shapes: dict[tuple[str, str], tuple[int, ...]]
-    """by name and kind"""
 
-    def names(self, kind: str) -> list[str]: ...
+    def names(self, kind: str) -> list[str]:
+        """The names of all tensors of this kind."""
+        ...
 
-    def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None: ...
+    def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
+        """Fills ``target`` (1-D) with elements ``offset`` to ``offset + target.numel()`` of the flat tensor."""
+        ...
 
 
 class CheckpointReader:
-    """Reads any range of any tensor of a complete checkpoint."""
+    """Reads any range of any tensor of a complete checkpoint.
+
+    Raises:
+        UserError: the manifest is missing, corrupt or of another format.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,20 +200,25 @@ class CheckpointReader:
             places.sort(key=lambda place: place.offset)
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of one kind, in the order of the model."""
-        return [name for name, other in self._ranges if other == kind]
+        """The names of all tensors of this kind, in the order of the model."""
+        return [name for name, stored_kind in self._ranges if stored_kind == kind]
 
     def ranges(self) -> Iterator[Range]:
-        """Every range as it is stored."""
+        """Yields every stored range."""
         for places in self._ranges.values():
             yield from places
 
     def verify(self, rank: int = 0, world_size: int = 1) -> list[str]:
-        """Checks size and SHA-256 of every ``world_size``-th file; returns what is wrong, naming each file."""
+        """Checks the size and the SHA-256 of this rank's share of the files.
+
+        Returns:
+            one line for each missing or damaged file; empty if all are right.
+        """
         problems = []
         for name in sorted(self.files)[rank::world_size]:
             path, expected = self.folder / name, self.files[name]
             try:
+                # The size is cheap to check and finds most files that a full disk has truncated.
                 if path.stat().st_size != expected.get("bytes"):
                     problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {expected.get('bytes')}")
                 elif sha256(path) != expected.get("sha256"):
@@ -200,6 +235,7 @@ class CheckpointReader:
         if places is None:
             raise UserError(f"{self.folder}: holds no {kind} of {name}; it belongs to another model or optimizer")
         end, position = offset + target.numel(), offset
+        # The last range that begins at or before ``offset``; ranges of different ranks may overlap.
         index = max(0, bisect_right([place.offset for place in places], offset) - 1)
         while position < end:
             place = places[index]
@@ -211,21 +247,26 @@ class CheckpointReader:
             position = stop
 
     def read(self, name: str, kind: str) -> Tensor:
-        """One whole tensor in its shape."""
+        """Reads one whole tensor, fp32, in its shape."""
         shape = self.shapes[name, kind]
         flat = torch.empty(torch.Size(shape).numel())
         self.read_into(name, kind, 0, flat)
         return flat.view(shape)
 
     def element_size(self, place: Range) -> int:
-        """Bytes of one element of a range."""
+        """Bytes of one element of a range in its stored type."""
         return self.read_range(place, place.offset, place.offset + 1).element_size()
 
     def read_range(self, place: Range, begin: int, end: int) -> Tensor:
-        """Elements ``begin`` to ``end`` of the flat tensor, all of which lie in ``place``, in the stored type."""
+        """Reads elements ``begin`` to ``end`` of the flat tensor, which ``place`` must contain, in their stored type.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         path = self.folder / place.file
         try:
             if place.file not in self._open:
+                # safetensors maps the file into memory, so an open shard costs no more than what is read of it.
                 self._open[place.file] = safe_open(path, framework="pt")
             part: Tensor = self._open[place.file].get_slice(place.key)[begin - place.offset : end - place.offset]
         except (SafetensorError, OSError) as error:

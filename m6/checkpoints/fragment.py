@@ -15,11 +15,11 @@ class Fragment:
 
     Attributes:
         name: the parameter's name in the model.
-        kind: ``weight``, or the optimizer's name of the state (``exp_avg``, ``row_var``, ...).
+        kind: ``weight``, or the optimizer's name for its state (``exp_avg``, ``row_var``, ...).
         offset: first element of the range in the flat global tensor.
         data: [numel], a view into the live state; writing to it changes the training state.
         shape: the global tensor's shape.
-        replica: this rank's place among the ranks that hold the same range, and how many they are.
+        replica: this rank's index among the ranks that hold the same range, and the number of these ranks.
     """
 
     name: str
@@ -31,10 +31,11 @@ class Fragment:
 
     @property
     def end(self) -> int:
+        """The element after the last one of the range, in the flat global tensor."""
         return self.offset + self.data.numel()
 
     def owned(self) -> Fragment:
-        """The part that this rank saves: an equal share of a replicated range."""
+        """The part that this rank saves: ranks with the same range save equal shares of it."""
         index, count = self.replica
         numel = self.data.numel()
         begin, end = numel * index // count, numel * (index + 1) // count

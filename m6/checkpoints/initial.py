@@ -1,4 +1,4 @@
-"""The model that a run begins with when it fine-tunes another: that of a run, or an exported one."""
+"""Initial weights for fine-tuning: those of another run or of an exported model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from m6.validation import read_document
 
 
 def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Reads a run's JSON that leaves the model to ``init``.
+    """Reads a run's JSON and takes the model's configuration from ``init``.
 
-    What the JSON does say in m6.model and m6.moe, such as a rate of dropout, goes before what ``init`` says. The
-    configuration that comes out is whole: it no longer depends on the folder ``init``.
+    Values of m6.model and m6.moe in the JSON, such as a dropout rate, override those of ``init``. The returned
+    configuration is complete and no longer depends on ``init``.
 
     Args:
         path: the JSON file.
-        init: a run, or a folder that ``m6 export`` wrote.
+        init: the folder of a run, or one that ``m6 export`` wrote.
         overrides: see ``load_config``.
 
     Raises:
-        UserError: as ``load_config``; or ``init`` is neither.
+        UserError: as in ``load_config``; or ``init`` is neither a run nor an exported model.
     """
     document = read_document(path, overrides)
     section = document.get("m6")
@@ -47,7 +47,7 @@ def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = 
 
 
 def check_initial_weights(init: Path, tokenizer: M6Tokenizer) -> None:
-    """Raises if ``init`` has no weights, or was trained with another tokenizer; writes nothing."""
+    """Raises UserError if ``init`` has no weights or was trained with another tokenizer; writes nothing."""
     if is_exported(init):
         fingerprint = load_text_tokenizer(init).fingerprint
     else:
@@ -55,21 +55,25 @@ def check_initial_weights(init: Path, tokenizer: M6Tokenizer) -> None:
     if fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"m6.data.tokenizer is not the one that {init} was trained with (fingerprint "
-            f"{tokenizer.fingerprint[:12]} instead of {fingerprint[:12]}): its ids would mean other words"
+            f"{tokenizer.fingerprint[:12]} instead of {fingerprint[:12]}): its ids stand for other text"
         )
 
 
 def open_initial_weights(init: Path) -> WeightReader:
-    """The weights of ``init``, a run or an exported model, to be read in ranges.
+    """Opens the weights of ``init``, a run or an exported model.
 
     Raises:
-        UserError: ``init`` is damaged, or holds no model.
+        UserError: ``init`` is damaged or holds no model.
     """
     return ExportedWeights(init) if is_exported(init) else _open_checkpoint(init)
 
 
 class ExportedWeights(WeightReader):
-    """The safetensors of an exported model, read in ranges as a checkpoint is."""
+    """Reads ranges of the tensors of an exported model, like those of a checkpoint.
+
+    Raises:
+        UserError: the folder is incomplete or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,18 +82,20 @@ class ExportedWeights(WeightReader):
             self._open = {file: safe_open(folder / file, framework="pt") for file in set(self._files.values())}
             self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UserError(f"{folder}: not a whole exported model: {error}") from None
+            raise UserError(f"{folder}: not a complete exported model: {error}") from None
 
     def names(self, kind: str) -> list[str]:
+        """The names of all weights; empty for other kinds, since an exported model has no optimizer state."""
         return list(self._files) if kind == WEIGHT else []
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
-        """Fills ``target`` (1-D) with a range of the flat tensor; no more of a file is read than whole first rows."""
+        """Fills ``target`` (1-D) with a range of the flat tensor; reads only the rows that contain the range."""
         shape = self.shapes[name, kind]
         if not shape:
             target.copy_(self._open[self._files[name]].get_tensor(name).view(1))
             return
         row = math.prod(shape[1:])
+        # safetensors slices along the first dimension without reading the rest: read the rows that contain the range.
         first, last = offset // row, -(-(offset + target.numel()) // row)
         begin = offset - first * row
         target.copy_(self._slice(name)[first:last].reshape(-1)[begin : begin + target.numel()])
@@ -106,12 +112,13 @@ def _open_checkpoint(run: Path) -> CheckpointReader:
 
 
 def _model_sections(init: Path) -> dict[str, dict[str, Any]]:
-    """The sections "model" and, if the model is sparse, "moe" of a run or of an exported model."""
+    """The section "model" and, if the model is sparse, the section "moe" of a run or of an exported model."""
     if is_exported(init):
         document = json.loads((init / "config.json").read_text(encoding="utf-8"))
-        own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__}
+        # Of a dataclass that inherits fields, __annotations__ holds those that M6Config itself declares.
+        names = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__}
         sections = {
-            "model": {key: document[key] for key in own - {"moe"} if key in document},
+            "model": {key: document[key] for key in names - {"moe"} if key in document},
             "moe": document.get("moe"),
         }
     else:

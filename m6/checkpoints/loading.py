@@ -1,4 +1,4 @@
-"""The model, the processor and the image tokenizer of a run or of an exported folder, for inference."""
+"""Loads the model, the processor and the image tokenizer of a run or of an exported model, for inference."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 IMAGE_TOKENIZER = "image_tokenizer"
-"""The folder inside of an exported model that holds the image tokenizer."""
+"""The subfolder of an exported model that holds the image tokenizer."""
 
 
 def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditionalGeneration, M6Processor]:
-    """The model and processor of a run's newest checkpoint, or of an exported folder, for inference.
+    """Loads the model and the processor of a run's newest checkpoint or of an exported model, for inference.
 
     Args:
-        folder: a run (its config.json has the section "m6") or what ``export_hf`` wrote.
+        folder: a run, or a folder that ``m6 export`` wrote.
 
     Raises:
         UserError: the folder is neither, or its weights are missing or damaged.
@@ -43,10 +43,11 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
             model = M6ForConditionalGeneration.from_pretrained(folder)
             return model.to(device).eval(), M6Processor.from_pretrained(folder)  # type: ignore[arg-type]
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder}: not a whole exported model: {error}") from None
+            raise UserError(f"{folder}: not a complete exported model: {error}") from None
     config = load_config(folder / "config.json")
     reader = open_newest_checkpoint(folder)
     processor = run_processor(config, reader)
+    # On the meta device: initial values would be overwritten, and drawing them takes long for a large model.
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device)
@@ -55,10 +56,10 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
 
 
 def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
-    """The image tokenizer of a run, or of an exported folder.
+    """Loads the image tokenizer of a run or of an exported model.
 
     Raises:
-        UserError: the model has not learned to draw, or the run's image tokenizer is no longer the one it learned from.
+        UserError: the model was not trained to draw pictures, or the image tokenizer changed after the training.
     """
     from m6.tokenizers.image import load_image_tokenizer
 
@@ -77,8 +78,13 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
 
 
 def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
-    """The newest complete checkpoint, its files checked against their checksums; one of a Pseudo model is read as the
-    Real model, which computes the same."""
+    """Opens the newest complete checkpoint of a run after a check of its checksums.
+
+    A checkpoint of a Pseudo model is read as that of the Real model, which computes the same function.
+
+    Raises:
+        UserError: there is no complete checkpoint, or it is damaged.
+    """
     reader = newest_complete_checkpoint(run_dir)
     problems = reader.verify()
     if problems:
@@ -87,7 +93,7 @@ def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
 
 
 def newest_complete_checkpoint(run_dir: Path) -> CheckpointReader:
-    """The newest complete checkpoint of a run, its shards not yet checked; UserError when there is none."""
+    """Opens the newest complete checkpoint of a run without a check of its shards; UserError if there is none."""
     root = RunDirectory(run_dir).checkpoints
     folders = complete_checkpoints(root)
     if not folders:
@@ -96,20 +102,21 @@ def newest_complete_checkpoint(run_dir: Path) -> CheckpointReader:
 
 
 def load_weights(model: M6ForConditionalGeneration, reader: CheckpointReader) -> None:
-    """Fills every parameter and buffer, one tensor at a time."""
+    """Fills every parameter and buffer of the model, one tensor at a time; UserError if a shape differs."""
     for name, tensor in model.state_dict().items():
         check_shape(reader, name, tensor)
         reader.read_into(name, WEIGHT, 0, tensor.view(-1))
 
 
 def check_shape(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
+    """Raises UserError if the checkpoint has no weight ``name`` with the shape of ``tensor``."""
     stored = reader.shapes.get((name, WEIGHT))
     if stored != tuple(tensor.shape):
         raise UserError(f"{reader.folder}: {name} has shape {stored}, the model has {tuple(tensor.shape)}")
 
 
 def run_processor(config: RunConfig, reader: CheckpointReader) -> M6Processor:
-    """What turns prompts into the inputs of a run's model; UserError if the tokenizer is no longer the run's."""
+    """Makes the processor of a run's model; UserError if the tokenizer changed after the training."""
     tokenizer = load_text_tokenizer(config.m6.data.tokenizer)
     if tokenizer.fingerprint != reader.state["tokenizer"]:
         raise UserError(f"{config.m6.data.tokenizer}: not the tokenizer that {reader.folder} was trained with")
@@ -117,14 +124,14 @@ def run_processor(config: RunConfig, reader: CheckpointReader) -> M6Processor:
 
 
 def make_processor(config: RunConfig, tokenizer: M6Tokenizer) -> M6Processor:
-    """The processor of a run's model."""
+    """Makes the processor, which turns prompts and pictures into inputs of a run's model."""
     side = config.model.image_size
     image_processor = M6ImageProcessor(size={"height": side, "width": side})
     return M6Processor(image_processor, tokenizer, num_patches=config.model.num_patches)
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether the folder holds an exported model, not a run; UserError if neither."""
+    """Whether the folder holds an exported model (True) or a run (False); UserError if neither."""
     file = folder / "config.json"
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))

@@ -10,13 +10,9 @@ from m6.data.build import BuildSettings
 from m6.data.build import build as build_folder
 from m6.data.sources import BUILT_IN, SourceOptions, find_source
 from m6.errors import UserError
+from m6.files import cache_folder
 
 app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_help=True)
-
-
-def default_cache() -> Path:
-    """Returns the folder for fetched packages: ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
 
 
 def _usable_cores() -> int:
@@ -74,7 +70,7 @@ def build(
         max_bad_share=max_bad_share,
     )
     options = SourceOptions(
-        cache=cache or default_cache(),
+        cache=cache or cache_folder(),
         passage_chars=passage_chars,
         text_column=text_column,
         image_column=image_column,

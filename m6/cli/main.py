@@ -34,6 +34,10 @@ NewRunFolder = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
 ]
+Restart = Annotated[
+    bool,
+    typer.Option("--restart", help="begin at step 0; the files of the old run are kept under another name"),
+]
 RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
 
 
@@ -51,12 +55,13 @@ def pretrain(
         Optional[Path],  # noqa: UP045
         typer.Option(help="profile that `m6 plan calibrate` wrote, to predict the time of a step"),
     ] = None,
+    restart: Restart = False,
 ) -> None:
     """Pretrains a model, or resumes the run in the folder.
 
     The same command runs under torchrun, deepspeed and srun.
     """
-    _train(config, overrides, run, profile=profile)
+    _train(config, overrides, run, profile=profile, restart=restart)
 
 
 @app.command()
@@ -65,13 +70,14 @@ def finetune(
     init: Annotated[Path, typer.Option("--init", help="the run or exported model that gives the initial weights")],
     run: NewRunFolder = None,
     overrides: Overrides = None,
+    restart: Restart = False,
 ) -> None:
     """Trains a pretrained model on other objectives, such as text to image.
 
     Resuming, launchers, logs and checkpoints work as in pretraining. The JSON has no model section; the model is that
     of --init.
     """
-    _train(config, overrides, run, init=init)
+    _train(config, overrides, run, init=init, restart=restart)
 
 
 def _train(
@@ -80,6 +86,7 @@ def _train(
     run: Path | None,
     init: Path | None = None,
     profile: Path | None = None,
+    restart: bool = False,
 ) -> None:
     from m6.runs.evidence import answer_sigquit
     from m6.runs.signals import StopFlag
@@ -119,7 +126,7 @@ def _train(
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
     if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
         check_initial_weights(settings.m6.init, tokenizer)
-    pretrain_run(settings, folder.root, start(), stop_flag, calibration)
+    pretrain_run(settings, folder.root, start(), stop_flag, calibration, restart)
     # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()
 

@@ -1,1 +1,1 @@
-"""A run's JSON: its sections, DeepSpeed's keys, and what may be combined."""
+"""The JSON of a run: its sections, DeepSpeed's keys, and the checks between them."""

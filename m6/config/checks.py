@@ -1,24 +1,24 @@
-"""What of a run can be checked only when its ranks, its tokenizers or its captions are known."""
+"""Checks of a run's configuration that need its ranks, its tokenizers or its captions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from moe.expert_parallel import exchange_steps
 
 if TYPE_CHECKING:
     from m6.tokenizers.text import M6Tokenizer
-from collections.abc import Sequence
-
-from m6.config.run import RunConfig
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raises UserError if the run cannot be trained on ``world_size`` ranks."""
+    """Raises UserError if the batch size or ``ep_size`` does not fit ``world_size`` ranks."""
     accumulation = config.deepspeed.accumulation_steps(world_size)
+    # An update in the backward pass uses a gradient at once, so it cannot add up those of several micro-batches.
     if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
         raise UserError(
             'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
@@ -37,15 +37,23 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
 
 
 def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
-    """Raises if the tokenizer's ids are not those of the model's embeddings."""
+    """Raises UserError if the tokenizer's vocabulary sizes differ from the model's."""
     for name in ("text_vocab_size", "image_vocab_size"):
-        expected, found = getattr(config.model, name), getattr(tokenizer, name)
-        if expected != found:
-            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {found}")
+        expected, actual = getattr(config.model, name), getattr(tokenizer, name)
+        if expected != actual:
+            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {actual}")
 
 
 def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:
-    """Raises if a model has no room for an image tokenizer's codes, or another grid of them."""
+    """Checks that a model can read and write the codes of an image tokenizer.
+
+    Args:
+        codebook_size: number of different codes.
+        num_codes: codes of one picture.
+
+    Raises:
+        UserError: the model's vocabulary is too small, or its grid of codes has another size.
+    """
     if codebook_size > model.image_vocab_size:
         raise UserError(
             f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
@@ -60,7 +68,7 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None
 
 
 def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int) -> None:
-    """Raises UserError for a caption that is empty, or too long for the model's positions."""
+    """Raises UserError if a caption is empty, or if it or a picture is too long for the model's positions."""
     limit = config.max_position_embeddings
     if num_codes + 2 > limit:  # <bos>, <boi> and all codes but the last are inputs, <eoi> is a target in training
         raise UserError(f"a picture of {num_codes} codes does not fit into max_position_embeddings {limit}")

@@ -1,7 +1,7 @@
-"""DeepSpeed's part of the JSON: what we read of it, and what it would silently ignore.
+"""DeepSpeed's part of the JSON: its validation, and the values that the trainer reads from it.
 
-DeepSpeed 0.19.8 ignores unknown top-level keys and several known ones that do not apply to the run at
-hand. A configuration that would be ignored is an error here, before anything starts.
+DeepSpeed 0.19.8 silently ignores unknown top-level keys, and known keys that do not apply to the run. Here such a key
+is an error before anything starts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Aio(Section):
 
 
 class _Keys(Section):
-    """The keys that reach DeepSpeed unchanged and do what they say."""
+    """The keys that are accepted and passed on to DeepSpeed."""
 
     train_batch_size: PositiveInt
     train_micro_batch_size_per_gpu: PositiveInt
@@ -81,42 +81,42 @@ class _Keys(Section):
 
 PASSED_ON = frozenset(_Keys.model_fields)
 
-_CPU_ADAM = "DeepSpeed takes it with its own CPU Adam only"
-_OWN_CHECKPOINTS = "DeepSpeed's checkpoints are not used; ours are m6.checkpoint"
+_CPU_ADAM = "DeepSpeed accepts it only with its own CPU Adam"
+_OWN_CHECKPOINTS = "DeepSpeed's checkpoints are not used; use m6.checkpoint"
 _OWN_DATA = "the data pipeline is m6.data"
 _OWN_GRADIENTS = "gradients are normalised by the tokens of the global batch"
 _OWN_METRICS = "RUN/metrics.jsonl holds every metric"
 _UNSUPPORTED = "not supported by the M6 model"
 
-# Keys that DeepSpeed knows but that would be ignored or would contradict ours, with what to use instead.
+# Keys of DeepSpeed that would be ignored here or would contradict the section "m6", and what to use instead.
 REFUSED = {
     "activation_checkpointing": "DeepSpeed does not apply it to the model; use m6.training.activation_checkpointing",
     "amp": "use bf16, fp16 or torch_autocast",
     "bf16.bf16_master_weights_and_grads": _CPU_ADAM,
     "bf16.bf16_optimizer_states": _CPU_ADAM,
-    "bf16.check_grad_overflow": "a step that is not finite is always skipped, see m6.training.max_skipped_steps",
+    "bf16.check_grad_overflow": "a step with non-finite gradients is always skipped, see m6.training.max_skipped_steps",
     "bf16.immediate_grad_update": "DeepSpeed ignores it at ZeRO stages 1 to 3",
-    "checkpoint": "checkpoints are m6.checkpoint",
+    "checkpoint": "use m6.checkpoint",
     "csv_monitor": _OWN_METRICS,
     "curriculum_learning": _OWN_DATA,
     "data_efficiency": _OWN_DATA,
-    "data_types": "a separate gradient dtype changes DeepSpeed's optimizer; gradients have the precision of fp16/bf16",
+    "data_types": "gradients have the precision of fp16 or bf16; another type would change DeepSpeed's optimizer",
     "elasticity": "set train_batch_size; the accumulation adapts to the world size",
-    "expert_parallel": "expert parallelism is m6.training.ep_size",
-    "fp16.auto_cast": "the model casts its inputs by itself",
+    "expert_parallel": "use m6.training.ep_size",
+    "fp16.auto_cast": "the model casts its inputs itself",
     "fp16.fp16_master_weights_and_grads": _CPU_ADAM,
     "gradient_predivide_factor": _OWN_GRADIENTS,
     "pipeline": _UNSUPPORTED,
     "prescale_gradients": _OWN_GRADIENTS,
-    "scheduler": "the learning rate is m6.schedule",
+    "scheduler": "use m6.schedule",
     "tensor_parallel": _UNSUPPORTED,
     "tensorboard": "use m6.logging.tensorboard",
     "timers": _OWN_METRICS,
-    "use_data_before_expert_parallelism": "the ranks of an expert-parallel group are neighbours",
+    "use_data_before_expert_parallelism": "an expert-parallel group always consists of consecutive ranks",
     "wandb": "use m6.logging.wandb",
     "zero_allow_untested_optimizer": f"the supported optimizers are {' and '.join(OPTIMIZERS)}",
     "zero_force_ds_cpu_optimizer": f"the supported optimizers are PyTorch's {' and '.join(OPTIMIZERS)}",
-    "zero_optimization.compute_grad_norm": "the norm is always computed: it is a metric, and shows what is not finite",
+    "zero_optimization.compute_grad_norm": "the norm is always computed, as a metric and to find non-finite gradients",
     "zero_optimization.cpu_offload": "deprecated; use zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "deprecated; use zero_optimization.offload_param",
     "zero_optimization.cpu_offload_use_pin_memory": "deprecated; use pin_memory in the offload sections",
@@ -129,12 +129,13 @@ REFUSED = {
     "zero_optimization.zenflow": "our checkpoints cannot hold its state",
 }
 
-# Besides those whose names begin with stage3_, keys of zero_optimization that lower stages ignore.
+# Keys of zero_optimization that stages 0 to 2 ignore, in addition to those that begin with stage3_.
 STAGE_3_ONLY = {
     "offload_param", "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights",
     "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear",
     "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
 }  # fmt: skip
+# Keys of zero_optimization.offload_optimizer that stages 0 to 2 ignore.
 _STAGE_3_OFFLOAD = {
     "ratio", "super_offload", "cpuadam_cores_perc", "nvme_path", "buffer_count", "pipeline_read", "pipeline_write",
     "fast_init",
@@ -142,7 +143,16 @@ _STAGE_3_OFFLOAD = {
 
 
 class DeepSpeedSettings(BaseModel):
-    """What the trainer needs to know of DeepSpeed's keys, and the keys themselves."""
+    """The validated keys of DeepSpeed, and the values that the trainer reads from them.
+
+    Attributes:
+        micro_batch_size: samples of one forward pass of a rank.
+        stated_accumulation: ``gradient_accumulation_steps`` of the JSON, if it is there.
+        gradient_clipping: largest norm of the gradient; 0: no clipping.
+        precision: ``fp32``, ``bf16`` or ``fp16``: the type of the weights in the forward pass.
+        optimizer_params: the optimizer's parameters, including defaults.
+        keys: all keys as they are in the JSON.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -152,14 +162,16 @@ class DeepSpeedSettings(BaseModel):
     gradient_clipping: float
     zero_stage: int
     precision: str
-    """``fp32``, ``bf16`` or ``fp16``: the type of the weights in the forward pass."""
     optimizer_type: str
     optimizer_params: dict[str, Any]
-    """With the defaults filled in."""
     keys: dict[str, Any]
 
     def accumulation_steps(self, world_size: int) -> int:
-        """train_batch_size / (micro-batch x world size), or an error that names all three."""
+        """Micro-batches of a rank in one step: train_batch_size / (micro-batch x world size).
+
+        Raises:
+            UserError: the batch size is not divisible, or the JSON states another number.
+        """
         per_step = self.micro_batch_size * world_size
         if self.train_batch_size % per_step:
             raise UserError(
@@ -177,7 +189,7 @@ class DeepSpeedSettings(BaseModel):
         return accumulation
 
     def check_experts(self, ep_size: int) -> None:
-        """Raises if expert parallelism meets a ZeRO stage that DeepSpeed refuses it at."""
+        """Raises UserError for expert parallelism at ZeRO stage 3, which DeepSpeed does not support."""
         if ep_size > 1 and self.zero_stage == 3:
             raise UserError(
                 f"zero_optimization.stage 3 cannot hold experts split over m6.training.ep_size {ep_size}; "
@@ -185,50 +197,53 @@ class DeepSpeedSettings(BaseModel):
             )
 
     def engine_config(self, world_size: int) -> dict[str, Any]:
-        """The dictionary for ``deepspeed.initialize``: the optimizer is ours to build, so it is taken out."""
+        """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves."""
         config = {key: value for key, value in self.keys.items() if key != "optimizer"}
         config["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
-        config.setdefault("steps_per_print", None)
+        config.setdefault("steps_per_print", None)  # no progress lines of DeepSpeed between ours
         if self.zero_stage == 0:
-            # At stage 0 the trainer clips by itself: DeepSpeed neither reports the norm nor counts
-            # the experts of other ranks there.
+            # At stage 0 our engine clips the gradients: DeepSpeed does not report the norm there, and leaves the
+            # experts of other ranks out of it.
             config["gradient_clipping"] = 0.0
-        # The optimizer is PyTorch's, also where its state is offloaded to the host.
+        # Keeps PyTorch's optimizer when its state is offloaded to the host.
         config["zero_force_ds_cpu_optimizer"] = False
         return config
 
     def check_device(self) -> None:
-        """Raises if this machine's device cannot compute in the run's precision."""
+        """Raises UserError if the device of this machine does not support the run's precision."""
         prepare_deepspeed()
         from deepspeed.accelerator import get_accelerator
 
         device = get_accelerator()
         supported = {"fp16": device.is_fp16_supported, "bf16": device.is_bf16_supported}
         if self.precision in supported and not supported[self.precision]():
-            raise UserError(f"{self.precision}.enabled: this machine's {device.device_name()} cannot compute in it")
+            raise UserError(f"{self.precision}.enabled: the {device.device_name()} of this machine does not support it")
 
 
 def prepare_deepspeed() -> None:
-    """Chooses what DeepSpeed reads from the environment once, when it is imported: the device and its log level."""
+    """Sets the environment variables that DeepSpeed reads when it is imported: the device and its log level."""
     import torch
 
+    # setdefault: a choice by the user wins.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 
 def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
-    """Validates DeepSpeed's keys against what DeepSpeed does with them.
+    """Validates DeepSpeed's keys.
 
     Raises:
-        UserError: an unknown key, one that would be silently ignored, or one that must be written out.
+        UserError: a key is unknown, has a wrong value, would be silently ignored, or is missing.
     """
     for key in keys:
         _check_accepted(key)
-        if key not in PASSED_ON:
+        if key not in PASSED_ON:  # DeepSpeed itself ignores unknown top-level keys
             raise UserError(f"{key}: unknown key{nearest(key, PASSED_ON | {'m6'})}")
     if "gradient_clipping" not in keys:
-        raise UserError("gradient_clipping: missing; DeepSpeed would clip at 1.0, so write the value (0 for none)")
+        raise UserError(
+            "gradient_clipping: missing; DeepSpeed's default of 1.0 would clip, so state the value (0: no clipping)"
+        )
     settings = validate(_Keys, keys, "")
     stage = _zero_stage(settings.zero_optimization)
     sections = _deepspeed_sections(keys)
@@ -254,8 +269,12 @@ def _check_accepted(key: str) -> None:
 
 
 def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
-    """The sections as DeepSpeed parses them; it would refuse them too, but late and with a traceback."""
+    """Parses sections with DeepSpeed's own models.
+
+    DeepSpeed would find the same errors later, and report them as a traceback on every rank.
+    """
     prepare_deepspeed()
+    # DeepSpeed is imported only when it is needed: its import takes seconds.
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -270,8 +289,8 @@ def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
     for name, model in models.items():
         for key, value in keys.get(name, {}).items():
             _check_accepted(f"{name}.{key}")
-            if value == "auto":  # DeepSpeed drops it, since Hugging Face's Trainer would fill it in
-                raise UserError(f'{name}.{key}: "auto" would be ignored; write a value, or leave it out')
+            if value == "auto":  # for Hugging Face's Trainer, which fills in the value; DeepSpeed drops the key
+                raise UserError(f'{name}.{key}: "auto" would be ignored; write a value, or leave the key out')
         try:
             sections[name] = model(**keys.get(name, {}))
         except pydantic.ValidationError as error:
@@ -280,20 +299,21 @@ def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(sections: dict[str, Any], stage: int) -> str:
-    on = [name for name in ("fp16", "bf16") if sections[name].enabled]
-    if len(on) == 2:
+    enabled = [name for name in ("fp16", "bf16") if sections[name].enabled]
+    if len(enabled) == 2:
         raise UserError("fp16.enabled and bf16.enabled are both true; choose one")
-    if on and stage == 0:
+    if enabled and stage == 0:
         raise UserError(
-            f"{on[0]}.enabled needs zero_optimization.stage 1 or more: at stage 0 DeepSpeed leaves the loss scale "
-            "out (fp16) and starts Adam one step late (bf16)"
+            f"{enabled[0]}.enabled needs zero_optimization.stage 1 or more: at stage 0 DeepSpeed does not scale the "
+            "loss (fp16) and starts Adam one step late (bf16)"
         )
-    return on[0] if on else "fp32"
+    return enabled[0] if enabled else "fp32"
 
 
 def _zero_stage(section: dict[str, Any]) -> int:
-    """The stage, once every key of the section is known to have an effect at it."""
+    """The ZeRO stage; UserError if the stage ignores a key of the section."""
     stage = section.get("stage", 0)
+    # Not isinstance: a bool is an int, and ``true`` must not mean stage 1.
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
     for key in section:
@@ -305,7 +325,7 @@ def _zero_stage(section: dict[str, Any]) -> int:
     if stage < 3 and isinstance(offload, dict):
         for key in offload:
             if key in _STAGE_3_OFFLOAD:
-                raise UserError(f"zero_optimization.offload_optimizer.{key}: it needs stage 3, found {stage}")
+                raise UserError(f"zero_optimization.offload_optimizer.{key}: needs stage 3, found {stage}")
         if offload.get("device") == "nvme":
             raise UserError(
                 f'zero_optimization.offload_optimizer.device: "nvme" is treated as "cpu" at stage {stage}; '
@@ -328,4 +348,4 @@ def _optimizer_params(section: _Optimizer, stage: int) -> dict[str, Any]:
 def _check_aio(settings: _Keys, zero: Any) -> None:
     offloads = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
     if settings.aio is not None and "nvme" not in offloads:
-        raise UserError('aio: DeepSpeed ignores it unless zero_optimization offloads something to "device": "nvme"')
+        raise UserError('aio: DeepSpeed ignores it unless zero_optimization offloads to "device": "nvme"')

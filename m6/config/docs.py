@@ -1,4 +1,4 @@
-"""Writes configs/README.md from the settings themselves: ``python -m m6.config.docs > configs/README.md``."""
+"""Generates configs/README.md from the settings: ``python -m m6.config.docs > configs/README.md``."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _HEAD = f"""\
 
 # Configuration
 
-A run is one JSON file: DeepSpeed's keys at the top level, spelled as DeepSpeed spells them, and everything else in the
-section `"m6"`. A fact stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys.
-An unknown key, and a key that would be ignored, is an error that names the nearest valid one.
+A run is one JSON file: DeepSpeed's keys at the top level, with DeepSpeed's names, and all other keys in the section
+`"m6"`. Each value stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys. An
+unknown key is an error that names the nearest valid one. A key that would be ignored is an error too.
 
 `m6 pretrain FILE --set m6.model.num_layers=4 --set gradient_clipping=0.5` overrides values.
 
 ## DeepSpeed's keys
 
-They mean what [DeepSpeed's documentation](https://www.deepspeed.ai/docs/config-json/) says. Required are
-`train_batch_size` (samples of an optimizer step, over all ranks), `train_micro_batch_size_per_gpu` (samples of one
-forward pass of a rank), `gradient_clipping` (0 is none; DeepSpeed's own default would be 1.0) and `optimizer`, whose
-`type` is one of {", ".join(f"`{name}`" for name in OPTIMIZERS)}. `gradient_accumulation_steps` follows from the batch
-sizes and the number of ranks, and is best left out. A value that DeepSpeed would ignore, such as `offload_param` below
-ZeRO stage 3 or `fp16` at stage 0, is an error that says what to do.
+[DeepSpeed's documentation](https://www.deepspeed.ai/docs/config-json/) explains them. Required are `train_batch_size`
+(samples of an optimizer step over all ranks), `train_micro_batch_size_per_gpu` (samples of one forward pass of a rank),
+`gradient_clipping` (0: no clipping; DeepSpeed's own default is 1.0) and `optimizer`, whose `type` is one of
+{", ".join(f"`{name}`" for name in OPTIMIZERS)}. Leave `gradient_accumulation_steps` out: it follows from the batch
+sizes and the number of ranks. A value that DeepSpeed would ignore, such as `offload_param` below ZeRO stage 3 or `fp16`
+at stage 0, is an error that names a remedy.
 
 Accepted:
 """
@@ -52,7 +52,7 @@ Accepted:
 _IMAGE_TOKENIZER = """\
 ## The image tokenizer
 
-`m6 train-image-tokenizer FILE --out DIR` reads a JSON of its own, such as those in `configs/image_tokenizer`.
+`m6 train-image-tokenizer FILE --out DIR` reads a JSON like those in `configs/image_tokenizer`.
 """
 
 
@@ -61,7 +61,7 @@ def config_readme() -> str:
     parts = [
         _HEAD,
         textwrap.fill(", ".join(f"`{key}`" for key in sorted(PASSED_ON)) + ".", 119, break_on_hyphens=False) + "\n",
-        "Not accepted, since they would be ignored or contradict the section `m6`:\n",
+        "Not accepted, since they would be ignored or would contradict the section `m6`:\n",
         _table(["key", "instead"], [[f"`{key}`", reason] for key, reason in sorted(REFUSED.items())]),
         "## The section `m6`\n",
         *_sections(M6Settings, "m6"),
@@ -72,8 +72,8 @@ def config_readme() -> str:
 
 
 def _sections(settings: type[BaseModel], path: str) -> Iterator[str]:
-    """A table of the keys of one section, then those of the sections in it."""
-    inner: list[str] = []
+    """A table of the keys of one section, followed by the tables of its subsections."""
+    inner: list[str] = []  # the subsections come after the whole table
     rows = []
     for name, field in settings.model_fields.items():
         key = f"{path}.{name}".lstrip(".")
@@ -98,7 +98,7 @@ def _meaning(field: FieldInfo, section: type[BaseModel] | None) -> str:
 
 
 def _dataclass_section(settings: type, skipped: set[str]) -> Iterator[str]:
-    """A table of a dataclass's own fields, with the meanings from its docstring."""
+    """A table of the fields that a dataclass declares, with the meanings from its docstring."""
     meanings = _documented_arguments(settings)
     annotations = inspect.get_annotations(settings, eval_str=True)
     rows = []
@@ -110,7 +110,7 @@ def _dataclass_section(settings: type, skipped: set[str]) -> Iterator[str]:
     yield _table(["key", "type", "default", "meaning"], rows)
 
 
-# Sections that take the fields of a dataclass, and the fields that are not set there.
+# Sections whose keys are the fields of a dataclass, and the fields that are left out.
 _DATACLASSES: dict[str, tuple[type, set[str]]] = {
     "m6.model": (M6Config, {"moe"}),
     "m6.moe": (MoEConfig, set()),
@@ -118,7 +118,7 @@ _DATACLASSES: dict[str, tuple[type, set[str]]] = {
 
 
 def _documented_arguments(documented: type) -> dict[str, str]:
-    """``name: meaning`` of the Args or Attributes of a docstring."""
+    """The meanings of the Args or Attributes of a docstring, by name."""
     lines = inspect.getdoc(documented).splitlines()  # type: ignore[union-attr]
     meanings: dict[str, str] = {}
     name = None
@@ -126,19 +126,19 @@ def _documented_arguments(documented: type) -> dict[str, str]:
     for line in lines[begin + 1 :]:
         if line and not line.startswith(" "):
             break
-        if found := re.fullmatch(r" {4}(\w+): (.+)", line):
-            name = found[1]
-            meanings[name] = found[2]
+        if match := re.fullmatch(r" {4}(\w+): (.+)", line):
+            name = match[1]
+            meanings[name] = match[2]
         elif name is not None and line.strip():
             meanings[name] += " " + line.strip()
     return {key: _plain(text).rstrip(".") for key, text in meanings.items()}
 
 
 def _type(annotation: Any, field: FieldInfo | None = None) -> str:
-    """The type as JSON knows it, with its bounds."""
+    """The JSON type of an annotation, with its bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        return " or ".join(_type(kind, field) for kind in arguments)
+        return " or ".join(_type(argument, field) for argument in arguments)
     if origin is Annotated:
         return _type(arguments[0], FieldInfo.from_annotation(annotation))
     if origin is Literal:
@@ -160,9 +160,9 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that the annotation is, or may be beside null."""
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    """The section that the annotation is, also in a union with None; otherwise None."""
+    types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next((item for item in types if isinstance(item, type) and issubclass(item, BaseModel)), None)
 
 
 def _default(field: FieldInfo) -> str:
@@ -177,7 +177,7 @@ def _json(value: Any) -> str:
 
 
 def _summary(documented: type) -> str:
-    """The first paragraph of a docstring, without the full stop at its end."""
+    """The first paragraph of a docstring, without its full stop."""
     paragraph = inspect.cleandoc(documented.__doc__ or "").split("\n\n")[0]
     return _plain(paragraph.replace("\n", " ")).rstrip(".")
 
@@ -187,13 +187,15 @@ def _sentence(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Markdown for reStructuredText's literals and roles, JSON for Python's None."""
+    """Converts reStructuredText's literals and roles to Markdown, and Python's None to JSON's null."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    # Without backquotes Markdown would take <boi> for an HTML tag.
     text = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", text)
     return re.sub(r"\bNone\b", "`null`", text)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
+    # A bar inside of a cell would begin a new cell.
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return markdown_table(header, escaped, "l" * len(header)) + "\n"
 

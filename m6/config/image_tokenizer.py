@@ -12,52 +12,61 @@ from m6.validation import Section, read_document, validate
 
 
 class PictureSettings(Section):
-    """Which pictures."""
+    """The pictures to train on."""
 
     path: Path = Field(description='the data folder, made by "m6 data build"')
     sources: list[str] | None = Field(
-        None, min_length=1, description="sources to read, as often as they have pictures; null: all with captions"
+        None,
+        min_length=1,
+        description="sources to read, in proportion to their pictures; null: all sources with captions",
     )
-    num_workers: int = Field(0, ge=0, description="processes that decode pictures ahead; 0: the training process")
+    num_workers: int = Field(
+        0, ge=0, description="processes that decode pictures in advance; 0: the training process decodes them"
+    )
     max_bad_row_share: float = Field(
-        0.01, ge=0, le=1, description="pictures that cannot be decoded are left out; more than this share is an error"
+        0.01,
+        ge=0,
+        le=1,
+        description="largest share of pictures that cannot be decoded and are left out; a larger share is an error",
     )
 
 
 class LossSettings(Section):
-    """Weights of the parts of the loss, besides the quantiser's commitment."""
+    """Weights of the terms of the loss; the commitment loss of the quantiser is always added."""
 
     l2: NonNegativeFloat = Field(1.0, description="squared difference of pixels, with values in [-1, 1]")
     l1: NonNegativeFloat = Field(0.0, description="absolute difference of pixels")
     perceptual: NonNegativeFloat = Field(
-        0.0, description="difference of features of an EfficientNet-Lite0 trained on ImageNet (arXiv 1801.03924)"
+        0.0, description="difference of the features of an EfficientNet-Lite0 trained on ImageNet (arXiv 1801.03924)"
     )
-    adversarial: NonNegativeFloat = Field(0.0, description="what a discriminator of patches says (arXiv 2012.09841)")
-    adversarial_start_step: int = Field(0, ge=0, description="steps before the discriminator has a say")
+    adversarial: NonNegativeFloat = Field(
+        0.0, description="loss of the generator against a patch discriminator (arXiv 2012.09841)"
+    )
+    adversarial_start_step: int = Field(0, ge=0, description="first step that uses the discriminator")
 
 
 class ImageTokenizerOptimizer(Section):
-    """AdamW with a linear warm-up and a cosine to a tenth of the peak."""
+    """AdamW with a linear warm-up, then a cosine decay to a tenth of the peak."""
 
-    total_steps: PositiveInt = Field(description="steps of the whole run")
-    batch_size: PositiveInt = Field(description="pictures of a step")
-    learning_rate: PositiveFloat = Field(description="its peak")
+    total_steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    batch_size: PositiveInt = Field(description="pictures per step")
+    learning_rate: PositiveFloat = Field(description="peak learning rate")
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up from 0")
     gradient_clipping: PositiveFloat = Field(1.0, description="largest norm of the gradient")
-    seed: int = Field(0, ge=0, description="fixes weights, order of pictures and restarts of codes")
+    seed: int = Field(0, ge=0, description="determines initial weights, order of pictures and restarts of codes")
 
 
 class ReportSettings(Section):
-    """When the run is measured and saved."""
+    """Intervals of measurements, saves and log lines."""
 
     interval_steps: PositiveInt = Field(500, description="steps between measurements on held-out pictures and saves")
     log_interval_steps: PositiveInt = Field(20, description="steps between lines of metrics.jsonl")
-    split: str = Field("validation", description="the split that is measured")
-    sheet_pictures: PositiveInt = Field(8, description="pictures of each source on the sheet")
+    split: str = Field("validation", description="data split for the measurements")
+    sheet_pictures: PositiveInt = Field(8, description="pictures of each source in the sheet of reconstructions")
 
 
 class ImageTokenizerTraining(Section):
-    """A run of ``m6 train-image-tokenizer``."""
+    """The settings of ``m6 train-image-tokenizer``."""
 
     model: ImageTokenizerConfig
     data: PictureSettings
@@ -67,7 +76,15 @@ class ImageTokenizerTraining(Section):
 
 
 def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> ImageTokenizerTraining:
-    """Reads and validates the JSON; UserError names the file and the key."""
+    """Reads and validates the JSON of an image tokenizer.
+
+    Args:
+        path: the JSON file.
+        overrides: see ``m6.validation.read_document``.
+
+    Raises:
+        UserError: the file or a key is wrong; the message names both.
+    """
     document = read_document(path, overrides)
     try:
         return validate(ImageTokenizerTraining, document, "")

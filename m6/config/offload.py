@@ -1,4 +1,4 @@
-"""The section ``m6.offload``: what it may say, and what of it cannot be done."""
+"""The section ``m6.offload``."""
 
 from __future__ import annotations
 
@@ -18,79 +18,86 @@ STORED_TENSORS: tuple[TensorKind, ...] = ("parameter", "gradient", "optimizer_st
 
 
 class OffloadRule(Section):
-    """Where something lies. Of rules that name the same, the last one counts."""
+    """Places a part of the model. If several rules match the same tensor, the last one applies."""
 
-    layers: str | None = Field(None, description='layers by number from 0, as "0-11,14"; absent: all')
-    kind: ModuleKind | None = Field(None, description="part of the model; absent: every part")
+    layers: str | None = Field(None, description='numbers of layers from 0, such as "0-11,14"; absent: all layers')
+    kind: ModuleKind | None = Field(None, description="kind of module; absent: every kind")
     tensor: TensorKind | None = Field(
-        None, description="what of it; absent: its parameters, gradients and optimizer state"
+        None, description="kind of tensor; absent: parameters, gradients and optimizer state"
     )
     place: Place = Field(
-        description="device: it is owned by the device, and nothing of it moves; stream: it lives on the host and may "
-        "stay on the device from one use to another; host: it leaves the device before others are used; auto: as is "
-        "planned. Activations are on the device without a rule; host: they wait for the backward pass on the host; "
-        "auto: so where no plan fits otherwise"
+        description="device: the tensor stays on the device; stream: it lives on the host, and its copy may stay on "
+        "the device between uses; host: it lives on the host, and its copy leaves the device after each use; auto: the "
+        "plan decides. Activations without a rule stay on the device; host: they are on the host until the backward "
+        "pass; auto: they are on the host only if no other plan fits"
     )
 
 
 class OffloadOptimizer(Section):
-    """The optimizer of the experts, where it is another one than that of the rest. It keeps one row and one column of
-    second moments per matrix (Adafactor), two moments (AdamW), or a momentum (SGD)."""
+    """The optimizer of the experts, if it differs from that of the other parameters. AdamW keeps two moments per
+    parameter, Adafactor one row and one column of second moments per matrix, and SGD a momentum."""
 
-    type: Literal["AdamW", "Adafactor", "SGD"] = Field(description="which")
-    lr: float = Field(gt=0, description="learning rate at its peak; it follows m6.schedule as the other one does")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled; of matrices, not of biases")
-    betas: tuple[Rate, Rate] = Field((0.9, 0.999), description="AdamW's")
-    eps: float = Field(1e-8, gt=0, description="AdamW's")
-    beta2_decay: float = Field(-0.8, le=0, description="Adafactor's")
-    clipping_threshold: float = Field(1.0, ge=1, description="Adafactor's")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD's")
+    type: Literal["AdamW", "Adafactor", "SGD"] = Field(description="name of the optimizer")
+    lr: float = Field(gt=0, description="peak learning rate; it follows m6.schedule")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices; biases have none")
+    betas: tuple[Rate, Rate] = Field((0.9, 0.999), description="AdamW: decay rates of the two moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW: added to the denominator")
+    beta2_decay: float = Field(-0.8, le=0, description="Adafactor: exponent of the decay rate of second moments")
+    clipping_threshold: float = Field(1.0, ge=1, description="Adafactor: largest root mean square of an update")
+    momentum: float = Field(0.0, ge=0, lt=1, description="SGD: momentum")
 
     def check(self) -> None:
-        """Raises UserError for a key that is another optimizer's."""
+        """Raises UserError for a key that this optimizer does not have."""
         keys = {"AdamW": {"betas", "eps"}, "Adafactor": {"beta2_decay", "clipping_threshold"}, "SGD": {"momentum"}}
+        # Only keys that the JSON states: defaults of the other optimizers do no harm.
         for key in sorted(self.model_fields_set - {"type", "lr", "weight_decay"} - keys[self.type]):
-            owner = next(name for name, own in keys.items() if key in own)
+            owner = next(name for name, owned in keys.items() if key in owned)
             raise UserError(f"m6.offload.optimizer.{key}: {self.type} would ignore it; it belongs to {owner}")
 
 
 class OffloadSettings(Section):
-    """Experts in host memory that stream through a byte budget (M6-10T's granular CPU offloading). The results do not
-    depend on budgets, rules, sizes and threads. Without a GPU the device is a simulated one."""
+    """Experts in host memory that are copied to the device in chunks, within a budget in bytes (M6-10T's granular CPU
+    offloading). Budgets, rules, chunk sizes and threads do not change the results. Without a GPU the device is
+    simulated."""
 
     policy: Literal["auto", "deepspeed"] = Field(
         "auto",
-        description="deepspeed: DeepSpeed's own offload instead (optimizer state to the host at ZeRO stages 1 to 3, "
-        "parameters too at 3, all or nothing); then no other key of this section is accepted",
+        description="auto: the other keys control the offload of experts; deepspeed: DeepSpeed's own offload, which "
+        "keeps all optimizer state on the host (ZeRO stages 1 to 3) and also all parameters (stage 3). With "
+        "deepspeed no other key of this section is accepted",
     )
     device_budget_mib: Mib | Literal["auto"] = Field(
         "auto",
-        description="what this rank's whole model may occupy on the device, activations, gradients and copies in "
-        "flight included; auto: 95 % of what is free there (a GPU)",
+        description="device memory of this rank for everything: model, activations, gradients and copies in flight; "
+        "auto: 95 % of the free memory of the GPU",
     )
     host_budget_mib: Mib | Literal["auto"] = Field(
         "auto",
-        description="what this rank's experts, and activations that wait there, may occupy on the host; auto: its "
-        "share of 95 % of what is available. More than is available is an error before the training starts",
+        description="host memory of this rank for experts and offloaded activations; auto: the rank's share of 95 % of "
+        "the available memory. More than the available memory is an error before the training starts",
     )
     chunk_mib: Mib | Literal["auto"] = Field(
         64.0,
-        description="the most that one copy moves: as many whole experts of a layer as fit, at least one; auto: the "
-        "size whose plan spends the least time on copies",
+        description="largest size of a chunk, which one copy moves: it holds as many whole experts of a layer as fit, "
+        "at least one; auto: the size whose plan spends the least time on copies",
     )
-    prefetch_depth: int = Field(1, ge=0, description="chunks that are on their way to the device ahead of their use")
-    num_threads: PositiveInt = Field(1, description="threads of the host that update experts")
-    rules: list[OffloadRule] = Field([], description="where what lies, as far as that is not left to the plan")
-    optimizer: OffloadOptimizer | None = Field(None, description="that of the experts; absent: as of the rest")
+    prefetch_depth: int = Field(1, ge=0, description="chunks that are copied to the device ahead of their use")
+    num_threads: PositiveInt = Field(1, description="host threads that update experts")
+    rules: list[OffloadRule] = Field(
+        [], description="places of parts of the model; the plan decides about all other parts"
+    )
+    optimizer: OffloadOptimizer | None = Field(
+        None, description="optimizer of the experts; absent: the same as for the other parameters"
+    )
     split_master: bool = Field(
         True,
-        description="keep of a bfloat16 weight's fp32 master the lower half alone, 2 bytes instead of 4; equal to the "
-        "bit",
+        description="store only the lower half of a bfloat16 weight's fp32 master, 2 bytes instead of 4; the weight is "
+        "the upper half. The results are bit-equal",
     )
     update: Literal["next_forward", "backward"] = Field(
         "next_forward",
-        description="when the host updates experts. next_forward: when the norm of all gradients is known, during the "
-        "next forward pass; backward: as soon as an expert's gradient is there, so that no memory holds gradients (2 "
-        "bytes a parameter less). It needs gradient_clipping 0, one micro-batch a step and no fp16, and ends the run "
-        "at a gradient that is not finite instead of skipping the step",
+        description="when the host updates experts. next_forward: during the next forward pass, after the norm of all "
+        "gradients is known; backward: as soon as the gradient of an expert is computed, which saves the memory of "
+        "gradients (2 bytes per parameter). backward needs gradient_clipping 0, one micro-batch per step and no fp16; "
+        "a non-finite gradient then ends the run, since the step cannot be skipped",
     )

@@ -1,4 +1,4 @@
-"""What of the section ``m6.offload`` can be done together with the rest of a run."""
+"""Checks of the section ``m6.offload`` against the rest of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from m6.config.offload_rules import layer_modules, match_rules, resolve_activati
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 
-_HOST = {"device": "cpu", "pin_memory": True}
+_HOST = {"device": "cpu", "pin_memory": True}  # copies from and to pinned memory overlap with computation
 
 
 def check_offload(
@@ -20,12 +20,15 @@ def check_offload(
     pseudo_switch: str | None,
     checkpointing: bool,
 ) -> None:
-    """Raises UserError if the section cannot be carried out.
+    """Checks that the run can be offloaded as the section says.
 
     Args:
-        deepspeed: with the offload of DeepSpeed that ``apply_offload`` adds.
-        pseudo_switch: the rule by which the Pseudo stage ends, if there is one.
-        checkpointing: whether layers keep only their inputs for the backward pass.
+        deepspeed: the settings that ``apply_offload`` returned.
+        pseudo_switch: the rule that ends the Pseudo stage; None without a Pseudo stage.
+        checkpointing: whether activation checkpointing is on.
+
+    Raises:
+        UserError: the section contradicts another setting, or a rule cannot be applied.
     """
     if settings.policy == "deepspeed":
         return
@@ -38,18 +41,22 @@ def check_offload(
     elif deepspeed.zero_stage == 3:
         reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
     elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):
-        reason = "experts are kept in the precision they compute in: use bf16 instead of torch_autocast"
+        reason = (
+            "offloaded experts are stored in the precision of their computation: use bf16 instead of torch_autocast"
+        )
     elif pseudo_switch == "gradient_correlation":
         reason = (
-            "the gradients of offloaded experts cannot be compared between layers: use another "
-            "m6.pseudo_to_real.switch than gradient_correlation"
+            "the gradients of offloaded experts cannot be compared between layers: m6.pseudo_to_real.switch must not "
+            "be gradient_correlation"
         )
     elif settings.update == "backward" and deepspeed.gradient_clipping:
-        reason = '"update": "backward" does not wait for the norm that gradient_clipping needs; set that to 0'
+        reason = (
+            '"update": "backward" updates experts before the norm is known, which gradient_clipping needs; set it to 0'
+        )
     elif settings.update == "backward" and deepspeed.precision == "fp16":
-        reason = '"update": "backward" cannot skip the steps by which fp16 finds its loss scale; use bf16'
+        reason = '"update": "backward" cannot skip a step, and fp16 finds its loss scale by skipped steps; use bf16'
     elif settings.update == "backward" and pseudo_switch is not None:
-        reason = '"update": "backward" needs one gradient of an expert a step, and shared layers bring several'
+        reason = '"update": "backward" needs one gradient per expert and step, but shared layers give several'
     if reason:
         raise UserError(f"m6.offload: {reason}")
     if settings.optimizer is not None:
@@ -59,54 +66,57 @@ def check_offload(
 
 
 def apply_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings, model: M6Config) -> DeepSpeedSettings:
-    """DeepSpeed's settings with the offload of its own that the section asks for.
+    """Adds DeepSpeed's own offload to its settings, where ``m6.offload`` needs it.
 
     Raises:
-        UserError: the two contradict each other.
+        UserError: ``m6.offload`` and DeepSpeed's keys contradict each other.
     """
     if settings.policy == "deepspeed":
-        return _with_own_offload(settings, deepspeed)
+        return _with_deepspeed_offload(settings, deepspeed)
     return deepspeed if model.moe is None else _with_dense_states(settings.rules, model, deepspeed)
 
 
 def offloads_states(deepspeed: DeepSpeedSettings) -> bool:
-    """Whether DeepSpeed keeps optimizer state on the host."""
+    """Whether DeepSpeed keeps the optimizer state on the host."""
     section = deepspeed.keys.get("zero_optimization", {}).get("offload_optimizer") or {}
     return section.get("device", "none") != "none"
 
 
 def _with_dense_states(rules: list[OffloadRule], model: M6Config, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
-    """DeepSpeed's settings, with its offload of the optimizer where rules take all optimizer state to the host."""
+    """Turns on DeepSpeed's offload of the optimizer if the rules place all of its state on the host."""
     dense = {(kind, layer) for kind, layer in layer_modules(model) if kind != "expert"}
     named = {
         (kind, layer)
         for (kind, layer, tensor), (_, place) in match_rules(rules, model).items()
         if tensor == "optimizer_state" and place == "host"
     }
+    # The JSON may have turned on DeepSpeed's offload itself.
     if not dense & named or offloads_states(deepspeed):
         return deepspeed
     if dense - named:
         missing = ", ".join(sorted({kind for kind, _ in dense - named}))
         raise UserError(
-            "m6.offload.rules: the optimizer state of all but experts is DeepSpeed's, which takes all of it to the "
-            f"host or none: name every layer of {missing}, too, or none of the dense kinds"
+            "m6.offload.rules: DeepSpeed holds the optimizer state of everything but experts, and offloads all of it "
+            f"or none: name every layer of {missing} too, or none of the dense kinds"
         )
     if deepspeed.zero_stage == 0:
         raise UserError(
-            "m6.offload.rules: DeepSpeed takes optimizer state to the host at zero_optimization.stage 1 or 2, found 0"
+            "m6.offload.rules: DeepSpeed offloads optimizer state at zero_optimization.stage 1 or 2, found 0"
         )
     section = {**deepspeed.keys["zero_optimization"], "offload_optimizer": _HOST}
     return split_deepspeed({**deepspeed.keys, "zero_optimization": section})
 
 
-def _with_own_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
+def _with_deepspeed_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
     for key in sorted(settings.model_fields_set - {"policy"}):
-        raise UserError(f'm6.offload.{key}: "policy": "deepspeed" would ignore it; leave it out, or the policy')
+        raise UserError(f'm6.offload.{key}: "policy": "deepspeed" would ignore it; leave out this key or the policy')
     section: dict[str, Any] = deepspeed.keys.get("zero_optimization", {})
     if deepspeed.zero_stage == 0:
         raise UserError('m6.offload: "policy": "deepspeed" needs zero_optimization.stage 1, 2 or 3, found 0')
     for key in ("offload_optimizer", "offload_param"):
         if key in section:
-            raise UserError(f'zero_optimization.{key}: m6.offload with "policy": "deepspeed" sets it; keep one of both')
-    own = {"offload_optimizer": _HOST, **({"offload_param": _HOST} if deepspeed.zero_stage == 3 else {})}
-    return split_deepspeed({**deepspeed.keys, "zero_optimization": {**section, **own}})
+            raise UserError(
+                f'zero_optimization.{key}: m6.offload with "policy": "deepspeed" sets it; keep only one of them'
+            )
+    offload = {"offload_optimizer": _HOST, **({"offload_param": _HOST} if deepspeed.zero_stage == 3 else {})}
+    return split_deepspeed({**deepspeed.keys, "zero_optimization": {**section, **offload}})

@@ -1,4 +1,4 @@
-"""The rules of ``m6.offload.rules``: which parts of a model each of them names, and whether that can be done."""
+"""Resolves ``m6.offload.rules``: finds the parts of a model that each rule matches, and checks the places."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from m6.errors import UserError
 from m6.model.configuration import M6Config
 
 LayerModule = tuple[ModuleKind, int | None]
-"""A kind of module and the layer that it is in; None outside of layers."""
+"""A kind of module and the number of its layer; None outside of layers."""
 
 
 @dataclass(frozen=True)
 class ActivationPlaces:
-    """What of the model keeps its activations on the host, and what does so where no plan fits otherwise."""
+    """Parts of the model whose activations may be offloaded.
+
+    Attributes:
+        host: activations are on the host until the backward pass.
+        auto: activations are on the host only if no other plan fits.
+    """
 
     host: frozenset[LayerModule]
     auto: frozenset[LayerModule]
@@ -23,7 +28,13 @@ class ActivationPlaces:
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Layers whose experts are not left to the plan; see ``offload.PlacementConstraints``."""
+    """Layers whose experts have a place by a rule; see ``offload.PlacementConstraints``.
+
+    Attributes:
+        owned: the device holds the experts with their gradients and optimizer state.
+        streamed: the host holds them; copies may stay on the device between uses.
+        fetched: the host holds them; copies leave the device after each use.
+    """
 
     owned: frozenset[int]
     streamed: frozenset[int]
@@ -31,60 +42,64 @@ class ExpertPlaces:
 
 
 def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_host: bool = False) -> ExpertPlaces:
-    """Which layers' experts go where.
+    """Resolves the places of experts, by layer.
+
+    Args:
+        dense_states_on_host: whether DeepSpeed keeps its optimizer state on the host.
 
     Raises:
-        UserError: a rule matches nothing, asks for what cannot be done, or contradicts another one.
+        UserError: a rule matches nothing, is impossible, or contradicts another rule.
     """
     places = match_rules(rules, model)
     for (kind, _, tensor), (index, place) in places.items():
         _check_possible(f"m6.offload.rules.{index}", kind, tensor, place, dense_states_on_host)
-    found: dict[str, set[int]] = {"owned": set(), "streamed": set(), "fetched": set()}
+    layers: dict[str, set[int]] = {"owned": set(), "streamed": set(), "fetched": set()}
     for layer in [layer for kind, layer in layer_modules(model) if kind == "expert" and layer is not None]:
-        own = {tensor: places.get(("expert", layer, tensor), (-1, "auto")) for tensor in STORED_TENSORS}
-        on_device = [index for index, place in own.values() if place == "device"]
-        off_device = [index for index, place in own.values() if place in ("stream", "host")]
+        # -1: no rule names the tensor.
+        placed = {tensor: places.get(("expert", layer, tensor), (-1, "auto")) for tensor in STORED_TENSORS}
+        on_device = [index for index, place in placed.values() if place == "device"]
+        off_device = [index for index, place in placed.values() if place in ("stream", "host")]
         if on_device and off_device:
             raise UserError(
-                f"m6.offload.rules.{off_device[0]} contradicts m6.offload.rules.{on_device[0]} in layer {layer}: what "
-                "the device owns of an expert it owns with its gradient and optimizer state"
+                f"m6.offload.rules.{off_device[0]} contradicts m6.offload.rules.{on_device[0]} in layer {layer}: the "
+                "device holds an expert only together with its gradient and optimizer state"
             )
-        if own["parameter"][1] == "host":
-            found["fetched"].add(layer)
+        if placed["parameter"][1] == "host":
+            layers["fetched"].add(layer)
         elif off_device:
-            found["streamed"].add(layer)
+            layers["streamed"].add(layer)
         elif on_device:
-            found["owned"].add(layer)
-    return ExpertPlaces(*(frozenset(found[name]) for name in ("owned", "streamed", "fetched")))
+            layers["owned"].add(layer)
+    return ExpertPlaces(*(frozenset(layers[name]) for name in ("owned", "streamed", "fetched")))
 
 
 def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpointing: bool) -> ActivationPlaces:
-    """Where autograd keeps what it saves.
+    """Resolves the places of activations.
 
     Raises:
-        UserError: as ``resolve_rules``; also for a kind whose activations are computed anew.
+        UserError: as in ``resolve_rules``; or a rule names a kind whose activations are recomputed.
     """
-    found: dict[Place, set[LayerModule]] = {"host": set(), "auto": set()}
+    places: dict[Place, set[LayerModule]] = {"host": set(), "auto": set()}
     for (kind, layer, tensor), (index, place) in match_rules(rules, model).items():
         if tensor != "activation":
             continue
         where = f"m6.offload.rules.{index}"
         if place == "stream":
-            raise UserError(f'{where}: activations wait for the backward pass; "place" has to be device, host or auto')
+            raise UserError(f'{where}: "stream" is for weights; the "place" of activations is device, host or auto')
         if checkpointing and layer is not None and rules[index].kind is not None:
             raise UserError(
-                f"{where}: under m6.training.activation_checkpointing a layer keeps its input alone, which is of no "
-                "kind; leave kind out"
+                f"{where}: under m6.training.activation_checkpointing a layer keeps only its input, which belongs to "
+                "no kind; leave kind out"
             )
         if place != "device":
-            found[place].add((kind, layer))
-    return ActivationPlaces(frozenset(found["host"]), frozenset(found["auto"]))
+            places[place].add((kind, layer))
+    return ActivationPlaces(frozenset(places["host"]), frozenset(places["auto"]))
 
 
 def match_rules(
     rules: list[OffloadRule], model: M6Config
 ) -> dict[tuple[ModuleKind, int | None, TensorKind], tuple[int, Place]]:
-    """What the last rule that names a part's tensors says, and that rule's number."""
+    """For each matched (kind, layer, tensor): the number of the last matching rule, and its place."""
     parts = list(layer_modules(model))
     places: dict[tuple[ModuleKind, int | None, TensorKind], tuple[int, Place]] = {}
     for index, rule in enumerate(rules):
@@ -96,7 +111,7 @@ def match_rules(
             if rule.kind in (None, kind) and (layers is None or (layer is not None and layer in layers))
         ]
         if not matched:
-            raise UserError(f"{where}: {_nothing(rule, layers, parts, model.num_layers)}")
+            raise UserError(f"{where}: {_explain_no_match(rule, layers, parts, model.num_layers)}")
         for kind, layer in matched:
             for tensor in STORED_TENSORS if rule.tensor is None else (rule.tensor,):
                 places[kind, layer, tensor] = (index, rule.place)
@@ -104,7 +119,7 @@ def match_rules(
 
 
 def layer_modules(model: M6Config) -> Iterator[LayerModule]:
-    """Every part of the model with its layer."""
+    """Yields every kind of module of every layer of the model."""
     yield "embedding", None
     moe = model.moe_config() if model.moe is not None else None
     for layer in range(model.num_layers):
@@ -122,12 +137,12 @@ def _parse_layers(text: str, where: str) -> set[int]:
     for part in text.split(","):
         begin, dash, end = part.strip().partition("-")
         if not begin.isdigit() or (dash and not end.isdigit()) or (dash and int(end) < int(begin)):
-            raise UserError(f'{where}.layers: expected numbers and ranges as "0-11,14", found {text!r}')
+            raise UserError(f'{where}.layers: expected numbers and ranges such as "0-11,14", found {text!r}')
         layers.update(range(int(begin), int(end if dash else begin) + 1))
     return layers
 
 
-def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[LayerModule], num_layers: int) -> str:
+def _explain_no_match(rule: OffloadRule, layers: set[int] | None, parts: list[LayerModule], num_layers: int) -> str:
     kinds = {kind for kind, _ in parts}
     if rule.kind is not None and rule.kind not in kinds:
         return f"matches nothing: the model has no {rule.kind}; it has {', '.join(sorted(kinds))}"
@@ -135,7 +150,7 @@ def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[LayerModule
     candidates = [layer for kind, layer in parts if rule.kind in (None, kind) and layer is not None]
     if not candidates:
         return f"matches nothing: {rule.kind} is outside of the layers; leave layers out"
-    nearest = min(candidates, key=lambda layer: min(abs(layer - other) for other in layers))
+    nearest = min(candidates, key=lambda layer: min(abs(layer - named) for named in layers))
     what = "of the model" if rule.kind is None else f"with {rule.kind}"
     return (
         f"matches nothing: no layer {what} is in {rule.layers!r}; the nearest is {nearest} (of 0 to {num_layers - 1})"
@@ -145,12 +160,13 @@ def _nothing(rule: OffloadRule, layers: set[int] | None, parts: list[LayerModule
 def _check_possible(where: str, kind: ModuleKind, tensor: TensorKind, place: Place, dense_states_on_host: bool) -> None:
     if kind == "expert" or tensor == "activation":
         return
+    # DeepSpeed offloads the optimizer state of everything but experts; apply_offload has turned that on.
     done = tensor == "optimizer_state" and place == "host" and dense_states_on_host
     if place in ("stream", "host") and not done:
         raise UserError(
-            f'{where}: {kind} is in DeepSpeed\'s engine, and only experts leave the device by rules: add "kind": '
-            '"expert"; of all other parameters the optimizer state can go, by {"tensor": "optimizer_state", "place": '
-            '"host"} for all of them'
+            f'{where}: DeepSpeed\'s engine holds {kind}, and rules can only offload experts: add "kind": "expert". '
+            'Of the other parameters only the optimizer state can be offloaded, by {"tensor": "optimizer_state", '
+            '"place": "host"} for all of them'
         )
     if place == "device" and tensor == "optimizer_state" and dense_states_on_host:
-        raise UserError(f"{where}: contradicts zero_optimization.offload_optimizer, which takes {kind} to the host")
+        raise UserError(f"{where}: contradicts zero_optimization.offload_optimizer, which offloads the state of {kind}")

@@ -1,14 +1,14 @@
-"""One JSON per run: DeepSpeed's keys at the top level, everything of ours under ``"m6"``.
+"""The JSON of a run: DeepSpeed's keys at the top level, all other keys under ``"m6"``.
 
-A fact stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys and
-are read from there; the model, the data and the schedule are ours.
+Each value stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys; the model,
+the data and the schedule are in ``"m6"``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
@@ -18,23 +18,26 @@ from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.validation import check_keys, read_document, validate
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A validated run: ours, DeepSpeed's, and the model they describe."""
+    """The validated configuration of a run.
+
+    Attributes:
+        m6: the section ``"m6"``.
+        deepspeed: DeepSpeed's keys.
+        model: the model's configuration, made of ``m6.model`` and ``m6.moe``.
+        document: the JSON with overrides applied, which RUN/config.json records.
+    """
 
     m6: M6Settings
     deepspeed: DeepSpeedSettings
     model: M6Config
     document: dict[str, Any]
-    """The JSON as given, with overrides applied: what RUN/config.json records."""
 
     @property
     def expert_store(self) -> OffloadSettings | None:
-        """The settings of the store of ``offload``; None if no experts are in it, also where DeepSpeed offloads."""
+        """The settings of offloaded experts; None if there are none, also if DeepSpeed does the offloading."""
         settings = self.m6.offload
         return None if settings is None or settings.policy == "deepspeed" else settings
 
@@ -47,13 +50,13 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
         overrides: ``key.path=value`` strings; the value is JSON, or else a plain string.
 
     Raises:
-        UserError: for a missing file, broken JSON, or any key or value that is wrong; the message names it.
+        UserError: the file is missing, is not JSON, or has a wrong key or value; the message names it.
     """
     return parse_document(path, read_document(path, overrides))
 
 
 def parse_document(path: Path, document: dict[str, Any]) -> RunConfig:
-    """Validates a document that came from the file ``path``, which errors name."""
+    """Validates the JSON of a run; error messages begin with ``path``, the file it was read from."""
     try:
         return parse_config(document)
     except UserError as error:
@@ -61,7 +64,11 @@ def parse_document(path: Path, document: dict[str, Any]) -> RunConfig:
 
 
 def parse_config(document: dict[str, Any]) -> RunConfig:
-    """Validates a run's JSON that is already in memory."""
+    """Validates the JSON of a run.
+
+    Raises:
+        UserError: a key or value is wrong, or two of them contradict each other; the message names them.
+    """
     if "m6" not in document:
         raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
     deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})
@@ -75,6 +82,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if settings.offload is not None:
         switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
         checkpointing = settings.training.activation_checkpointing
+        # The checks need DeepSpeed's settings with the offload that the section adds.
         deepspeed = apply_offload(settings.offload, deepspeed, model)
         check_offload(settings.offload, deepspeed, model, switch, checkpointing)
     if settings.data.sequence_length > model.max_position_embeddings:
@@ -101,11 +109,11 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
 def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: M6Settings) -> None:
     total_steps = run.training.total_steps
     if run.init is not None:
-        raise UserError("m6.pseudo_to_real: a run that begins with the weights of m6.init has no Pseudo stage")
+        raise UserError("m6.pseudo_to_real: a run that starts from the weights of m6.init has no Pseudo stage")
     if settings.switch_step >= total_steps:
         raise UserError(
             f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
-            f"m6.training.total_steps {total_steps}: nothing would be left for the Real model"
+            f"m6.training.total_steps {total_steps}: no step would be left for the Real model"
         )
     if (settings.learning_rate == "rewarm") != (settings.rewarm_steps is not None):
         raise UserError(
@@ -119,18 +127,19 @@ def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: 
 
 
 def _check_pictures(settings: M6Settings) -> None:
-    draws = settings.objectives.text_to_image.weight > 0
-    if draws and settings.data.image_tokenizer is None:
-        raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to write")
-    if settings.samples is not None and not draws:
+    generates_pictures = settings.objectives.text_to_image.weight > 0
+    if generates_pictures and settings.data.image_tokenizer is None:
+        raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to generate")
+    if settings.samples is not None and not generates_pictures:
         raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
 
 
 def _model_config(settings: M6Settings) -> M6Config:
-    own = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
-    check_keys(settings.model, own, "m6.model")
+    # Not the fields that M6Config inherits from transformers: they are no settings of a run.
+    names = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
+    check_keys(settings.model, names, "m6.model")
     try:
         return M6Config(**settings.model, moe=settings.moe)
     except (ValueError, TypeError) as error:
-        # What is wrong in the mixture of experts begins with its section's name.
+        # Errors of the mixture of experts begin with the name of its section.
         raise UserError(f"m6.{error}" if str(error).startswith("moe.") else f"m6.model: {error}") from None

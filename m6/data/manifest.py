@@ -121,16 +121,3 @@ class Manifest(_Entry):
     def files(self, source: str, split: str) -> list[Path]:
         """Returns the paths of one split's shards in reading order; empty if the split has no rows."""
         return [self.folder / shard.file for shard in self.split(source, split).shards]
-
-    def verify(self) -> None:
-        """Checks the size and checksum of every shard; UserError names the first that differs."""
-        for entry in self.sources.values():
-            for split in entry.splits.values():
-                for shard in split.shards:
-                    file = self.folder / shard.file
-                    if not file.is_file():
-                        raise UserError(f"{file} is missing, but {MANIFEST_NAME} lists it")
-                    if file.stat().st_size != shard.bytes:  # cheap, and it finds most truncated files
-                        raise UserError(f"{file} has {file.stat().st_size} bytes, expected {shard.bytes}")
-                    if files.sha256(file) != shard.sha256:
-                        raise UserError(f"{file} is damaged: its SHA-256 differs from {MANIFEST_NAME}")

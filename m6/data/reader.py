@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from m6.data.manifest import Manifest
 from m6.data.shards import SCHEMA
+from m6.data.verification import verify_shards
 from m6.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
     them. Indexing is then cheap, workers share the pages, and the rows need not fit into memory.
 
     Raises:
-        UserError: the source or split is unknown or has no rows, or a shard is missing.
+        UserError: the source or split is unknown or has no rows, or a shard is missing or damaged.
     """
     import datasets
 
@@ -27,9 +28,7 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
     files = manifest.files(source, split)
     if not files:
         raise UserError(f'{manifest.folder}: source "{source}" has no rows in split "{split}"')
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise UserError(f"{missing[0]} is missing, but the manifest lists it")
+    verify_shards(manifest.folder, manifest.split(source, split).shards)
     features = datasets.Features.from_arrow_schema(SCHEMA)
     data = datasets.Dataset.from_parquet([str(file.resolve()) for file in files], features=features)
     # Finds shards that were replaced without their manifest.

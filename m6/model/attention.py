@@ -1,4 +1,4 @@
-"""Self-attention and the prefix-LM mask that makes one stack both encoder and decoder."""
+"""Self-attention, and the prefix-LM mask by which one stack is both encoder and decoder."""
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +10,15 @@ from m6.tokenizers.special_tokens import TARGET
 
 
 def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int | Tensor = 0) -> Tensor:
-    """Who may attend to whom: pictures and source in both directions, the target causally; M6, section 3.
+    """The attention mask: pictures and source in both directions, the target causally (M6, section 3).
 
-    A query attends a key of its own sample that is no target, or that is not later than itself. Padding
-    attends itself alone, which keeps its softmax finite. Built once per forward pass, for all layers.
+    A query attends to the keys of its own sample that are not targets, or that are not later than the query. A
+    padding token attends only to itself, which keeps its softmax finite. All layers use the same mask.
 
     Args:
         token_type_ids: int64 [B, S] of the queries.
         sample_ids: int64 [B, K] of the keys, 0 at padding; K is at least ``past_length + S``.
-        past_length: keys that were computed by earlier calls, which all queries see in full.
+        past_length: number of keys from earlier calls; every query may attend to all of them.
 
     Returns:
         bool [B, 1, S, K], True where attention is allowed.
@@ -27,8 +27,8 @@ def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int 
     keys = sample_ids.shape[1]
     key_index = torch.arange(keys, device=token_type_ids.device)
     query_index = torch.arange(length, device=token_type_ids.device) + past_length
-    # Keys that no query stands at are earlier ones or the unwritten end of a static cache: the causal half of
-    # the rule, which the type TARGET leaves alone, shows the former and hides the latter.
+    # A key without a query of this call is an earlier one, or an unwritten place at the end of a static cache. As a
+    # TARGET it follows only the causal rule, which shows the earlier ones and hides the unwritten ones.
     key_types = token_type_ids.new_full((batch, keys), TARGET).index_copy(1, query_index, token_type_ids)
     query_samples = sample_ids.index_select(1, query_index).unsqueeze(-1)
     reachable = (key_types != TARGET).unsqueeze(1) | (key_index <= query_index.unsqueeze(-1))
@@ -49,9 +49,12 @@ class Attention(nn.Module):
     def forward(self, hidden_states: Tensor, mask: Tensor, past_key_values: Cache | None, layer_index: int) -> Tensor:
         """Maps [B, S, D] to [B, S, D].
 
-        ``mask`` is bool [B, 1, S, K]. The layer's place in the cache is an argument, since layers may share one
-        module (Pseudo-to-Real).
+        Args:
+            mask: bool [B, 1, S, K], True where attention is allowed.
+            layer_index: the layer's number in the cache. It is an argument, since several layers may share this
+                module (Pseudo-to-Real).
         """
+        # [B, S, 3 D] -> three tensors [B, H, S, D / H].
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)

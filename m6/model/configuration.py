@@ -26,7 +26,7 @@ _SIZES = (
     "patch_size",
     "moe_layer_frequency",
 )
-# What transformers itself passes besides the fields when it loads a configuration.
+# Keys that transformers adds when it loads a configuration.
 _TRANSFORMERS_KEYS = {
     "model_type",
     "_name_or_path",
@@ -54,20 +54,20 @@ class M6Config(PreTrainedConfig):
         num_attention_heads: divides ``hidden_size``.
         ffn_hidden_size: inner width of a dense feed-forward and of each expert.
         max_position_embeddings: learned positions of source text and of target (text or image codes).
-        code_grid_size: codes in a row of the pictures that are written, whose rows and columns then have positions of
-            their own besides (DALL-E, arXiv 2102.12092, appendix B.1); 0: none.
+        code_grid_size: codes in a row of a generated picture; adds learned row and column positions to image codes
+            (DALL-E, arXiv 2102.12092, appendix B.1); 0: no such positions.
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; divides ``image_size``.
-        patch_encoder: what turns a patch into a vector, see :mod:`m6.model.patch_encoders`.
-        hidden_dropout: rate after the embeddings, the attention output and the feed-forward output.
-        attention_dropout: rate on the attention weights.
+        patch_encoder: network that maps a patch to a vector, see :mod:`m6.model.patch_encoders`.
+        hidden_dropout: dropout rate after the embeddings, the attention output and the feed-forward output.
+        attention_dropout: dropout rate on the attention weights.
         initializer_range: standard deviation of the initial weights.
         layer_norm_eps: epsilon of every LayerNorm.
         moe: keyword arguments of :class:`moe.MoEConfig`, or None for a dense model.
-        moe_layer_frequency: k makes the layers k-1, 2k-1, ... sparse.
+        moe_layer_frequency: k: every k-th layer is sparse, that is layers k-1, 2k-1, ... (counted from 0).
 
     Raises:
-        UserError: for an unknown key, or values that are out of range or do not fit each other.
+        UserError: a key is unknown, a value is out of range, or two values contradict each other.
     """
 
     model_type: ClassVar[str] = "m6"
@@ -98,7 +98,7 @@ class M6Config(PreTrainedConfig):
         for key in kwargs:
             if key not in _TRANSFORMERS_KEYS:
                 raise UserError(f"M6Config has no field {key!r}{nearest(key, valid)}")
-        # Checked here rather than by transformers' @strict, whose errors are not ValueErrors.
+        # transformers' @strict could check these values too, but its errors are not ValueErrors.
         self._check_ranges()
         self._check_against_each_other()
         super().__post_init__(**kwargs)
@@ -106,6 +106,7 @@ class M6Config(PreTrainedConfig):
     def _check_ranges(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
+            # Not isinstance: a bool is an int.
             if type(value) is not int or value < 1:
                 raise UserError(f"{name} must be a positive integer, found {value!r}")
         for name in ("image_vocab_size", "code_grid_size"):
@@ -142,10 +143,10 @@ class M6Config(PreTrainedConfig):
             self.moe_config()
 
     def moe_config(self) -> MoEConfig:
-        """The mixture of experts as ``moe`` takes it.
+        """The section ``moe`` as a ``moe.MoEConfig``.
 
         Raises:
-            UserError: for an unknown key or a value that ``moe.MoEConfig`` refuses.
+            UserError: a key is unknown, or ``moe.MoEConfig`` rejects a value.
         """
         from moe import MoEConfig
 
@@ -159,7 +160,7 @@ class M6Config(PreTrainedConfig):
             raise UserError("moe.num_experts: missing")
         try:
             return MoEConfig(**self.moe)
-        except ValueError as error:  # it begins with the name of the field
+        except ValueError as error:  # the message begins with the name of the field
             raise UserError(f"moe.{error}") from None
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -168,37 +169,42 @@ class M6Config(PreTrainedConfig):
 
     @property
     def num_moe_layers(self) -> int:
+        """Number of layers with a mixture of experts."""
         return 0 if self.moe is None else self.num_layers // self.moe_layer_frequency
 
     @property
     def vocab_size(self) -> int:
-        """Size of the joint id space."""
+        """Size of the joint vocabulary: text pieces, special tokens, image codes."""
         return self.text_vocab_size + NUM_SPECIAL_TOKENS + self.image_vocab_size
 
     @property
     def first_code_id(self) -> int:
-        """Id of the first image code; all ids from there on are codes."""
+        """Id of the first image code; all higher ids are codes too."""
         return self.text_vocab_size + NUM_SPECIAL_TOKENS
 
     @property
     def num_patches(self) -> int:
-        """Patches of one picture, in row-major order."""
+        """Number of patches of one picture."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def pad_token_id(self) -> int:
+        """Id of the padding token ``<pad>``."""
         return self._special("<pad>")
 
     @property
     def bos_token_id(self) -> int:
+        """Id of ``<bos>``, which begins a target."""
         return self._special("<bos>")
 
     @property
     def eos_token_id(self) -> int:
+        """Id of ``<eos>``, which ends a target."""
         return self._special("<eos>")
 
     @property
     def image_token_id(self) -> int:
+        """Id of ``<image>``, the placeholder of a patch."""
         return self._special("<image>")
 
     def _special(self, token: str) -> int:

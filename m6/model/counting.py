@@ -1,4 +1,4 @@
-"""How many parameters a configuration has, without building the model."""
+"""Counts the parameters of a configuration without building the model."""
 
 from collections.abc import Iterable
 
@@ -15,12 +15,13 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
 
     Args:
         config: of the model.
-        sharing: what the layers share: counts the Pseudo model, what is shared once.
+        sharing: what the layers of the Pseudo model share; a shared parameter counts once. None: the Real model.
 
     Returns:
-        ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention`` and ``ffn`` (dense ones),
-        ``experts``, ``router``, ``norms``; ``total``, their sum; and ``active_per_token``: the total with, of
-        every router, only the ``num_prototypes * top_k`` experts that one token visits, and the shared ones.
+        ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention``, ``ffn`` (dense layers),
+        ``experts``, ``router`` and ``norms``; ``total``, their sum; and ``active_per_token``, the total without the
+        experts that a token does not visit. A token visits ``num_prototypes * top_k`` experts of each layer, and
+        the shared experts.
     """
     width, layers = config.hidden_size, range(config.num_layers)
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]
@@ -34,10 +35,11 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
     inner = config.ffn_hidden_size
     ffn = 2 * width * inner + inner + width
     projections = 4 * width * width
-    expert = shared = experts = chosen = 0
+    expert = shared = experts = visited = 0
     if config.moe is not None:
         moe = config.moe_config()
-        experts, chosen = moe.num_experts, moe.experts_per_token
+        experts, visited = moe.num_experts, moe.experts_per_token
+        # SwiGLU has two input matrices of ``inner`` rows, the activation and its gate, stored as one.
         rows_in = 2 * inner if moe.activation == "swiglu" else inner
         expert = (rows_in + inner) * width + (rows_in + width if moe.bias else 0)
         shared = moe.num_shared_experts * (rows_in + inner) * width
@@ -45,7 +47,8 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
             shared += moe.num_shared_experts * rows_in + width
         if moe.shared_expert_gate:
             shared += width
-    with torch.device("meta"):  # two of the three patch encoders are other people's networks: built, not derived
+    # Two of the three patch encoders come from other packages: it is safer to build them than to derive their size.
+    with torch.device("meta"):
         patch_encoder = build_patch_encoder(config)
     positions = config.max_position_embeddings + config.num_patches + 2 * config.code_grid_size
     counts = {
@@ -55,8 +58,9 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
         "ffn": copies("ffn", dense) * ffn,
         "experts": copies("experts", sparse) * (experts * expert + shared),
         "router": copies("router", sparse) * experts * width,
+        # Two norms per layer and the last one, each with a weight and a bias vector.
         "norms": (2 * copies("norms", layers) + 1) * 2 * width,
     }
     total = sum(counts.values())
-    idle = (experts - chosen) * copies("experts", sparse) * expert
+    idle = (experts - visited) * copies("experts", sparse) * expert
     return {**counts, "total": total, "active_per_token": total - idle}

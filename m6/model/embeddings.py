@@ -1,4 +1,4 @@
-"""Tokens, patches, positions and segments: everything that enters the first block."""
+"""Embeddings of tokens, patches, positions and segments: the input of the first block."""
 
 from torch import Tensor, nn
 
@@ -8,13 +8,13 @@ from m6.model.patch_encoders import build_patch_encoder
 from m6.tokenizers.special_tokens import IMAGE
 
 NUM_SEGMENTS = 3  # image, source, target: the values of token_type_ids
-_FIRST_CODE = 2  # its position in a target, behind <bos> and <boi>
+_FIRST_CODE = 2  # position of the first code in a target, after <bos> and <boi>
 
 
 class M6Embeddings(nn.Module):
-    """Sum of content (token or patch), learned position of its modality, and segment; M6, section 3.
+    """The sum of content (token or patch), learned position in its modality, and segment (M6, section 3).
 
-    With ``code_grid_size`` image codes have a row and a column, too.
+    With ``code_grid_size`` the embeddings of an image code's row and column are added too.
     """
 
     def __init__(self, config: M6Config) -> None:
@@ -46,9 +46,10 @@ class M6Embeddings(nn.Module):
             [B, S, hidden_size].
 
         Raises:
-            UserError: when the placeholders are not ``N * num_patches``.
+            UserError: the number of placeholders is not ``N * num_patches``.
         """
         is_patch = (input_ids == self.image_token_id) & (token_type_ids == IMAGE)
+        # The positions of patches belong to another table and may exceed the size of the text's.
         embedded = self._embed_tokens(input_ids, position_ids.masked_fill(is_patch, 0))
         embedded = self._splice_patches(embedded, is_patch, position_ids, pixel_values)
         return self.dropout(embedded + self.segments(token_type_ids))
@@ -57,8 +58,8 @@ class M6Embeddings(nn.Module):
         self, embedded: Tensor, is_patch: Tensor, position_ids: Tensor, pixel_values: Tensor | None
     ) -> Tensor:
         if pixel_values is None:
-            # No picture is a batch of none, not a detour: the patch encoder then has a gradient (of zeros) on
-            # every rank, so that data-parallel ranks with and without pictures reduce the same tensors.
+            # An empty batch of pictures gives the patch encoder a gradient of zeros. Data-parallel ranks with and
+            # without pictures then reduce the same tensors.
             pixel_values = embedded.new_empty(0, 3, self.image_size, self.image_size)
         where = is_patch.nonzero(as_tuple=True)
         placeholders, patches = where[0].numel(), pixel_values.shape[0] * self.num_patches
@@ -71,15 +72,15 @@ class M6Embeddings(nn.Module):
         return embedded.index_put(where, features.to(embedded.dtype))
 
     def embed_targets(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Embeds tokens among which is no patch, int64 [B, S] each: a decoding step."""
+        """Embeds tokens without patches, as in a decoding step; all arguments are int64 [B, S]."""
         return self.dropout(self._embed_tokens(input_ids, position_ids) + self.segments(token_type_ids))
 
     def _embed_tokens(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded = self.tokens(input_ids) + self.text_positions(position_ids)
         if self.code_grid_size:
             is_code = input_ids >= self.first_code_id
-            # Every token is looked up, so that both tables have a gradient on every rank.
-            numbers = (position_ids - _FIRST_CODE).clamp(0, self.code_grid_size**2 - 1)
-            rows = self.code_rows(numbers // self.code_grid_size)
-            embedded = embedded + is_code.unsqueeze(-1) * (rows + self.code_columns(numbers % self.code_grid_size))
+            # The lookup includes tokens that are not codes, so that both tables have a gradient on every rank.
+            code_index = (position_ids - _FIRST_CODE).clamp(0, self.code_grid_size**2 - 1)
+            rows = self.code_rows(code_index // self.code_grid_size)
+            embedded = embedded + is_code.unsqueeze(-1) * (rows + self.code_columns(code_index % self.code_grid_size))
         return embedded

@@ -1,4 +1,4 @@
-"""What M6 adds to transformers' generation: token types and positions of a prompt, and its limits."""
+"""M6's additions to transformers' ``generate``: token types and positions of a prompt, and checks of its length."""
 
 from typing import Any
 
@@ -13,7 +13,10 @@ from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 
 class M6GenerationMixin(GenerationMixin):
-    """``generate`` for prompts of the form ``[<image> x P]? source <bos> [begin of the target]``."""
+    """``generate`` for prompts of the form ``[<image> x P]? source <bos> [begin of the target]``.
+
+    P is the number of patches of a picture.
+    """
 
     config: M6Config
 
@@ -21,7 +24,7 @@ class M6GenerationMixin(GenerationMixin):
     def generate(  # type: ignore[override]
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
-        """transformers' ``generate`` for prompts padded on the left.
+        """Runs transformers' ``generate`` on prompts that are padded on the left.
 
         Args:
             inputs: int64 [B, S] prompts, also accepted as ``input_ids``; each holds ``<bos>`` and at most one
@@ -30,8 +33,8 @@ class M6GenerationMixin(GenerationMixin):
             kwargs: as in transformers, and ``pixel_values``.
 
         Raises:
-            UserError: for a prompt without ``<bos>`` or with two pictures, or a target that outgrows the
-                learned positions.
+            UserError: a prompt has no ``<bos>`` or two pictures, or the target would need more positions than the
+                model has learned.
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None:
@@ -68,9 +71,9 @@ class M6GenerationMixin(GenerationMixin):
     def create_masks_for_generate(
         attention_mask: Tensor | None, past_key_values: Cache, inputs_embeds: Tensor, **_: Any
     ) -> Tensor | None:
-        """The [B, K] mask at the constant length of a static cache, which a compiled forward wants.
+        """Pads the mask to [B, K], the constant length of a static cache, so that a compiled forward is reused.
 
-        The model itself makes the prefix-LM mask of it; transformers' own would be causal everywhere.
+        The model makes the prefix-LM mask from it. transformers' own mask would be causal everywhere.
         """
         if attention_mask is None:
             return None
@@ -80,7 +83,7 @@ class M6GenerationMixin(GenerationMixin):
 
 def _check_prompts(input_ids: Tensor, bos_token_id: int, image_token_id: int, num_patches: int) -> None:
     if not bool((input_ids == bos_token_id).any(dim=1).all()):
-        raise UserError("a prompt without <bos>: the target, which generate continues, begins there")
+        raise UserError("a prompt has no <bos>, which begins the target that generate continues")
     most = int((input_ids == image_token_id).sum(dim=1).max())
     if most > num_patches:
-        raise UserError(f"a prompt holds {most} <image> placeholders; one picture of {num_patches} is the most")
+        raise UserError(f"a prompt holds {most} <image> placeholders, but may hold only one picture of {num_patches}")

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on how many processes hold them."""
+"""Initial weights that are the same for every layout of the run."""
 
 import hashlib
 import math
@@ -16,18 +16,18 @@ from m6.model.patch_encoders import EfficientNetPatchEncoder
 def initialize_parameters(model: PreTrainedModel, seed: int, only_missing: bool = False) -> None:
     """Sets every parameter and buffer of an M6 model to its initial value, in place.
 
-    A value is a function of the seed, the parameter's name and the expert's number in its whole layer alone:
-    any world size, expert-parallel size, device and data type starts from the same weights. Works on what
-    ``torch.device("meta")`` construction and ``to_empty`` left uninitialised. A parameter that several modules
-    share is drawn once, under its first name.
+    A value depends only on the seed, the parameter's name and the expert's number in its whole layer. A run thus
+    starts from the same weights with any world size, expert-parallel size, device and data type. The parameters may
+    be uninitialised memory (``torch.device("meta")``, then ``to_empty``). A parameter that several modules share is
+    drawn once, with its first name.
 
-    Matrices are normal with deviation ``initializer_range``; those that write to the residual stream
-    are smaller by ``sqrt(2 * num_layers)``, the number of writers (GPT-2, Megatron-LM). Biases are 0, norms 1.
+    Matrices are normal with standard deviation ``initializer_range``, divided by ``sqrt(2 * num_layers)`` if they
+    write to the residual stream (GPT-2, Megatron-LM). Biases are 0, norms are 1.
 
     Args:
-        model: an M6Model, or one that holds it as ``model``; that prefix does not count in names.
+        model: an M6Model, or a model that holds one as ``model``; this prefix is not part of the names.
         seed: any integer.
-        only_missing: leave alone what transformers has marked as loaded from a checkpoint.
+        only_missing: skip tensors that transformers has marked as loaded from a checkpoint.
     """
     pretrained = [module for module in model.modules() if isinstance(module, EfficientNetPatchEncoder)]
     if only_missing:
@@ -40,16 +40,17 @@ def initialize_parameters(model: PreTrainedModel, seed: int, only_missing: bool 
                 full_name = f"{module_name}.{name}".removeprefix("model.")
                 _initialize(tensor, full_name, module, config, seed)
             done.add(id(tensor))
-            tensor._is_hf_initialized = True  # for only_missing of an outer model
+            # transformers calls this function for the inner and for the outer model; the second call skips these.
+            tensor._is_hf_initialized = True
     for encoder in pretrained:
         encoder.load_pretrained_trunk()
 
 
 @torch.no_grad()
 def initialize_part(part: nn.Module, name: str, config: M6Config, seed: int) -> None:
-    """Sets the parameters of the module that is called ``name`` in a model, as ``initialize_parameters`` would."""
-    for own, tensor in part.named_parameters(recurse=False):
-        _initialize(tensor, f"{name}.{own}".removeprefix("model."), part, config, seed)
+    """Initializes the parameters of one module like ``initialize_parameters``; ``name`` is its name in the model."""
+    for parameter_name, tensor in part.named_parameters(recurse=False):
+        _initialize(tensor, f"{name}.{parameter_name}".removeprefix("model."), part, config, seed)
 
 
 def _is_loaded(tensor: Tensor) -> bool:
@@ -61,13 +62,14 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
     if leaf in ("bias", "b_in", "b_out", "balance_bias", "running_mean", "num_batches_tracked"):
         tensor.zero_()
     elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
-        # The last norm of a residual branch of the ResNet starts at 0, see ResNetPatchEncoder.
+        # The last norm of each residual branch of the ResNet starts at 0, see ResNetPatchEncoder.
         tensor.fill_(0.0 if name.endswith(".layer.2.normalization.weight") else 1.0)
     elif isinstance(module, nn.Conv2d):
-        # He et al., arXiv 1502.01852: keeps the size of the signal through ReLUs.
+        # He et al., arXiv 1502.01852: keeps the variance of the signal through ReLUs.
         fan_out = tensor.shape[0] * tensor.shape[2] * tensor.shape[3]
         _draw(tensor, math.sqrt(2.0 / fan_out), seed, name)
     elif ".experts." in name:
+        # Under expert parallelism the tensor holds only the experts of this rank.
         first = getattr(tensor, "first_expert", 0)
         for index, expert in enumerate(tensor):
             _draw(expert, _deviation(name, config), seed, name, first + index)
@@ -81,13 +83,13 @@ def _deviation(name: str, config: M6Config) -> float:
     if name.endswith((*scaled, "shared.w_out")):
         return deviation / math.sqrt(2 * config.num_layers)
     if name.endswith("patch_encoder.projection.weight") and config.patch_encoder == "linear":
-        # A patch has many more inputs than a hidden state; its output shall not be larger for that.
+        # A patch has more inputs than a hidden state; without the factor its embedding would be larger than a token's.
         return deviation * math.sqrt(config.hidden_size / (3 * config.patch_size**2))
     return deviation
 
 
 def _draw(tensor: Tensor, deviation: float, seed: int, name: str, expert: int | None = None) -> None:
-    """Fills ``tensor``; always drawn on the CPU in fp32, since devices have generators of their own."""
+    """Fills ``tensor`` with normal numbers, drawn on the CPU in fp32, since generators differ between devices."""
     digest = hashlib.blake2b(f"{seed}/{name}/{expert}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     tensor.copy_(torch.empty(tensor.shape).normal_(0.0, deviation, generator=generator))

@@ -1,4 +1,4 @@
-"""Token types and positions of a row that comes without them: at generation, from a bare prompt."""
+"""Derives token types and positions of rows that have none, such as the prompts of ``generate``."""
 
 import torch
 from torch import Tensor
@@ -7,25 +7,25 @@ from m6.tokenizers.special_tokens import IMAGE, SOURCE, TARGET
 
 
 def derive_token_type_ids(input_ids: Tensor, real: Tensor, image_token_id: int, bos_token_id: int) -> Tensor:
-    """Token types of rows that hold one sample each: the target begins at the row's last ``<bos>``.
+    """Derives the token types of rows with one sample each; the target begins at the last ``<bos>`` of the row.
 
     Args:
         input_ids: int64 [B, S].
         real: bool [B, S], False at padding.
 
     Returns:
-        int64 [B, S]; a row without ``<bos>`` is all source.
+        int64 [B, S]; a row without ``<bos>`` has no target.
     """
     is_bos = (input_ids == bos_token_id) & real
-    seen = is_bos.cumsum(dim=1)
-    is_target = (seen > 0) & (seen == seen[:, -1:])
+    bos_count = is_bos.cumsum(dim=1)
+    is_target = (bos_count > 0) & (bos_count == bos_count[:, -1:])
     is_image = (input_ids == image_token_id) & ~is_target
     types = torch.where(is_target, TARGET, torch.where(is_image, IMAGE, SOURCE))
     return types.masked_fill(~real, IMAGE)
 
 
 def derive_position_ids(token_type_ids: Tensor, sample_ids: Tensor) -> Tensor:
-    """Positions that restart at 0 where the sample or the token type changes.
+    """Derives positions, which restart at 0 where the sample or the token type changes.
 
     Args:
         token_type_ids: int64 [B, S].

@@ -23,7 +23,7 @@ from moe import MoELayer, RoutingStats
 
 
 class DenseFFN(nn.Module):
-    """The two-matrix feed-forward with GELU."""
+    """The dense feed-forward: two matrices with GELU between them."""
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
@@ -31,11 +31,18 @@ class DenseFFN(nn.Module):
         self.output = nn.Linear(config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Maps [..., D] to [..., D]."""
         return self.output(F.gelu(self.input(hidden_states)))
 
 
 class BlockOutput(NamedTuple):
-    """Hidden states [B, S, D]; a sparse block's balance loss, else None; its router's statistics, if any."""
+    """The output of a block.
+
+    Attributes:
+        hidden_states: [B, S, D].
+        aux_loss: scalar balance loss of a sparse block, None for a dense one.
+        router_stats: one entry for a sparse block, none for a dense one.
+    """
 
     hidden_states: Tensor
     aux_loss: Tensor | None = None
@@ -43,7 +50,7 @@ class BlockOutput(NamedTuple):
 
 
 class M6Block(GradientCheckpointingLayer):
-    """Attention and feed-forward, each behind a LayerNorm and added to the residual stream."""
+    """A pre-LN block: x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense or sparse."""
 
     def __init__(self, config: M6Config, layer_index: int) -> None:
         super().__init__()
@@ -66,7 +73,14 @@ class M6Block(GradientCheckpointingLayer):
         layer_index: int,
         past_key_values: Cache | None = None,
     ) -> BlockOutput:
-        """``mask`` is bool [B, 1, S, K] for attention, ``token_mask`` bool [B, S], False at padding."""
+        """Runs the block.
+
+        Args:
+            hidden_states: [B, S, D].
+            mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
+            token_mask: bool [B, S], False at padding, which is not routed to experts.
+            layer_index: the layer's number, see ``Attention.forward``.
+        """
         normed = self.attention_norm(hidden_states)
         hidden_states = hidden_states + self.dropout(self.attention(normed, mask, past_key_values, layer_index))
         normed = self.ffn_norm(hidden_states)
@@ -77,7 +91,7 @@ class M6Block(GradientCheckpointingLayer):
 
 
 class M6PreTrainedModel(PreTrainedModel):
-    """What both models tell transformers about themselves."""
+    """The base class of both models: their settings for transformers."""
 
     config_class = M6Config
     config: M6Config
@@ -88,15 +102,19 @@ class M6PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def initialize_weights(self) -> None:
-        """transformers' hook after construction and after loading; follows ``torch.manual_seed``."""
+        """Initializes what no checkpoint has filled; the values depend on ``torch.manual_seed``.
+
+        transformers calls this method after construction and after loading.
+        """
         initialize_parameters(self, int(torch.randint(2**62, (), device="cpu")), only_missing=True)
 
     def get_input_embeddings(self) -> nn.Module:
+        """The token embedding, which is also the output matrix."""
         return self.base_model.get_submodule("embeddings.tokens")
 
 
 class M6Model(M6PreTrainedModel):
-    """The stack without the language-model head."""
+    """Embeddings, blocks and final norm, without the language-model head."""
 
     def __init__(self, config: M6Config) -> None:
         super().__init__(config)
@@ -122,18 +140,18 @@ class M6Model(M6PreTrainedModel):
         Args:
             input_ids: int64 [B, S].
             pixel_values: [N, 3, image_size, image_size] in [-1, 1], in row-major order of the pictures' first
-                ``<image>`` placeholders; None is no picture.
-            token_type_ids: int64 [B, S], 0 image patch, 1 source, 2 target; derived for rows of one sample.
+                ``<image>`` placeholders; None: no pictures.
+            token_type_ids: int64 [B, S]: 0 image patch, 1 source, 2 target; derived for rows of one sample.
             position_ids: int64 [B, S]; derived when absent.
-            sample_ids: int64 [B, S], 1, 2, ... per packed row and 0 at padding.
-            attention_mask: int64 [B, K] of rows that hold one sample each, the cached part included; 0 at
-                padding. Absent, ``<pad>`` is padding. Not used beside ``sample_ids``.
-            past_key_values: cache of earlier calls; all it holds is visible, so the prefix belongs in one call.
-            use_cache: makes a DynamicCache when none is given.
+            sample_ids: int64 [B, S]: 1, 2, ... in each packed row, 0 at padding.
+            attention_mask: int64 [B, K] for rows of one sample each, including the cached tokens; 0 at padding.
+                When absent, ``<pad>`` is padding. Ignored if ``sample_ids`` is given.
+            past_key_values: cache of earlier calls. Every query may attend to all of it, so pictures and source
+                belong in the first call.
+            use_cache: creates a DynamicCache if ``past_key_values`` is None.
 
         Raises:
-            UserError: when the placeholders do not match the pictures, or something is missing that cannot be
-                derived.
+            UserError: the placeholders do not match the pictures, or an input is missing and cannot be derived.
         """
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -144,7 +162,9 @@ class M6Model(M6PreTrainedModel):
 
         if token_type_ids is None:
             if sample_ids is not None:
-                raise UserError("packed rows (sample_ids) need token_type_ids, which cannot be derived for them")
+                raise UserError(
+                    "packed rows (sample_ids) need token_type_ids, which are derived only for rows of one sample"
+                )
             if past_key_values is not None and past_length > 0:
                 token_type_ids = torch.full_like(input_ids, TARGET)
             else:
@@ -157,7 +177,7 @@ class M6Model(M6PreTrainedModel):
             position_ids = derive_position_ids(token_type_ids, query_samples)
 
         if past_key_values is not None and input_ids.shape[1] == 1:
-            # A decoding step: a picture's patches never come one by one, so there is nothing to look for.
+            # In a decoding step the only token is never a patch; the search for patches would synchronise the device.
             hidden_states = self.embeddings.embed_targets(input_ids, token_type_ids, position_ids)
         else:
             if past_length > 0 and bool((token_type_ids != TARGET).logical_and(query_samples != 0).any()):
@@ -169,6 +189,7 @@ class M6Model(M6PreTrainedModel):
 
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         token_mask = query_samples != 0
+        # fp32 also in a 16-bit model: small balance losses of many layers add up.
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
         for index, layer in enumerate(self.layers):
@@ -192,11 +213,12 @@ class M6Model(M6PreTrainedModel):
         past_key_values: Cache | None,
         past_length: int | Tensor,
     ) -> Tensor:
-        """Which sample each key belongs to: int64 [B, K], 0 at padding and at unwritten places of a cache."""
+        """The sample of each key: int64 [B, K], 0 at padding and at unwritten places of a cache."""
         batch, length = input_ids.shape
         keys = length if past_key_values is None else past_key_values.get_mask_sizes(length, 0)[0]
         samples = sample_ids if sample_ids is not None else attention_mask
         if samples is not None:
+            # A static cache gives its length as a tensor; a comparison would synchronise the device.
             needed = length + (past_length if isinstance(past_length, int) else 0)
             if not needed <= samples.shape[1] <= keys:
                 raise UserError(f"attention_mask has {samples.shape[1]} columns, but there are {needed} tokens")
@@ -207,11 +229,12 @@ class M6Model(M6PreTrainedModel):
 
 
 class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
-    """The stack with its head over the joint vocabulary, which is the token embedding itself."""
+    """The model with its head over the joint vocabulary; the head's matrix is the token embedding."""
 
     def __init__(self, config: M6Config) -> None:
         super().__init__(config)
         self.model = M6Model(config)
+        # transformers' generate reads the special tokens from here, not from the model's configuration.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self.generation_config, name, getattr(config, name))
         self.post_init()
@@ -233,18 +256,17 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
     ) -> M6Output:
-        """Predicts the next token at every position, and the loss where labels are given.
+        """Predicts the next token at every position, and computes the loss if labels are given.
 
-        The inputs are those of :meth:`M6Model.forward`; besides:
+        The other arguments are those of :meth:`M6Model.forward`.
 
         Args:
-            labels: int64 [B, S], aligned with ``input_ids`` (shifted here), -100 where nothing is learned.
-            loss_weights: [B, S], a weight for each label; 1 when absent.
-            num_items_in_batch: what the weighted sum of losses is divided by; the sum of weights of the whole
-                global batch makes the loss independent of how it is split. Absent: the sum in this call.
-            return_logits: False leaves the logits out, and computes them at labelled positions alone: a
-                vocabulary is many times wider than a hidden state.
-            logits_to_keep: compute the logits of the last so many positions alone; 0 is all.
+            labels: int64 [B, S], aligned with ``input_ids`` (this method shifts them), -100 where there is no loss.
+            loss_weights: [B, S], one weight per label; 1 when absent.
+            num_items_in_batch: divisor of the weighted sum of losses. With the sum of weights of the whole global
+                batch the loss does not depend on how the batch is split. Absent: the sum of weights of this call.
+            return_logits: False saves memory: logits are computed only at labelled positions and not returned.
+            logits_to_keep: number of last positions whose logits are computed; 0: all.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -263,7 +285,9 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         if labels is not None:
             targets = labels[:, 1:]
             where = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
+            # Logits of all positions would be the largest tensor of a training step.
             target_logits = self._head(hidden_states[:, :-1][where]) if logits is None else logits[:, :-1][where]
+            # Cross entropy in at least fp32: a sum over a large vocabulary loses too much in 16 bits.
             precise = torch.promote_types(target_logits.dtype, torch.float32)
             target_losses = F.cross_entropy(target_logits.to(precise), targets[where], reduction="none")
             weights = torch.ones_like(target_losses)

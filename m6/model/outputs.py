@@ -1,4 +1,4 @@
-"""What the model's forward passes return."""
+"""The outputs of the models' forward passes."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class M6ModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: [B, S, hidden_size], after the final norm.
-        aux_loss: scalar fp32, weighted balance losses summed over the sparse layers; 0 without any.
-        router_stats: one per sparse layer, in the order of the forward pass.
-        past_key_values: the cache, when one is in use.
+        aux_loss: scalar fp32, the sum of the sparse layers' weighted balance losses; 0 for a dense model.
+        router_stats: one entry per sparse layer, in the order of the forward pass.
+        past_key_values: the cache, if one is used.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -31,10 +31,10 @@ class M6Output(ModelOutput):
     """Output of :class:`m6.model.modeling.M6ForConditionalGeneration`.
 
     Attributes:
-        loss: scalar, ``sum(weight * cross entropy) / num_items_in_batch + aux_loss``; only with labels.
+        loss: scalar, ``sum(weight * cross entropy) / num_items_in_batch + aux_loss``; None without labels.
         logits: [B, S, vocab_size], or [B, logits_to_keep, vocab_size]; None with ``return_logits=False``.
-        target_losses: [N] cross entropy of each labelled target in row-major order, unweighted, in nats, fp32
-            (fp64 for a double-precision model); only with labels.
+        target_losses: [N] unweighted cross entropy of each labelled target in row-major order, in nats, fp32
+            (fp64 for a double-precision model); None without labels.
         aux_loss, router_stats, past_key_values: as in :class:`M6ModelOutput`.
     """
 

@@ -1,4 +1,4 @@
-"""Groups of parameters that the optimizer treats alike."""
+"""The optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; biases and norms without."""
+    """Two groups: ``matrices`` with weight decay; ``vectors``, which are biases and norms, without."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            stacked = hasattr(parameter, "num_global_experts")  # a vector or a matrix for each expert
+            # Parameters of experts have one more dimension, the expert.
+            stacked = hasattr(parameter, "num_global_experts")
             (plain if parameter.dim() - stacked < 2 else decayed).append(parameter)
     return [
         {"params": decayed, "weight_decay": weight_decay, "name": "matrices"},

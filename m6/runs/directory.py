@@ -1,14 +1,17 @@
-"""The run directory: the contract between the trainer, the scripts and people.
+"""The run directory: the interface between the trainer, the job scripts and people.
 
 RUN/config.json      the JSON of the run, as validated
 RUN/provenance/      one folder per attempt: git commit and patch, command, environment, package versions
 RUN/metrics.jsonl    one line per log interval; restarts leave neither duplicates nor holes
-RUN/checkpoints/     see checkpoint_format.py
+RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time
-RUN/DONE RUN/FATAL   how the run ended; FATAL says why, and is not worth another attempt
-RUN/STOP             made by a person: save, then end
-RUN/SAVE             made by a person: save, then go on; goes when the checkpoint is complete
-RUN/slurm/           what the job scripts keep, see scripts/slurm/README.md
+RUN/DONE             the run is finished
+RUN/FATAL            the run failed and another attempt would fail too; the file holds the reason
+RUN/STOP             created by a person: save, then end
+RUN/last_checkpoint  names the last complete checkpoint, to notice that the checkpoints are gone
+RUN/lock             held by the process that trains the run
+RUN/SAVE             created by a person: save, then continue; removed when the checkpoint is complete
+RUN/slurm/           files of the job scripts, see scripts/slurm/README.md
 """
 
 from __future__ import annotations
@@ -29,13 +32,21 @@ from typing import Any
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
+from m6.runs.lock import FolderLock
 from m6.runs.snapshot import SNAPSHOT, git
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
+# Of the environment only these are recorded: a list of what is secret would never be complete.
+_RECORDED_VARIABLES = re.compile(
+    r"(MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|CUDA_VISIBLE_DEVICES|DS_ACCELERATOR|HF_HUB_OFFLINE"
+    r"|WANDB_MODE|TORCH_EXTENSIONS_DIR|(OMP|MKL|OPENBLAS)_NUM_THREADS|(NCCL|GLOO)_[A-Z0-9_]+"
+    r"|SLURM_(JOB_(ID|NAME|NUM_NODES|PARTITION)|ARRAY_TASK_ID|NTASKS(_PER_NODE)?|NNODES|NODELIST|PROCID|LOCALID))"
+)
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
-# What may change between two attempts at the same run: not the model, the data order or the schedule.
+# Sections that may change between two attempts at the same run: they change neither the model nor its training.
 _MAY_CHANGE = ("offload", "checkpoint", "logging", "evaluation", "samples")
+_PRIVATE = 0o600
+LAST_CHECKPOINT = "last_checkpoint"
+"""The file in a run's folder that names its last complete checkpoint."""
 _IDENTIFYING = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
     "torch_autocast",
@@ -43,28 +54,38 @@ _IDENTIFYING = (
 
 
 class RunDirectory:
-    """One run's folder. Only the main rank writes."""
+    """The folder of one run. Only the main rank writes, and only while it holds ``lock``.
+
+    Args:
+        root: the run's folder; it need not exist.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
-        self._progress_time = float("-inf")
+        self.lock = FolderLock(root / "lock", root)
+        self._progress_time = float("-inf")  # the first step is always written
 
     def check(self, config: RunConfig) -> None:
-        """Raises if the folder holds another run or cannot be written; writes nothing."""
+        """Checks that ``config`` can be trained in this folder; writes nothing.
+
+        Raises:
+            UserError: the folder holds another run or other files, cannot be written, or ended as FATAL.
+        """
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{self.root} is a file; --run-dir takes a folder")
         recorded = self.root / "config.json"
         if recorded.exists():
             difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
-            if difference:
+            if difference and self._has_trained():
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
-        elif self.root.is_dir() and any(path.name != "slurm" for path in self.root.iterdir()):
+        elif self.root.is_dir() and any(path.name not in ("slurm", "lock") for path in self.root.iterdir()):
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
+        # The folder may not exist yet: its first existing parent decides whether it can be created.
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         if not existing.is_dir():
-            raise UserError(f"{self.root} cannot be made: {existing} is a file")
+            raise UserError(f"{self.root} cannot be created: {existing} is a file")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"{self.root} cannot be written: {existing} is read-only")
         if (self.root / "FATAL").exists():
@@ -72,15 +93,47 @@ class RunDirectory:
             raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
 
     def open(self, config: RunConfig, world_size: int) -> None:
-        """Makes the folder and records this attempt."""
+        """Creates the folder and records this attempt.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             write_json(self.root / "config.json", config.document)
             self._record_attempt(config, world_size)
 
+    def _has_trained(self) -> bool:
+        """Whether an attempt came as far as a step: before that a folder is free for another run."""
+        return self.metrics.exists() or (self.root / "progress").exists() or self.checkpoints.exists()
+
+    def check_never_saved(self) -> None:
+        """Raises UserError if the run has completed a checkpoint; for a run whose folder of checkpoints holds none.
+
+        The checkpoints may lie on another disk that is not mounted, and a run must not begin anew unasked.
+        """
+        file = self.root / LAST_CHECKPOINT
+        if file.exists():
+            raise UserError(
+                f"{self.root} was saved as {file.read_text(encoding='utf-8').strip()}, but {self.checkpoints} holds no "
+                "whole checkpoint: bring it back, or begin again at step 0 with --restart, which keeps what is there "
+                "under another name"
+            )
+
+    def restart(self) -> None:
+        """Moves metrics, checkpoints and progress to RUN/before_restart_NNN, so that the run begins at step 0."""
+        kept = (self.metrics, self.checkpoints, self.root / "progress", self.root / "DONE", self.root / LAST_CHECKPOINT)
+        number = len(list(self.root.glob("before_restart_*")))
+        folder = self.root / f"before_restart_{number:03d}"
+        with self._writing():
+            folder.mkdir()
+            for path in kept:
+                if path.exists():
+                    path.rename(folder / path.name)
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """A full or failing disk is told in a line that names the folder; a write itself does not know its file."""
+        """Turns an OSError, such as that of a full disk, into a StorageError that names the folder."""
         try:
             yield
         except OSError as error:
@@ -89,6 +142,7 @@ class RunDirectory:
     def _record_attempt(self, config: RunConfig, world_size: int) -> None:
         parent = self.root / "provenance"
         parent.mkdir(exist_ok=True)
+        # The largest number plus one, not the count: a person may have removed the folder of an attempt.
         numbers = [int(path.name.removeprefix("attempt_")) for path in parent.glob("attempt_[0-9]*")]
         attempt = parent / f"attempt_{max(numbers, default=-1) + 1:03d}"
         attempt.mkdir()
@@ -104,74 +158,90 @@ class RunDirectory:
             "git_commit": commit,
             "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "environment": {
-                name: value
-                for name, value in sorted(os.environ.items())
-                if not _SECRET.search(name) and not _URL_WITH_PASSWORD.search(value)
+                name: value for name, value in sorted(os.environ.items()) if _RECORDED_VARIABLES.fullmatch(name)
             },
         }
-        write_json(attempt / "attempt.json", record)
-        write_json(attempt / "config.json", config.document)
+        write_json(attempt / "attempt.json", record, _PRIVATE)
+        write_json(attempt / "config.json", config.document, _PRIVATE)
         if patch:
-            write_text(attempt / "patch.diff", patch)
+            write_text(attempt / "patch.diff", patch, _PRIVATE)
 
-    def cut_metrics_after(self, step: int) -> None:
-        """Drops the lines of steps that a resumed run will do again, and a line that a crash left half-written."""
+    def cut_metrics_after(self, step: int) -> list[int]:
+        """Removes the metrics of later steps, which a resumed run repeats, and an incomplete last line.
+
+        Returns:
+            the numbers of damaged lines, which are moved to RUN/metrics.jsonl.damaged.
+        """
         with self._writing():
-            cut_lines_after(self.metrics, step)
+            return cut_lines_after(self.metrics, step)
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
+        """Appends one line to RUN/metrics.jsonl; numbers that are not finite become null."""
         with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_without_nonfinite(entry), ensure_ascii=False, allow_nan=False) + "\n")
 
     def sync_metrics(self) -> None:
-        """Carries the lines to the disk, for a checkpoint must not outlive the metrics that led to it."""
+        """Flushes RUN/metrics.jsonl to the disk, so that no checkpoint is newer than the metrics before it."""
         if self.metrics.exists():
             sync(self.metrics)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of RUN/metrics.jsonl, without a last one that is still being written, or never was in full."""
+        """Reads RUN/metrics.jsonl; an incomplete last line is ignored.
+
+        Raises:
+            UserError: the file is missing, or a complete line is not JSON.
+        """
         if not self.metrics.exists():
             raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
         entries = []
-        for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-            if not line.endswith("\n"):
+        text = self.metrics.read_bytes().decode("utf-8", "backslashreplace")
+        for number, line in enumerate(text.splitlines(keepends=True), start=1):
+            if not line.endswith("\n"):  # a writer is in the middle of this line, or died there
                 continue
             try:
-                entries.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{self.metrics}, line {number}: corrupt: {error}") from None
+            if not isinstance(entry, dict) or "step" not in entry:
+                raise UserError(f"{self.metrics}, line {number}: corrupt: not an object with a step")
+            entries.append(entry)
         return entries
 
     def write_progress(self, step: int, total_steps: int) -> None:
         """Records the last finished step, at most once a second.
 
-        It is a sign of life, not a record: a power cut may take it, so that no sync to the disk holds up the training.
+        The file shows that the run is alive. It is not flushed to the disk, since that would delay the training.
         """
         now = time.monotonic()
         if now - self._progress_time < 1.0 and step < total_steps:
             return
         self._progress_time = now
         with self._writing():
-            temporary = self.root / ".progress.tmp"
+            temporary = self.root / ".progress.tmp"  # a reader never sees a file that is only half written
             entry = {"step": step, "total_steps": total_steps, "time": time.time()}
             temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
             temporary.replace(self.root / "progress")
 
     def finish(self, step: int) -> None:
+        """Writes RUN/DONE with the number of the last step."""
         with self._writing():
             write_text(self.root / "DONE", f"{step}\n")
 
     def fail(self, reason: str) -> None:
+        """Writes RUN/FATAL with the reason; no later attempt starts while the file exists."""
         with self._writing():
             write_text(self.root / "FATAL", reason + "\n")
 
     def stop_requested(self) -> bool:
+        """Whether a person created RUN/STOP."""
         return (self.root / "STOP").exists()
 
     def save_requested(self) -> bool:
+        """Whether a person created RUN/SAVE."""
         return (self.root / "SAVE").exists()
 
     def remove_save_request(self) -> None:
+        """Removes RUN/SAVE, which tells its author that the checkpoint is complete."""
         (self.root / "SAVE").unlink(missing_ok=True)
 
 
@@ -186,7 +256,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _without_nonfinite(value: Any) -> Any:
-    """The value with null for what JSON has no number for: the loss or the norm of a step that was skipped."""
+    """Replaces NaN and infinity by null, since JSON has no such numbers: skipped steps have them."""
     if isinstance(value, dict):
         return {key: _without_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -195,8 +265,9 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 def _identity(document: dict[str, Any]) -> dict[str, Any]:
-    """The part of a run's JSON that makes it this run."""
+    """The part of a run's JSON that must be equal in all attempts at the run."""
     m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
+    # Of these sections, only the keys that change the layout of the run and not its results may change.
     m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
     m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
@@ -209,15 +280,15 @@ def _difference(old: Any, new: Any, path: str = "") -> str:
     """The first key at which two documents differ, with both values; empty if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            found = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
+            difference = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if difference:
+                return difference
         return ""
     return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
 
 
 def _commit_and_patch(source: Path) -> tuple[str | None, str]:
-    """Of the repository, or as recorded where ``m6 submit`` made the sources' copy."""
+    """The git commit and the uncommitted changes of the sources; ``m6 submit`` recorded them in its copy."""
     if (source / SNAPSHOT).exists():
         patch = source / "patch.diff"
         commit = json.loads((source / SNAPSHOT).read_text(encoding="utf-8"))["git_commit"]

@@ -1,7 +1,7 @@
-"""What a rank that hangs can still tell: the stacks of its threads, and its last collectives.
+"""Evidence from a rank that hangs: the stacks of its threads and its last collectives.
 
-The job scripts name a folder in M6_ATTEMPT_DIR and send SIGQUIT to all ranks before they end a step that stands
-still. Each rank then writes its stacks to stderr, which is its log, and torch's flight recorder to the folder.
+The job scripts name a folder in M6_ATTEMPT_DIR and send SIGQUIT to all ranks before they end a job that makes no
+progress. Each rank then writes its stacks to stderr, which is its log, and torch's flight recorder to the folder.
 """
 
 from __future__ import annotations
@@ -17,33 +17,36 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of builds with 
 
 
 def answer_sigquit() -> None:
-    """From now on SIGQUIT asks for evidence; does nothing outside of a job script.
+    """Installs a SIGQUIT handler that writes the evidence; does nothing outside of a job script.
 
-    The stacks are written by a handler in C, which runs whatever the interpreter is doing. It passes the signal
-    on to Python's, whose byte in the pipe wakes a thread that writes the flight recorder.
+    A handler in C writes the stacks, since Python's own handlers do not run while a rank hangs in a C call. The
+    handler passes the signal on to Python, which writes a byte to a pipe. A thread reads the byte and writes the
+    flight recorder.
     """
     folder = os.environ.get("M6_ATTEMPT_DIR")
     if not folder:
         return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    # Without a Python handler, the interpreter writes nothing to the wake-up pipe.
     signal.signal(signal.SIGQUIT, lambda number, frame: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     faulthandler.register(signal.SIGQUIT, file=sys.stderr, all_threads=True, chain=True)
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     path = Path(folder) / f"flight_recorder_{rank:05d}.json"
-    threading.Thread(target=_write_on_sigquit, args=(reading, path), name="evidence", daemon=True).start()
+    # A daemon: it must not keep a finished process alive.
+    threading.Thread(target=_write_on_sigquit, args=(read_end, path), name="evidence", daemon=True).start()
 
 
-def _write_on_sigquit(reading: int, path: Path) -> None:
-    while number := os.read(reading, 1):
+def _write_on_sigquit(read_end: int, path: Path) -> None:
+    while number := os.read(read_end, 1):
         if number[0] == signal.SIGQUIT:
             write_flight_recorder(path)
 
 
 def write_flight_recorder(path: Path) -> None:
-    """Writes the last collectives of this rank as JSON; TORCH_FR_BUFFER_SIZE says how many it keeps."""
-    if "torch" not in sys.modules:  # asked while torch was being imported: there were no collectives
+    """Writes the last collectives of this rank as JSON; TORCH_FR_BUFFER_SIZE sets their number."""
+    if "torch" not in sys.modules:  # the signal arrived before the import of torch: there were no collectives
         return
     from torch._C import _distributed_c10d
 

@@ -1,4 +1,4 @@
-"""Starting up a process: which rank it is, which device it uses, how it joins the others."""
+"""Starts a process of a run: its rank, its device and the process group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,14 +17,22 @@ import torch
 import torch.distributed
 
 from m6.config.deepspeed import prepare_deepspeed
+from m6.errors import StorageError, UserError
 
-# What launchers call the same three facts: torchrun and deepspeed set the first, srun the second.
+# The variables of torchrun and deepspeed, and those of srun with the same meaning.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands."""
+    """The place of this process among all processes of the run.
+
+    Attributes:
+        rank: number of the process, from 0.
+        world_size: number of processes.
+        local_rank: number of the process on its node; it chooses the GPU.
+        device: the GPU of this process, or the CPU.
+    """
 
     rank: int
     world_size: int
@@ -32,6 +41,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
 
@@ -48,31 +58,33 @@ def start(timeout_s: float = 1800.0) -> Runtime:
 
     if not cuda:
         _keep_freed_memory()
-        # oneDNN keeps a kernel with its buffers for each of the last 1024 shapes, and packed micro-batches come in
-        # as many: a run grew by 4 MB a step. Making kernels anew costs no time that could be measured.
+        # oneDNN caches a kernel with its buffers for each of the last 1024 shapes. Packed micro-batches have that many
+        # shapes, so the memory of a run grew by 4 MB a step. Without the cache no step was measurably slower.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
-        # DeepSpeed's shared-memory all-reduce is compiled at start (a killed build blocks every later
-        # run) and leaves 69 MB a rank in /dev/shm; gloo does the same work.
+        # DeepSpeed would compile a shared-memory all-reduce at start. A killed build blocks every later run, and each
+        # rank leaves 69 MB in /dev/shm. gloo does the same work.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
-        if "MASTER_PORT" not in os.environ:  # not before now: somebody else may take a port that is merely free
+        if "MASTER_PORT" not in os.environ:  # as late as possible: another process may take the free port
             os.environ["MASTER_PORT"] = str(_free_port())
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
             timeout=timedelta(seconds=timeout_s),
-            auto_mpi_discovery=False,
+            auto_mpi_discovery=False,  # the environment is complete, and mpi4py need not be installed
             verbose=False,
         )
     return Runtime(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_rank, device)
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees what is no longer referred to, also in cycles, of which DeepSpeed's engine has many; the device's peak
-    begins anew."""
+    """Frees unreferenced memory and resets the device's peak.
+
+    The garbage collector runs first, since DeepSpeed's engine holds many reference cycles.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -80,10 +92,10 @@ def free_memory(device: torch.device) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Tells glibc to reuse freed memory instead of giving it back to the kernel.
+    """Tells glibc to reuse freed memory instead of returning it to the kernel.
 
-    A step frees and allocates the same large buffers again and again, and the kernel would clear every page of
-    them each time: on a CPU that is a good part of the step.
+    Every step frees and allocates the same large buffers. The kernel would clear all their pages each time, which
+    takes a large part of a step on a CPU.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -93,7 +105,9 @@ def _keep_freed_memory() -> None:
 
 
 def _complete_environment() -> None:
+    """Sets the variables of torchrun where another launcher, or none, started this process."""
     under_launcher = "RANK" in os.environ
+    # SLURM_PROCID alone is not enough: an interactive shell that srun started has it too.
     under_srun = not under_launcher and "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
     for name, slurm_name in _RANK_VARIABLES.items():
         fallback = "1" if name == "WORLD_SIZE" else "0"
@@ -109,15 +123,17 @@ def _free_port() -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch. Dropout of a micro-batch is a function of its seed alone, so that no
-    generator state has to be saved, on any number of ranks."""
+    """Seeds Python, NumPy and torch.
+
+    The training calls it for every micro-batch, so a checkpoint needs no state of random generators.
+    """
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)
 
 
 def world_size_of_environment() -> int:
-    """How many ranks the launcher started, before any of them has joined."""
+    """The number of ranks that the launcher started; needs no process group."""
     _complete_environment()
     return int(os.environ["WORLD_SIZE"])
 
@@ -125,3 +141,21 @@ def world_size_of_environment() -> int:
 def default_device() -> torch.device:
     """The current GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_main_rank(runtime: Runtime, work: Callable[[], None]) -> None:
+    """Does ``work`` on the main rank; what goes wrong there is raised on every rank.
+
+    Raises:
+        UserError: of ``work``; an error of the file system is a StorageError.
+    """
+    problem: list[tuple[bool, str] | None] = [None]
+    if runtime.is_main:
+        try:
+            work()
+        except (UserError, OSError) as error:
+            problem = [(isinstance(error, (StorageError, OSError)), str(error))]
+    torch.distributed.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        is_storage, message = problem[0]
+        raise (StorageError if is_storage else UserError)(message)

@@ -1,4 +1,4 @@
-"""Stopping is a collective decision: a signal only sets a flag, and the ranks agree at a step boundary."""
+"""Requests to stop or save: a signal only sets a flag, and all ranks act on it together at the end of a step."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from types import FrameType
 def stopping_signals() -> tuple[signal.Signals, ...]:
     """The signals that ask a rank to save and end.
 
-    Not SIGTERM in a step of srun: there it says that another rank has failed, and a save would wait for that one.
+    Under srun SIGTERM is not one of them: there it means that another rank failed, and a save would wait for it.
     """
-    asked = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-    return asked if "SLURM_STEP_ID" in os.environ else (*asked, signal.SIGTERM)
+    signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+    return signals if "SLURM_STEP_ID" in os.environ else (*signals, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What a rank was asked for during a step. The ranks act together on the request of any of them."""
+    """The requests that a rank received during a step. All ranks act on the request of any rank."""
 
     stop: bool = False
     save: bool = False
 
 
 class StopFlag:
-    """True on a rank that was asked to stop. The loop adds the flag to a sum that it reduces anyway.
+    """A flag that a stop signal sets on this rank. The loop reduces it together with the sums of the step.
 
-    To be made before anything slow is imported: a signal without a handler ends the process.
+    Create it before slow imports: a signal without a handler ends the process.
+
+    Attributes:
+        raised: whether a signal has arrived.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,7 @@ class StopFlag:
             signal.signal(number, self._raise)
 
     def ignore(self) -> None:
-        """Ignores them from here on: one that is repeated must not hit a process on its way out."""
+        """Ignores the signals from now on, so that a repeated one does not interrupt the exit."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""A copy of the code that a run is submitted with: a chain of jobs must not change when the checkout does."""
+"""Copies the code of a submitted run, so that later changes of the checkout do not reach its chain of jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _COPIED = ("m6", "moe", "offload", "scripts/slurm")
 
 
 def checkout() -> Path:
-    """The folder of the sources, with the job scripts in it."""
+    """The folder of the sources.
+
+    Raises:
+        UserError: it has no job scripts, as in an installed package.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / "scripts" / "slurm" / "job.sh").is_file():
         raise UserError(f"{root}: has no scripts/slurm/job.sh; m6 submit needs a checkout of the repository")
@@ -38,7 +42,7 @@ def take_snapshot(target: Path, document: dict[str, Any]) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git prints; empty where there is no git or no repository."""
+    """Returns what git prints; empty if git fails, is missing, or ``folder`` is not in a repository."""
     try:
         result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

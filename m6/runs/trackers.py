@@ -1,4 +1,4 @@
-"""Where metrics go: RUN/metrics.jsonl always, Weights & Biases and TensorBoard when asked."""
+"""Writes metrics to RUN/metrics.jsonl and, if configured, to Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from m6.runs.directory import RunDirectory
 
 
 def check_trackers(settings: LoggingSettings) -> None:
-    """Raises if a tracker is asked for whose package is not installed; imports nothing."""
-    for package, wanted in (("wandb", settings.wandb != "off"), ("tensorboard", settings.tensorboard)):
-        if wanted and importlib.util.find_spec(package) is None:
+    """Raises UserError if the package of a configured tracker is not installed; imports nothing."""
+    for package, enabled in (("wandb", settings.wandb != "off"), ("tensorboard", settings.tensorboard)):
+        if enabled and importlib.util.find_spec(package) is None:
             raise UserError(f'm6.logging.{package} needs the package {package}: pip install "m6-recipes[tracking]"')
 
 
 class Trackers:
-    """Writes one entry to every tracker that is on. Used on the main rank only."""
+    """Writes metrics to every enabled tracker. Only the main rank has one.
+
+    Args:
+        run: the folder of metrics.jsonl and of the trackers' files.
+        document: the run's JSON, which Weights & Biases shows.
+    """
 
     def __init__(self, run: RunDirectory, settings: LoggingSettings, document: dict[str, Any]) -> None:
         self._run = run
@@ -34,7 +39,7 @@ class Trackers:
                 project=settings.wandb_project,
                 name=run.root.name,
                 id=run.root.name,
-                resume="allow",
+                resume="allow",  # the next attempt at the run continues the same curves
                 mode=settings.wandb,
                 dir=str(run.root),
                 config=document,
@@ -45,6 +50,7 @@ class Trackers:
             self._tensorboard = SummaryWriter(str(run.root / "tensorboard"))
 
     def write(self, entry: dict[str, Any]) -> None:
+        """Writes one line of metrics; ``entry`` holds "step"."""
         self._run.append_metrics(entry)
         flat = dict(_flatten(entry))
         if self._wandb is not None:
@@ -54,7 +60,7 @@ class Trackers:
                 self._tensorboard.add_scalar(key, value, entry["step"])
 
     def show(self, name: str, picture: Path, step: int) -> None:
-        """Shows a PNG to the trackers that can."""
+        """Sends a PNG to the trackers that show pictures."""
         if self._wandb is not None:
             import wandb
 
@@ -65,6 +71,7 @@ class Trackers:
             self._tensorboard.add_image(name, np.asarray(Image.open(picture)), step, dataformats="HWC")
 
     def close(self) -> None:
+        """Flushes and closes the trackers."""
         if self._wandb is not None:
             self._wandb.finish()
         if self._tensorboard is not None:
@@ -72,6 +79,7 @@ class Trackers:
 
 
 def _flatten(value: Any, name: str = "") -> list[tuple[str, float]]:
+    """Turns nested metrics into pairs of a path such as ``experts/load_cv/0`` and a number."""
     if isinstance(value, dict):
         return [item for key, entry in value.items() for item in _flatten(entry, f"{name}/{key}" if name else key)]
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""The training loop around DeepSpeed's engine; start reading at loop.py."""
+"""The training of models and tokenizers. Start reading at loop.py."""

@@ -1,4 +1,4 @@
-"""Saving and resuming a run: when, in which folder, without stopping the training for longer than a copy."""
+"""Saves and restores checkpoints of a run; the training waits only for a copy to host memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, writ
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError, UserError
 from m6.files import write_text
+from m6.runs.directory import LAST_CHECKPOINT
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
 
@@ -27,10 +28,15 @@ _POLL_S = 0.05
 class Checkpointer:
     """Writes sharded checkpoints into ``RUN/checkpoints`` and keeps the last few.
 
-    ``save`` copies this rank's share to host memory and returns; a thread writes it. Rank 0's thread waits
-    for the records of all ranks on the shared file system, then writes the manifest, the pointer ``latest``,
-    and removes what is older than the last ``keep_last``. A failure in a thread surfaces at the next
-    ``save``, ``wait`` or ``check``.
+    ``save`` copies this rank's share to host memory and returns; a thread writes it. The thread of rank 0 waits for
+    the records of all ranks on the shared file system. It then writes the manifest and the file ``latest``, and
+    removes old checkpoints. An error in a thread is raised by the next ``save``, ``wait`` or ``check``.
+
+    Args:
+        root: RUN/checkpoints.
+        keep_last: number of complete checkpoints that stay.
+        async_save: False makes ``save`` wait for the thread.
+        timeout_s: how long rank 0 waits for the record of another rank, in seconds.
     """
 
     def __init__(
@@ -42,7 +48,17 @@ class Checkpointer:
         self._failure: BaseException | None = None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> float:
-        """Saves after ``step`` optimizer steps; returns the seconds for which training stood still."""
+        """Saves the state after ``step`` optimizer steps. Every rank calls this method.
+
+        Args:
+            state: entries of the manifest's state, as JSON; the engine's counters are added.
+
+        Returns:
+            the seconds for which the training waited.
+
+        Raises:
+            StorageError: this checkpoint or the one before it cannot be written.
+        """
         begin = time.perf_counter()
         self.wait()
         folder = self.folder(step)
@@ -52,8 +68,8 @@ class Checkpointer:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"{folder} cannot be written: {error}") from None
-        dist.barrier()
-        if (folder / MANIFEST).exists():
+        dist.barrier()  # no rank writes before the main rank has removed old records
+        if (folder / MANIFEST).exists():  # a run that stops right after it resumed has nothing new to save
             return time.perf_counter() - begin
         pieces = [_copy_to_host(fragment.owned()) for fragment in engine.fragments()]
         state = {**state, "step": step, **engine.counters()}
@@ -64,18 +80,18 @@ class Checkpointer:
         return time.perf_counter() - begin
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` optimizer steps lies."""
+        """The folder of the checkpoint after ``step`` optimizer steps."""
         return self.root / f"step_{step:08d}"
 
     def wait(self) -> None:
-        """Returns when the checkpoint in flight is on disk; raises what went wrong with it."""
+        """Waits until the current checkpoint is on disk; StorageError if it could not be written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises what went wrong with a checkpoint, as soon as that is known: later ones would not fare better."""
+        """Raises StorageError if a checkpoint could not be written; the next ones would fail too."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise StorageError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
@@ -83,7 +99,7 @@ class Checkpointer:
     def _run(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
         try:
             self._write(folder, pieces, state)
-        except Exception as error:  # carried to the training thread, which raises it
+        except Exception as error:  # the training thread raises it
             self._failure = error
 
     def _write(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
@@ -91,6 +107,7 @@ class Checkpointer:
         if not self.runtime.is_main:
             return
         deadline = time.monotonic() + self._timeout_s
+        # Not a barrier: a collective in this thread would interleave with those of the training thread.
         for rank in range(self.runtime.world_size):
             while not (folder / f"rank_{rank:05d}.json").exists():
                 if time.monotonic() > deadline:
@@ -98,43 +115,46 @@ class Checkpointer:
                 time.sleep(_POLL_S)
         write_manifest(folder, self.runtime.world_size, state)
         write_text(self.root / "latest", folder.name + "\n")
+        write_text(self.root.parent / LAST_CHECKPOINT, folder.name + "\n")
         for old in complete_checkpoints(self.root)[: -self.keep_last]:
-            (old / MANIFEST).unlink()  # first no longer complete, then gone
+            (old / MANIFEST).unlink()  # first, so that a crash in rmtree leaves no folder that looks complete
             shutil.rmtree(old)
 
 
 def restore(engine: Engine, reader: CheckpointReader) -> None:
-    """Loads weights, moments and counters into the engine, whatever layout wrote them.
+    """Loads weights, moments and counters into the engine; the checkpoint may have any layout.
 
     Raises:
-        UserError: the checkpoint is of another model or optimizer.
+        UserError: the checkpoint belongs to another model or optimizer.
     """
     _fill(engine, reader, engine.fragments())
     engine.load_counters(reader.state, reader.state["step"])
 
 
 def restore_weights(engine: Engine, reader: WeightReader) -> None:
-    """Loads weights alone, for a run that begins with those of another.
+    """Loads only the weights, for a run that starts from another run or an exported model.
 
     Raises:
-        UserError: they are of another model.
+        UserError: the weights belong to another model.
     """
     _fill(engine, reader, (fragment for fragment in engine.fragments() if fragment.kind == WEIGHT))
 
 
-def _fill(engine: Engine, reader: WeightReader, wanted: Iterable[Fragment]) -> None:
+def _fill(engine: Engine, reader: WeightReader, targets: Iterable[Fragment]) -> None:
     names = engine.tensor_names
     for name in reader.names(WEIGHT):
         if name not in names:
-            raise UserError(f"{reader.folder}: holds {name}, which this model has not: it is of another model")
+            raise UserError(
+                f"{reader.folder}: holds {name}, which this model does not have: it belongs to another model"
+            )
     with torch.no_grad():
-        for fragment in wanted:
+        for fragment in targets:
             stored = reader.shapes.get((fragment.name, fragment.kind))
             if stored != fragment.shape:
-                of_another = f"this model has {fragment.shape}: the checkpoint is of another model or optimizer"
+                mismatch = f"this model has {fragment.shape}: the checkpoint belongs to another model or optimizer"
                 if stored is None:
-                    raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {of_another}")
-                raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {of_another}")
+                    raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {mismatch}")
+                raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {mismatch}")
             reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
     engine.publish_weights()
 

@@ -1,4 +1,4 @@
-"""One training step of one rank of a large job, by the real code over fake numbers, beside the planner's formulas."""
+"""Runs one training step of one rank of a large job on fake tensors, and compares it with the planner's formulas."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from m6.training.train_step import TrainStep
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step of one rank held and sent, and what the formulas say.
+    """The memory and the communication of one step of one rank, measured and predicted.
 
     Attributes:
-        held: bytes by part: weights, gradients, optimizer_state, activations; and the peak of the step.
+        held: measured bytes: weights, gradients, optimizer_state, activations, and the peak of the step.
         predicted: the same by :mod:`m6.planning.cost.memory`.
-        ledger: bytes at the peak of the forward and backward pass, by the module that made them.
-        collectives: (operator, ranks) -> [calls, bytes contributed by this rank].
-        exchange: bytes of a rank's rows to experts and back in one step: found and predicted.
+        ledger: bytes at the peak of the forward and backward pass, by the module that allocated them.
+        collectives: (operator, ranks) -> [calls, bytes that this rank contributes].
+        exchange: bytes of the rows that this rank exchanges with experts in one step: measured and predicted.
+        seconds: duration of the dry run.
     """
 
     held: dict[str, int]
@@ -51,15 +52,17 @@ class DryRun:
 
 
 def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
-    """Builds the model and the engine of ``rank`` and trains one step on a batch without padding.
+    """Builds the model and the engine of ``rank`` on fake tensors and trains one step without padding.
 
     Raises:
-        UserError: the run does not fit ``world_size``, or there is no such rank.
+        UserError: the run does not fit ``world_size``, it offloads experts, or ``rank`` is out of range.
     """
     check_world_size(config, world_size)
     accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:
-        raise UserError("m6.offload: a dry run has no host to offload to; leave it out, or see what m6 pretrain prints")
+        raise UserError(
+            "m6.offload: a dry run cannot offload experts; leave the section out, or read what m6 pretrain prints"
+        )
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
     begin = time.perf_counter()
@@ -67,15 +70,15 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     with fake_process_group(rank, world_size), fake_tensors() as world:
         runtime = Runtime(rank, world_size, 0, torch.device("cpu"))
         stage = Stage(config, None)
-        stage.enter_real()  # the larger one
+        stage.enter_real()  # the Real stage needs more memory than the Pseudo stage
         engine = build_engine(config, runtime, stage.sharing, _MeasuredEngine)
         assert isinstance(engine, _MeasuredEngine)
         weights = engine.state_bytes()["weights"]
         batches = [fake_batch(config, shape, world)] * accumulation
         train_step = TrainStep(engine, config, runtime, accumulation, stage)
-        train_step(0, batches, Requests)  # makes the optimizer's state
+        train_step(0, batches, Requests)  # the first update allocates the optimizer's state
         world.watch(engine.module)
-        world.collectives.clear()
+        world.collectives.clear()  # only the second step is reported: the first one also allocates and initializes
         engine.watch(world)
         train_step(1, batches, Requests)
         held = {
@@ -83,42 +86,44 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
             "gradients": engine.gradients,
             "optimizer_state": engine.state_bytes()["optimizer_state"],
             "activations": engine.activations,
-            "peak": max(engine.peak, world.peak),
+            "peak": max(engine.peak, world.peak),  # world.peak is that of the update
         }
     layout = layout_of(config, world_size)
     memory = MemoryModel(config, Profile(), full_row(config))
     footprint = memory(layout)
     predicted = {name: getattr(footprint, name) for name in ("weights", "gradients", "optimizer_state", "peak")}
     activations = memory.activations_of(layout)
-    # Of what is computed anew nothing lives at the end of the forward pass.
+    # Recomputed activations exist only in the backward pass, and ``held`` is measured at the end of the forward pass.
     predicted["activations"] = activations.total() - activations.recomputation()
-    again = 3 if layout.checkpointing else 2
+    passes = 3 if layout.checkpointing else 2  # forward, backward, and recomputation
     rows = sum(
-        count * again * sum(work.exchange_bytes) * accumulation
+        count * passes * sum(work.exchange_bytes) * accumulation
         for work, count in work_of(config, memory.model, shape, layout.ep_size)
     )
-    found = sum(num_bytes for (name, _), (_, num_bytes) in world.collectives.items() if name == "alltoall")
-    return DryRun(held, predicted, engine.ledger, world.collectives, (found, rows), time.perf_counter() - begin)
+    measured = sum(num_bytes for (name, _), (_, num_bytes) in world.collectives.items() if name == "alltoall")
+    return DryRun(held, predicted, engine.ledger, world.collectives, (measured, rows), time.perf_counter() - begin)
 
 
 class _MeasuredEngine(Engine):
-    """Measures the memory of the fake world between the parts of a step.
+    """An engine that measures the memory of the fake tensors during a step.
 
     Attributes:
-        activations: bytes that one forward pass leaves.
-        gradients: bytes after the last backward pass.
-        peak, ledger: the most bytes of forward and backward passes, and by the module that made them.
+        activations: bytes that one forward pass keeps for the backward pass.
+        gradients: bytes of gradients after the last backward pass.
+        peak: largest memory of the forward and backward passes, in bytes.
+        ledger: bytes at the peak, by the module that allocated them.
     """
 
     _world: FakeWorld | None = None
 
     def watch(self, world: FakeWorld) -> None:
-        """Measures from now on."""
+        """Starts the measurements."""
         self._world = world
         self.activations = self.gradients = self.peak = 0
         self.ledger: dict[str, int] = {}
 
     def forward(self, batch: MicroBatch) -> M6Output:
+        """Measures the activations of one forward pass."""
         world = self._world
         if world is None:
             return super().forward(batch)
@@ -129,6 +134,7 @@ class _MeasuredEngine(Engine):
         return output
 
     def backward(self, loss: Tensor) -> None:
+        """Measures the gradients and the peak after one backward pass."""
         super().backward(loss)
         if self._world is not None:
             self.gradients = self.gradient_bytes()
@@ -136,20 +142,25 @@ class _MeasuredEngine(Engine):
                 self.peak, self.ledger = self._world.peak, dict(self._world.at_peak)
 
     def update(self) -> Update:
+        """Restarts the peak, so that the update is measured on its own."""
         if self._world is not None:
             self._world.restart_peak()
         return super().update()
 
 
 def report(result: DryRun, world_size: int, rank: int, nodes: Nodes | None = None) -> str:
-    """Tables: parts against the formulas, the ledger, the collectives by tier where the nodes are known."""
+    """Formats the result as tables: measured and predicted bytes, the ledger, and the collectives.
+
+    Args:
+        nodes: the nodes of the job; None: all ranks are in one node.
+    """
     per_node = world_size if nodes is None else nodes.devices_per_node
     parts = [
         [name.replace("_", " "), f"{held:,}", f"{result.predicted[name]:,}", _percent(result.predicted[name], held)]
         for name, held in result.held.items()
     ]
-    found, rows = result.exchange
-    parts.append(["rows to experts and back, a step", f"{found:,}", f"{rows:,}", _percent(rows, found)])
+    measured, predicted = result.exchange
+    parts.append(["rows to experts and back, a step", f"{measured:,}", f"{predicted:,}", _percent(predicted, measured)])
     largest = sorted(result.ledger.items(), key=lambda item: -item[1])
     ledger = [[name or "the engine and the loss", f"{held:,}"] for name, held in largest if held > 0]
     collectives = []
@@ -159,7 +170,7 @@ def report(result: DryRun, world_size: int, rank: int, nodes: Nodes | None = Non
     columns = ["collective", "ranks", "inside a node", "calls", "bytes of this rank"]
     return "\n".join(
         [
-            f"Rank {rank} of {world_size}: one step in {result.seconds:.0f} s without a number being multiplied.",
+            f"Rank {rank} of {world_size}: one step on fake tensors, in {result.seconds:.0f} s.",
             "",
             markdown_table(["bytes of the rank", "executed", "formula", "difference"], parts),
             "",

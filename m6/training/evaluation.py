@@ -1,4 +1,4 @@
-"""Mean loss per objective on a fixed part of a split, in nats per target."""
+"""Validation during training: the mean loss of each objective, in nats per target."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from m6.training.engine.engine import Engine
 
 @torch.no_grad()
 def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: Runtime) -> dict[str, float]:
-    """Evaluates every objective with a positive weight on its first ``num_batches`` micro-batches.
+    """Evaluates each objective with a positive weight on its first ``num_batches`` micro-batches.
 
-    The ranks share the micro-batches; since layers may communicate, all ranks do equally many forward
-    passes, and surplus ones do not count.
+    The ranks share the micro-batches. Layers may communicate, so all ranks run the same number of forward passes, and
+    the results of surplus passes are dropped.
+
+    Returns:
+        the mean loss of each objective in nats per target; without objectives that have no validation data.
     """
     losses: dict[str, float] = {}
     with engine.evaluating():
@@ -26,6 +29,7 @@ def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: R
             sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
             for begin in range(0, len(batches), runtime.world_size):
                 index = begin + runtime.rank
+                # A rank without a micro-batch of its own repeats the last one.
                 batch = batches[min(index, len(batches) - 1)].to(runtime.device)
                 target_losses = engine.forward(batch).target_losses
                 assert target_losses is not None

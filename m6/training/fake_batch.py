@@ -1,4 +1,4 @@
-"""A micro-batch without data, for steps under fake tensors."""
+"""A micro-batch without data, for steps on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.tokenizers.special_tokens import IGNORED_LABEL
 
 
 def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroBatch:
-    """A micro-batch of rows of one sample each, of target tokens behind one picture."""
+    """A micro-batch whose rows hold one sample each: a picture, if ``shape`` has pictures, then target tokens."""
     model = config.model
     rows, length, patches = shape.rows, shape.sequence_length, model.num_patches if shape.pictures else 0
     input_ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -22,7 +22,7 @@ def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroB
     positions = torch.arange(length).repeat(rows, 1)
     positions[:, patches:] -= patches
     labels = torch.zeros(rows, length, dtype=torch.int64)
-    labels[:, 0] = IGNORED_LABEL  # the first token is predicted from nothing
+    labels[:, 0] = IGNORED_LABEL  # nothing comes before the first token to predict it from
     return MicroBatch(
         input_ids=input_ids,
         token_type_ids=types,

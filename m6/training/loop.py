@@ -1,4 +1,4 @@
-"""The training loop: read it first, it says what happens in which order."""
+"""The training loop. Read this file first: it shows the order of everything in a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.runs.data import open_data
 from m6.runs.directory import RunDirectory
-from m6.runs.processes import Runtime, free_memory
+from m6.runs.processes import Runtime, free_memory, on_main_rank
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
@@ -43,8 +43,17 @@ from m6.training.train_step import TrainStep
 class Trainer:
     """One attempt at a run: from its newest checkpoint, or from scratch, to its end or to a stop.
 
-    The only progress that is stored is numbers: since data, masking and dropout are functions of the step,
-    step N is the same step whatever happened before it.
+    Data, masking and dropout are functions of the step, so step N is the same in every attempt. A checkpoint needs only
+    counters to continue the data.
+
+    Args:
+        run: the run's folder, already opened.
+        stop_flag: set by stop signals; created here if it is None.
+        profile: the machine's calibration, which predicts the time of a step.
+
+    Attributes:
+        step: number of finished optimizer steps.
+        samples_seen, tokens_seen: trained on so far, over all ranks.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class Trainer:
         check_world_size(config, runtime.world_size)
         self.accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
         self.data = open_data(config)
+        # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
         self.checkpoint, self.problems = open_newest(run.checkpoints)
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
@@ -73,10 +83,10 @@ class Trainer:
         self.step = self.samples_seen = self.tokens_seen = 0
 
     def train(self, stop_after: int | None = None) -> bool:
-        """Runs to the end or to a stop; returns whether the run is done.
+        """Trains to the end of the run or to a stop; returns whether the run is finished.
 
         Args:
-            stop_after: stops after this step as if it had been asked to, on all ranks.
+            stop_after: number of the step after which all ranks stop, as on a stop request.
         """
         self._resume()
         self._announce_memory()
@@ -84,7 +94,7 @@ class Trainer:
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
         stopped = False
-        # tqdm is silent by itself where there is no terminal.
+        # None: tqdm shows the bar only in a terminal.
         hidden = None if self.runtime.is_main else True
         with tqdm(total=total, initial=self.step, unit="step", desc=self.run.root.name, disable=hidden) as progress:
             while self.step < total and not stopped:
@@ -101,6 +111,7 @@ class Trainer:
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
                 requests = outcome.result.requests
+                # All ranks have the same requests here, so that they stop and save after the same step.
                 stopped = requests.stop or self.step == stop_after
                 self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
                 self._write_progress()
@@ -113,15 +124,15 @@ class Trainer:
                 if self.stage.is_due and not stopped:
                     self._delink()
         self.checkpointer.wait()
-        dist.barrier()
+        dist.barrier()  # the main rank's thread has written the manifest: now a rank may leave
         return self._finish()
 
     def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
-        """Trains on this rank's micro-batches of the current step. A subclass may measure or record it."""
+        """Trains on this rank's micro-batches of the current step. Subclasses override it to measure a step."""
         return self.train_step(self.step, micro_batches, self._read_requests)
 
     def _at_intervals(self, report: IntervalReport, save: bool) -> None:
-        """Logs, validates, saves: in this order, so that a checkpoint never lies ahead of its metrics."""
+        """Logs, validates and saves, in this order: a checkpoint is never newer than its metrics."""
         settings = self.settings
         if self.step % settings.logging.interval_steps == 0 or save:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
@@ -139,16 +150,16 @@ class Trainer:
             report.exclude(time.perf_counter() - begin)
         if self.step % settings.checkpoint.interval_steps == 0 or save:
             report.add_checkpoint_stall(self._save())
-        self.checkpointer.check()
+        self.checkpointer.check()  # a full disk ends the run now, not at the next checkpoint
 
     def _is_due(self, interval_steps: int) -> bool:
         return self.step % interval_steps == 0 or self.step == self.settings.training.total_steps
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step from the current one on.
+        """Yields this rank's micro-batches of each step, from the current step on.
 
-        Micro-batches have global numbers; rank r takes every world-size-th, so that a step holds the same
-        ones on any number of ranks.
+        Micro-batches have global numbers, and rank r reads the numbers r, r + world_size, ... of a step. A step thus
+        has the same micro-batches on any number of ranks.
         """
         world, rank = self.runtime.world_size, self.runtime.rank
         per_step = self.accumulation * world
@@ -172,36 +183,42 @@ class Trainer:
     def _resume(self) -> None:
         for problem in self.problems:
             self._print(f"warning: checkpoint not used: {problem}")
+        if self.checkpoint is None:
+            self.run.check_never_saved()
         if self.checkpoint is not None:
             state = self.checkpoint.state
             if state["tokenizer"] != self.data.tokenizer.fingerprint:
                 raise UserError(
-                    f"{self.settings.data.tokenizer}: the tokenizer is not the one of the checkpoint in {self.run.root}"
+                    f"{self.settings.data.tokenizer}: the tokenizer differs from that of the checkpoint in "
+                    f"{self.run.root}"
                 )
             if state.get("image_tokenizer") != self.data.codes_checksum:
                 raise UserError(
-                    f"{self.settings.data.image_tokenizer}: the image tokenizer is not the one of the checkpoint in "
+                    f"{self.settings.data.image_tokenizer}: the image tokenizer differs from that of the checkpoint in "
                     f"{self.run.root}"
                 )
             restore(self.engine, self.stage.reader(self.checkpoint))
-            self.checkpoint = None
+            self.checkpoint = None  # closes the files of its shards
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
             restore_weights(self.engine, open_initial_weights(self.settings.init))
-            self._print(f"{self.run.root} begins with the weights of {self.settings.init}")
+            self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
+        # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         if self.runtime.is_main:
-            self.run.cut_metrics_after(self.step)
+            damaged = self.run.cut_metrics_after(self.step)
+            if damaged:
+                self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
 
     def _delink(self) -> None:
-        """Goes over from the Pseudo to the Real model, by way of the checkpoint that was just saved.
+        """Replaces the Pseudo model by the Real model, which reads the checkpoint that was just saved.
 
-        An attempt that dies in here leaves that checkpoint, and the next one goes on from it as the Real model.
+        If the attempt dies in this method, the next one resumes from the same checkpoint with the Real model.
         """
         begin = time.perf_counter()
         self.checkpointer.wait()
-        dist.barrier()  # now the main rank's manifest is there
-        # The Pseudo engine goes before the Real one comes, so that both are never held.
+        dist.barrier()  # the main rank has now written the manifest
+        # Free the Pseudo engine first: the memory need not hold both.
         self.engine.release()
         del self.engine, self.train_step
         free_memory(self.runtime.device)
@@ -212,10 +229,10 @@ class Trainer:
             raise StorageError("; ".join(problems))
         restore(self.engine, self.stage.reader(checkpoint))
         self.stage_metrics.record_delinking(time.perf_counter() - begin)
-        self._print(f"delinked {self.run.root} at step {self.step}: the Real model goes on")
+        self._print(f"delinked {self.run.root} at step {self.step}: training continues with the Real model")
 
     def _announce_memory(self) -> None:
-        """Prints the memory that a few of the run's micro-batches will need."""
+        """Prints the predicted memory and time of the run, based on a few of its micro-batches."""
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.stages_ahead():
@@ -226,14 +243,14 @@ class Trainer:
             self._print(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
 
     def _replan_offloading(self) -> None:
-        """After the first steps of an attempt, which show how experts are used and whether the plan holds."""
+        """Plans the offloading of experts again after the first steps of an attempt, which measure their use."""
         memory_map = self.engine.replan(self.run.root, self.step)
         if memory_map is not None:
             self._print(memory_map)
 
     def _save(self) -> float:
         if self.runtime.is_main:
-            self.run.sync_metrics()
+            self.run.sync_metrics()  # a checkpoint that survives a power cut must have its metrics
         state = {
             "samples_seen": self.samples_seen,
             "tokens_seen": self.tokens_seen,
@@ -245,7 +262,7 @@ class Trainer:
         return self.checkpointer.save(self.engine, self.step, state)
 
     def _list_bad_rows(self, micro_batches: list[MicroBatch]) -> None:
-        """Every rank lists the rows that it could not use in a file of its own."""
+        """Appends unusable rows of the data to a file; each rank has its own file."""
         rows = [row for batch in micro_batches for row in batch.bad_rows]
         if rows:
             with (self.run.root / f"bad_rows_rank_{self.runtime.rank:05d}.txt").open("a", encoding="utf-8") as file:
@@ -261,7 +278,7 @@ class Trainer:
         return done
 
     def _read_requests(self) -> Requests:
-        """What this rank was asked for, by a signal or by a file in the run's folder."""
+        """The requests to this rank, by a signal or by a file in the run's folder."""
         main = self.runtime.is_main
         return Requests(
             stop=self.stop_flag.raised or (main and self.run.stop_requested()),
@@ -269,7 +286,7 @@ class Trainer:
         )
 
     def _answer_save_request(self) -> None:
-        """Removes RUN/SAVE when the checkpoint is complete, so that whoever made the file can see that."""
+        """Removes RUN/SAVE when the checkpoint is complete, which tells the author of the file."""
         self.checkpointer.wait()
         if self.runtime.is_main:
             self.run.remove_save_request()
@@ -297,19 +314,37 @@ def pretrain(
     runtime: Runtime,
     stop_flag: StopFlag | None = None,
     profile: Profile | None = None,
+    restart: bool = False,
 ) -> bool:
-    """Trains ``config`` in the folder ``root``, resuming whatever is there; returns whether the run is done.
+    """Trains ``config`` in the folder ``root``, from its newest checkpoint if it has one.
 
     Args:
-        profile: the machine's calibration, by which the step's time is predicted.
+        root: the run's folder.
+        stop_flag, profile: see ``Trainer``.
+        restart: begins at step 0 whatever the folder holds, see ``RunDirectory.restart``.
+
+    Returns:
+        whether the run is finished.
+
+    Raises:
+        UserError: the configuration, the data or a checkpoint is wrong.
+        StorageError: a file cannot be written, or another process trains the run.
     """
     run = RunDirectory(root)
-    if runtime.is_main:
+
+    def open_run() -> None:
+        run.lock.acquire()
+        if restart:
+            run.restart()
         run.open(config, runtime.world_size)
-    dist.barrier()
-    trainer = Trainer(config, run, runtime, stop_flag, profile)
+
+    on_main_rank(runtime, open_run)
     try:
-        return trainer.train()
+        trainer = Trainer(config, run, runtime, stop_flag, profile)
+        try:
+            return trainer.train()
+        finally:
+            if trainer.trackers is not None:
+                trainer.trackers.close()
     finally:
-        if trainer.trackers is not None:
-            trainer.trackers.close()
+        run.lock.release()

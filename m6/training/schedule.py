@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""The learning-rate schedule, a pure function of the step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from m6.config.sections import ScheduleSettings
 
 
 def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings) -> float:
-    """The multiple of the peak learning rate for optimizer step ``step`` (0 is the first).
+    """The learning rate of optimizer step ``step`` (the first is 0), divided by its peak.
 
-    Linear warm-up, then ``constant``, ``cosine``, ``polynomial`` or ``wsd`` (warm-up, stable, decay: Hu et al.
-    2024, arXiv 2404.06395, with a linear decay).
+    A linear warm-up is followed by ``constant``, ``cosine``, ``polynomial`` or ``wsd``. The latter is warm-up, stable,
+    decay (Hu et al. 2024, arXiv 2404.06395) with a linear decay.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
         return 1.0
     decay_steps = settings.decay_steps or total_steps - settings.warmup_steps
+    # wsd stays at the peak before ``begin``; for the other shapes ``begin`` is the end of the warm-up.
     begin = total_steps - decay_steps
     progress = min(1.0, max(0.0, (step - begin) / max(1, decay_steps - 1)))
     floor = settings.final_lr_ratio

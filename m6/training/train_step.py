@@ -1,7 +1,7 @@
 """One optimizer step over the global batch.
 
-The target tokens of all micro-batches are counted over all ranks first, so that the loss is the mean over the
-targets of the whole global batch: the same on 1 or N ranks and for any accumulation.
+A step first counts the target tokens of all micro-batches over all ranks. The loss is the mean over these targets, so
+it does not depend on the number of ranks and of micro-batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from m6.training.schedule import learning_rate_factor
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
 
-_SEED_STRIDE = 1_000_003
+_SEED_STRIDE = (
+    1_000_003  # larger than the number of micro-batches of most runs: other seeds of a run give other dropout
+)
 
 
 class TrainStep:
@@ -50,11 +52,13 @@ class TrainStep:
     def __call__(
         self, step: int, micro_batches: list[MicroBatch], read_requests: Callable[[], Requests]
     ) -> StepOutcome:
-        """Trains on ``micro_batches``, this rank's part of step ``step``.
+        """Trains one step.
 
         Args:
-            read_requests: returns what this rank was asked for. It is called at the end of the step, so that a request
-                that came during the step counts; the outcome holds the requests of all ranks.
+            step: number of the step; the first is 0.
+            micro_batches: this rank's part of the step.
+            read_requests: returns the requests to this rank. It is called at the end of the step, so that requests that
+                arrive during the step count. The outcome holds the requests of all ranks.
         """
         begin = time.perf_counter()
         target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
@@ -68,6 +72,7 @@ class TrainStep:
         self.engine.accumulate(micro_batches, loss, [self._seed(step, index) for index in range(len(micro_batches))])
         update = self.engine.update()
         nonfinite_routers = self._finish_routers(update.skipped)
+        # The requests travel with the sums: one collective for both.
         result = sums.reduce(read_requests())
         micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
@@ -87,6 +92,7 @@ class TrainStep:
         )
 
     def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
+        """Sums over all ranks: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
         counts = [
             (
                 float(batch.loss_weights.sum()),
@@ -98,6 +104,7 @@ class TrainStep:
             )
             for batch in micro_batches
         ]
+        # fp64 holds counts of tokens and pairs exactly.
         totals = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device).sum(0)
         dist.all_reduce(totals)
         return totals.tolist()
@@ -110,13 +117,13 @@ class TrainStep:
         return peak * factor
 
     def _seed(self, step: int, index: int) -> int:
-        """A seed for the dropout of the micro-batch with this global number, whichever rank has it."""
+        """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
         world = self.runtime.world_size
         number = (step * self.accumulation + index) * world + self.runtime.rank
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
     def _loss(self, batch: MicroBatch, output: M6Output, target_weight: float, sums: StepSums) -> Tensor:
-        """This micro-batch's part of the loss of the global batch."""
+        """The part of the global batch's loss that this micro-batch contributes."""
         assert output.target_losses is not None
         assert output.aux_loss is not None
         labelled = batch.labels != IGNORED_LABEL
@@ -124,18 +131,19 @@ class TrainStep:
         sums.add(output.target_losses, weighted, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
             self._add_router_stats(output.router_stats)
-        # The engine averages gradients over the ranks: divide by the targets of all ranks, which gives the token mean,
-        # and take the mean over micro-batches for the routers' loss, which is one value for each.
+        # The engine averages gradients over the ranks. Times world_size and divided by the targets of all ranks, the
+        # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
         return weighted * (self.runtime.world_size / target_weight) + output.aux_loss / self.accumulation
 
     def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
+        # The entropy is not finite if a router's logits are not, so a skipped step can name the router.
         self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy.sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
             self.balancer.add(stats)
 
     def _finish_routers(self, skipped: bool) -> list[str]:
-        """Moves the routers' biases; after a skipped step names the routers that were not finite on any rank."""
+        """Updates the routers' biases; after a skipped step returns the routers with non-finite logits on any rank."""
         entropy, self._router_entropy = self._router_entropy, torch.zeros_like(self._router_entropy)
         if not skipped:
             self.balancer.step()

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.fixtures.pages import blocks, execute
 from tests.slurm import kills
 from tests.slurm.cluster import send, wait_until
-from tests.slurm.run import INTERVAL, ClusterRun
+from tests.slurm.run import INTERVAL, STEPS, ClusterRun
 
 MakeRun = Callable[..., ClusterRun]
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,34 @@ def _smoke_script(run: ClusterRun, *arguments: str) -> ClusterRun:
     run.job = run.cluster.run("sbatch", "--parsable", *where, str(script), *options, *arguments).strip()
     run.wait_for_end()
     return run
+
+
+def tutorial(make_run: MakeRun) -> tuple[ClusterRun, int]:
+    """The tutorial's commands as they stand on the page, with a tiny configuration under the names that it uses.
+
+    The run stands still while it is looked at, since the tiny one would be over before.
+    """
+    run = make_run("tour_slurm", train_batch_size=16)
+    jobs = run.folder / "configs" / "jobs"
+    jobs.mkdir(parents=True)
+    (jobs.parent / "m6_smoke.json").write_text(run.config.read_text(encoding="utf-8"), encoding="utf-8")
+    description, submission, status, stop, resumption = blocks("scripts/tutorials/slurm.md")
+    job = {**json.loads(description.text), "memory_gb_per_node": 1, "shared_folders": [str(run.folder)]}
+    (jobs / "cpu_2x1.json").write_text(json.dumps(job), encoding="utf-8")
+    run.job = execute(submission, run.folder).split()[-1]
+    run.wait_for_step(MIDDLE)
+    processes = run.wait_for_ranks().values()
+    for process in processes:
+        send(process, signal.SIGSTOP)
+    assert f"of {STEPS}" in execute(status, run.folder)
+    execute(stop, run.folder)
+    for process in processes:
+        send(process, signal.SIGCONT)
+    run.wait_for_end()
+    stopped_at = run.newest_checkpoint()
+    run.job = execute(resumption, run.folder).split()[-1]
+    run.wait_for_end()
+    return run, stopped_at
 
 
 def cancelled(make_run: MakeRun) -> ClusterRun:

@@ -113,7 +113,7 @@ def test_a_truncated_export_is_named(make_run, tmp_path):
     export_hf(run, tmp_path / "hf")
     (shard,) = (tmp_path / "hf").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(UserError, match="not a whole exported model"):
+    with pytest.raises(UserError, match="not a complete exported model"):
         load_run_model(tmp_path / "hf", torch.device("cpu"))
 
 

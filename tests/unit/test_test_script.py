@@ -47,3 +47,7 @@ def test_a_choice_of_marks_narrows_that_of_the_script(
     tmp_path: Path, arguments: list[str], first: list[str], second: list[str]
 ):
     assert calls(tmp_path, *arguments) == [first, second]
+
+
+def test_the_fast_lane_leaves_out_slow_tests_and_slurm(tmp_path: Path):
+    assert calls(tmp_path, "--fast", "tests/unit") == [[*OWN, "-m", "not slurm and not slow", "tests/unit"]]

@@ -80,19 +80,6 @@ def send_s(num_bytes: float, cluster: Cluster, nodes: Nodes, profile: Profile) -
     return _latency(link) + num_bytes / _rate(link, sharers, profile)
 
 
-def tier_bytes(kind: CollectiveKind, num_bytes: float, group: RankGroup) -> tuple[float, float]:
-    """Bytes that one rank sends inside its node, and to other nodes, in one collective."""
-    if group.size == 1:
-        return 0.0, 0.0
-    if kind == "all_to_all":
-        share = num_bytes / group.size
-        return (group.per_node - 1) * share, (group.size - group.per_node) * share
-    rounds = 2 if kind == "all_reduce" else 1
-    near = num_bytes * (group.per_node - 1) / group.per_node
-    far = num_bytes / group.per_node * (group.num_nodes - 1) / group.num_nodes
-    return rounds * near, rounds * far
-
-
 def _rate(link: Link | None, sharers: int, profile: Profile) -> float:
     return math.inf if link is None else link.bandwidth_bytes_per_s / sharers * profile.bandwidth_efficiency
 

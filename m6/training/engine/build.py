@@ -1,4 +1,4 @@
-"""From a validated configuration to a DeepSpeed engine; the order of the steps is fixed here."""
+"""Builds the model, the optimizer and the engine from a validated configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from moe.expert_parallel import apply_expert_parallelism
 def build_model(
     config: RunConfig, device: torch.device, sharing: Sharing | None = None
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
-    """The model on ``device`` with this rank's experts only, and the experts that are offloaded instead.
+    """Builds this rank's part of the model on ``device``.
+
+    The order is: build on the meta device, split the experts over the ranks, share layers, allocate, initialize.
+    Experts of other ranks and copies of shared layers are thus never allocated. Initial values depend only on the
+    parameter's name and the expert's number, so every layout starts with the same model.
 
     Args:
-        sharing: what the layers share: the Pseudo model. None: the Real one.
+        sharing: what the layers of the Pseudo model share; None: the Real model.
 
-    Meta device -> split the experts -> share -> allocate -> initialise: neither experts of other ranks nor what a
-    layer shares are allocated, and since initial values depend on the parameter's name and expert number alone, every
-    layout starts equal.
+    Returns:
+        the model, and its offloaded experts, if the run offloads them.
     """
     training = config.m6.training
     with torch.device("meta"):
@@ -49,11 +52,14 @@ def build_model(
 def build_engine(
     config: RunConfig, runtime: Runtime, sharing: Sharing | None = None, engine_type: type[Engine] = Engine
 ) -> Engine:
-    """The engine around the model, with the optimizer of the JSON.
+    """Builds the model, the optimizer and the engine around them.
 
     Args:
         sharing: as in ``build_model``.
         engine_type: the class of the engine.
+
+    Raises:
+        UserError: the run does not fit the number of ranks, or a memory budget is too small.
     """
     import deepspeed
 
@@ -62,6 +68,7 @@ def build_engine(
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
+    # DeepSpeed's initialization prints warnings about features that the run does not use.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         initialized, *_ = deepspeed.initialize(
@@ -71,6 +78,6 @@ def build_engine(
             dist_init_required=False,
         )
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
-        # One rank has nothing to average, but DeepSpeed would still copy every gradient twice.
+        # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     return engine_type(initialized, config, runtime.device, offloaded)

@@ -1,4 +1,4 @@
-"""The global norm where DeepSpeed's own is not enough: at ZeRO stage 0, and with experts outside of its engine."""
+"""The global gradient norm in two cases that DeepSpeed does not cover: ZeRO stage 0, and offloaded experts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from m6.training.engine.partitions import is_expert
 def clip_gradients(
     model: nn.Module, max_norm: float, ep_group: dist.ProcessGroup | None, other_squares: float = 0.0
 ) -> float:
-    """Clips in place by the global norm, and returns that norm (stage 0, where DeepSpeed reports none).
+    """Clips the gradients in place by their global norm; for ZeRO stage 0, where DeepSpeed does not report it.
 
-    A non-finite norm leaves the gradients as they are: the caller skips the step.
+    If the norm is not finite, the gradients stay unchanged, and the caller skips the step.
 
     Args:
-        max_norm: 0 for no clipping.
-        ep_group: the expert-parallel group, over which the squares of the local experts are added.
-        other_squares: the sum of squares of gradients that are not the model's, equal on all ranks.
+        max_norm: largest norm; 0: no clipping.
+        ep_group: the expert-parallel group, over which the squares of the local experts are summed.
+        other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
+
+    Returns:
+        the norm before clipping.
     """
     dense: list[torch.Tensor] = []
     experts: list[torch.Tensor] = []
@@ -35,6 +38,7 @@ def clip_gradients(
     if ep_group is not None:
         dist.all_reduce(expert_total, group=ep_group)
     norm = float((total + expert_total + other_squares).sqrt())
+    # A NaN is not larger than max_norm, so it needs no condition of its own.
     if max_norm > 0 and norm > max_norm and norm != float("inf"):
         torch._foreach_mul_([*dense, *experts], max_norm / (norm + 1e-6))
     return norm
@@ -47,21 +51,26 @@ def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torc
 
 
 def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:
-    """Makes DeepSpeed's optimizer (ZeRO stages 1 and 2, 0.19.8) count other gradients in its norm and its overflow.
+    """Adds gradients outside of DeepSpeed to the norm and the overflow check of its optimizer.
+
+    It replaces two methods of the optimizer (DeepSpeed 0.19.8, ZeRO stages 1 and 2).
 
     Args:
         zero: the optimizer of the DeepSpeed engine.
-        squares: returns the sum of squares of the other gradients of the step, loss scale included; equal on all
+        squares: returns the sum of squares of these gradients in this step, including the loss scale; equal on all
             ranks.
     """
-    own_norm, own_check = zero.scaled_global_norm, zero.check_overflow
+    # Bound methods: the replacements call the originals.
+    original_norm, original_check = zero.scaled_global_norm, zero.check_overflow
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
-        norm = own_norm(norm_type)
-        return torch.where(norm < 0, norm, (norm.square() + squares()).sqrt())  # below 0: not finite
+        norm = original_norm(norm_type)
+        return torch.where(
+            norm < 0, norm, (norm.square() + squares()).sqrt()
+        )  # DeepSpeed returns a negative norm if a gradient is not finite
 
     def check_overflow(partition_gradients: bool = True) -> None:
-        own_check(partition_gradients=partition_gradients)
+        original_check(partition_gradients=partition_gradients)
         zero.overflow = zero.overflow or not math.isfinite(squares())
 
     zero.scaled_global_norm, zero.check_overflow = scaled_global_norm, check_overflow

@@ -1,4 +1,4 @@
-"""The engine: the model on this rank, its optimizer, and everything that DeepSpeed keeps of them."""
+"""The engine: the model on this rank, its optimizer and its offloaded experts, behind one interface."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 LossFunction = Callable[[MicroBatch, M6Output], Tensor]
-"""The loss of a micro-batch on the device, of which ``accumulate`` takes the gradient."""
+"""Maps a micro-batch and the model's output, both on the device, to the loss that ``accumulate`` differentiates."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What the end of a step did; equal on all ranks.
+    """The result of an update; equal on all ranks.
 
     Attributes:
-        grad_norm: of all gradients before clipping, without the loss scale; infinite or NaN if one of them was.
-        skipped: the gradients were not finite, so no weight changed.
+        grad_norm: norm of all gradients before clipping, without the loss scale; infinite or NaN if a gradient is.
+        skipped: whether a gradient was not finite, so that no weight changed.
     """
 
     grad_norm: float
@@ -46,19 +46,18 @@ class Update:
 
 
 class Engine:
-    """A model that DeepSpeed's ZeRO trains, with offloaded experts beside it if the run has them.
+    """A model that DeepSpeed's ZeRO trains, and its offloaded experts if there are any.
 
-    The training loop, the checkpoints, the dry run and the measurements use this class alone: only the folder of this
+    The training loop, the checkpoints, the dry run and the measurements use only this class. Only the folder of this
     file reads DeepSpeed's internals. A second implementation (pipeline stages, tensor-parallel layers, delayed
-    gradients) gives the same public members, with these promises:
+    gradients) has the same public members and keeps these rules:
 
-    - ``accumulate`` takes all micro-batches of a step, so that a pipeline can order them as it likes. It calls the
-      loss function once for each micro-batch, on the ranks that hold its output. Dropout depends on the seed of the
-      micro-batch alone.
+    - ``accumulate`` gets all micro-batches of a step, so that a pipeline can choose their order. It calls the loss
+      function once per micro-batch, on the ranks that hold its output. Dropout depends only on the micro-batch's seed.
     - ``update`` returns the same norm and the same decision to skip on every rank.
-    - ``fragments`` yields what this rank holds of the training state: by the parameter's name in the whole model and
-      the offset in its global tensor. All ranks together yield every element at least once. Writing to a fragment
-      changes the state, and ``publish_weights`` ends the writing.
+    - ``fragments`` yields this rank's part of the training state. A fragment has the parameter's name in the whole
+      model and the offset in its global tensor. All ranks together yield every element at least once. Writing to a
+      fragment changes the state; the writer then calls ``publish_weights``.
     - ``counters`` and ``load_counters`` carry everything else that the next step depends on.
 
     Attributes:
@@ -81,13 +80,14 @@ class Engine:
         self._learning_rate = 0.0
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
+        # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
 
     # A training step
 
     def begin_step(self, learning_rate: float) -> None:
-        """Sets the learning rate of the step that begins."""
+        """Begins a step with this learning rate."""
         self._learning_rate = learning_rate
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -95,12 +95,12 @@ class Engine:
             self.offloaded.begin(learning_rate)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
-        """Adds up the gradients of this rank's micro-batches of a step.
+        """Accumulates the gradients of this rank's micro-batches of a step.
 
         Args:
-            micro_batches: on any device; ``loss`` gets them on the engine's.
+            micro_batches: on any device; ``loss`` gets them on the engine's device.
             loss: see ``LossFunction``.
-            seeds: one for the random numbers of each micro-batch.
+            seeds: one seed per micro-batch, for dropout.
         """
         self._deepspeed.train()
         last = len(micro_batches) - 1
@@ -109,51 +109,54 @@ class Engine:
             on_device = batch.to(self._device)
             self.backward(loss(on_device, self.forward(on_device)))
             if index < last:
-                self._deepspeed.step()  # only counts the micro-batch
+                self._deepspeed.step()  # before the last micro-batch, DeepSpeed only counts
 
     def forward(self, batch: MicroBatch) -> M6Output:
-        """The model's output for a micro-batch on the engine's device, without logits."""
+        """Runs the model on a micro-batch on the engine's device; the output has no logits."""
         output: M6Output = self._deepspeed(**batch.model_inputs(), labels=batch.labels, return_logits=False)
         return output
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of ``loss``, which is already divided by the size of the global batch."""
+        """Accumulates the gradient of ``loss``, which is already normalised by the global batch."""
+        # DeepSpeed would divide by the micro-batches of the step, although the loss is normalised by their targets.
         self._deepspeed.backward(loss, scale_wrt_gas=False)
 
     def update(self) -> Update:
-        """Clips the gradients by their global norm and applies them, or drops them if they are not finite."""
+        """Clips the gradients by their norm and updates the weights, or skips the step if a gradient is not finite."""
         squares = 0.0 if self.offloaded is None else self.offloaded.measure()
         loss_scale = 1.0
         if self._zero_stage == 0:
             norm = clip_gradients(self.module, self._max_norm, self._expert_group, squares)
             skipped = not math.isfinite(norm)
             if skipped:
-                self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then has nothing to apply
+                self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
             self._deepspeed.step()
         else:
             zero = self._deepspeed.optimizer
+            # Read before the step, which changes the scale for the next one.
             loss_scale = float(zero.loss_scale)
             self._deepspeed.step()
             skipped = bool(zero.overflow)
             reported = self._deepspeed.get_global_grad_norm()
+            # DeepSpeed reports no norm for a step that it skipped.
             norm = float("inf") if skipped or reported is None else float(reported)
         if self.offloaded is not None:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
         return Update(norm, skipped)
 
     def measuring(self) -> AbstractContextManager[Any]:
-        """Around a whole step: measures the memory by which the placement of offloaded experts is planned."""
-        return nullcontext() if self.offloaded is None else self.offloaded.measuring(self._held)
+        """A context around a step that measures the memory for the plan of offloaded experts."""
+        return nullcontext() if self.offloaded is None else self.offloaded.measuring(self._resident_tensors)
 
     def replan(self, root: Path, step: int) -> str | None:
-        """After step number ``step``: adapts the placement of offloaded experts to what was measured.
+        """Adapts the placement of offloaded experts to the measurements of the finished step.
 
         Args:
-            root: the run's folder, for the record of the memory.
-            step: the number of the step that ended.
+            root: the run's folder, where the memory record is written.
+            step: the number of the finished step.
 
         Returns:
-            the new memory map for people, if there is one.
+            the new memory map as text; None if the placement did not change.
         """
         return None if self.offloaded is None else self.offloaded.replan(root, step)
 
@@ -161,7 +164,7 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """While the model computes outside of a training step: without dropout, and the plan ignores experts' uses."""
+        """A context for forward passes outside of a training step: without dropout, and not counted in the plan."""
         was_training = self.module.training
         self._deepspeed.eval()
         with nullcontext() if self.offloaded is None else self.offloaded.runtime.evaluating():
@@ -169,73 +172,77 @@ class Engine:
         self._deepspeed.train(was_training)
 
     def memory_map(self) -> str | None:
-        """Where offloaded experts lie, for people; None if the run does not offload."""
+        """The places of offloaded experts, as text; None if the run does not offload."""
         return None if self.offloaded is None else self.offloaded.memory_map()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes on this rank between two steps: ``weights`` (with buffers), ``optimizer_state`` (with fp32 masters),
-        and ``experts``: weights and optimizer state of those that are offloaded, wherever they lie."""
+        """Bytes that this rank holds between two steps, on the device and on the host.
+
+        Returns:
+            ``weights`` (including buffers), ``optimizer_state`` (including fp32 masters), and, if experts are
+            offloaded, ``experts``: their weights and optimizer state.
+        """
         held = {part: storage_bytes(*tensors) for part, tensors in self.state_tensors().items()}
         if self.offloaded is not None:
             held["experts"] = self.offloaded.state_bytes
         return held
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
-        """The tensors of ``weights`` and ``optimizer_state``; some may share their memory."""
+        """The tensors of ``weights`` and ``optimizer_state``; some of them may share storage."""
         optimizer_state = [*state.moments(self._deepspeed), *state.fp32_masters(self._deepspeed)]
         return {"weights": state.weights(self._deepspeed), "optimizer_state": optimizer_state}
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients on this rank, between the last micro-batch of a step and its update."""
+        """Bytes of this rank's gradients; call it between the last micro-batch of a step and its update."""
         return storage_bytes(*state.gradients(self._deepspeed))
 
     # Checkpoints
 
     @property
     def tensor_names(self) -> set[str]:
-        """The names of everything that a checkpoint of this model may hold."""
+        """The names of all parameters and buffers that a checkpoint of this model holds."""
         names = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
         return names if self.offloaded is None else names | self.offloaded.names
 
     def fragments(self) -> Iterator[Fragment]:
-        """The training state of this rank: weights in fp32 and the optimizer's moments, also before the first step."""
+        """Yields this rank's training state: fp32 weights and the optimizer's moments, also before the first step."""
         state.create_moments(self._deepspeed)
         yield from fragments(self._deepspeed)
         if self.offloaded is not None:
             yield from self.offloaded.fragments()
 
     def publish_weights(self) -> None:
-        """Makes the forward pass use the weights that were written into the fragments."""
+        """Copies weights that were written into the fragments to the tensors that the forward pass reads."""
         state.publish_weights(self._deepspeed)
 
     @property
     def optimizer_step(self) -> int:
-        """How many updates the optimizer has applied; skipped steps do not count."""
+        """Number of updates that the optimizer has applied; skipped steps do not count."""
         return state.optimizer_step(self._deepspeed)
 
     def counters(self) -> dict[str, Any]:
-        """What a step depends on besides the fragments, as JSON."""
-        found: dict[str, Any] = {"optimizer_step": self.optimizer_step}
+        """The state that a step depends on in addition to the fragments, as JSON."""
+        counters: dict[str, Any] = {"optimizer_step": self.optimizer_step}
         scaler = state.loss_scaler_state(self._deepspeed)
-        return {**found, "loss_scaler": scaler} if scaler else found
+        return {**counters, "loss_scaler": scaler} if scaler else counters
 
     def load_counters(self, counters: dict[str, Any], step: int) -> None:
-        """Goes on as the engine would that returned ``counters`` after ``step`` steps."""
+        """Restores the counters of an engine that had finished ``step`` steps."""
         state.set_optimizer_step(self._deepspeed, counters["optimizer_step"])
         if self.offloaded is not None:
             self.offloaded.runtime.num_updates = counters["optimizer_step"]
         for key, value in counters.get("loss_scaler", {}).items():
             setattr(self._deepspeed.optimizer.loss_scaler, key, value)
-        self._deepspeed.global_steps = step
+        self._deepspeed.global_steps = step  # DeepSpeed's own counter, which follows ours
 
     def release(self) -> None:
-        """Frees all memory of the engine, which cannot be used afterwards."""
+        """Frees all memory of the engine; it cannot be used afterwards."""
         if self.offloaded is not None:
             self.offloaded.close()
         state.release(self._deepspeed)
 
-    def _held(self) -> list[Tensor]:
-        """All tensors that exist before a step. The optimizer's state is allocated now, so that the step does not."""
+    def _resident_tensors(self) -> list[Tensor]:
+        """All tensors that exist before a step. It allocates the optimizer's state, so that the step does not."""
         state.create_moments(self._deepspeed)
-        held = [tensor for tensors in self.state_tensors().values() for tensor in tensors]
-        return [*held, *(p.grad for p in self.module.parameters() if p.grad is not None)]
+        resident = [tensor for tensors in self.state_tensors().values() for tensor in tensors]
+        return [*resident, *(p.grad for p in self.module.parameters() if p.grad is not None)]

@@ -1,9 +1,9 @@
-"""Training state as named ranges of flat global tensors: the seam between DeepSpeed and our checkpoints.
+"""Training state as named ranges of flat global tensors: the interface between DeepSpeed and our checkpoints.
 
-Whatever the layout, a rank holds contiguous ranges of the flattened fp32 weight and moments of each
-parameter: all of it at ZeRO stage 0, its partition at stages 1 to 3, and for experts the range of its own
-experts inside the stack of all experts. Name, kind and offset identify a range without regard to who
-holds it, so ranges written under one layout can be read under any other.
+In every layout a rank holds contiguous ranges of the flattened fp32 weight and moments of each parameter: the whole
+tensor at ZeRO stage 0, a partition at stages 1 to 3, and for experts the range of the local experts in the stack of
+all experts. Name, kind and offset identify a range independently of the rank that holds it. Ranges that one layout
+writes can therefore be read by any other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def fragments(deepspeed: DeepSpeedEngine) -> Iterator[Fragment]:
-    """Every range of training state on this rank: weights in fp32 where masters exist, then the moments.
+    """Yields every range of training state on this rank: weights, in fp32 where masters exist, and moments.
 
-    The optimizer's moments must exist (``create_moments``).
+    The caller creates the optimizer's moments first (``create_moments``).
     """
     stage = deepspeed.zero_optimization_stage()
     for name, parameter in deepspeed.module.named_parameters():
@@ -42,18 +42,23 @@ def fragments(deepspeed: DeepSpeedEngine) -> Iterator[Fragment]:
         else:
             yield from _stage_1_2(place, parameter, deepspeed.optimizer)
     for name, buffer in deepspeed.module.named_buffers():
-        if name in deepspeed.module.state_dict(keep_vars=True):
+        if name in deepspeed.module.state_dict(keep_vars=True):  # other buffers are not persistent
             yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(None))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter's local tensor lies in the global one."""
+    """The range of the global tensor that a parameter's local tensor holds.
+
+    Attributes:
+        shape: shape of the global tensor.
+        experts: the first expert of the local tensor and the number of all experts; None if it is no expert parameter.
+        replica: see ``Fragment``.
+    """
 
     name: str
     shape: tuple[int, ...]
     experts: tuple[int, int] | None
-    """The first expert of the local tensor and the number of all experts; None where every rank has all of it."""
     replica: tuple[int, int]
 
     @classmethod
@@ -66,8 +71,10 @@ class _Place:
         return cls(name, (experts[1], *shape[1:]), experts, _replica(group))
 
     def fragment(self, kind: str, start: int, data: Tensor, local_shape: tuple[int, ...], replicated: bool) -> Fragment:
-        """A range that begins ``start`` elements into the local tensor of shape ``local_shape``: the weight's, or
-        that of a factor of its moments."""
+        """The fragment of ``data``, which begins at element ``start`` of a local tensor of shape ``local_shape``.
+
+        The local tensor is the weight, a moment, or a factor of a moment (Adafactor's rows and columns).
+        """
         shape = local_shape
         if self.experts is not None:
             first, count = self.experts
@@ -77,6 +84,7 @@ class _Place:
 
 
 def _replica(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's index in the group and the group's size; ``Fragment.replica``."""
     if not dist.is_initialized():
         return (0, 1)
     return (dist.get_rank(group), dist.get_world_size(group))
@@ -91,19 +99,19 @@ def _frozen(place: _Place, parameter: nn.Parameter) -> Iterator[Fragment]:
 
 def _unpartitioned(place: _Place, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
     yield place.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
-    for kind, value in state.items():
+    for kind, value in state.items():  # the step counter has no dimension; ``Engine.counters`` saves it
         if torch.is_tensor(value) and value.dim() > 0:
             yield place.fragment(kind, 0, value.view(-1), tuple(value.shape), replicated=True)
 
 
 def _stage_1_2(place: _Place, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-    if mapping is None:
+    if mapping is None:  # no element of the parameter is in this rank's partition
         return
     start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
     yield place.fragment(WEIGHT, start, mapping.hp_fragment.detach(), shape, replicated=False)
-    # Not mapping.optim_fragment: DeepSpeed 0.19.8 links it after the first group's first step, when the
-    # other groups have no state yet, and never again.
+    # mapping.optim_fragment is incomplete: DeepSpeed 0.19.8 sets it once, after the first step of the first parameter
+    # group, when the other groups have no state.
     address, flat = mapping.get_hp_fragment_address(), zero.single_partition_of_fp32_groups[mapping.param_group_index]
     for kind, value in zero.optimizer.state[flat].items():
         if torch.is_tensor(value) and value.shape == flat.shape:
@@ -120,7 +128,7 @@ def _stage_3(place: _Place, parameter: nn.Parameter, zero: Any) -> Iterator[Frag
 
 
 def _stage_3_range(place: _Place, parameter: nn.Parameter, kind: str, partition: Tensor) -> Iterator[Fragment]:
-    """The partition without the padding with which stage 3 makes all ranks' partitions equally long."""
+    """The range of a stage-3 partition without the padding that makes the partitions of all ranks equally long."""
     start = partition.numel() * dist.get_rank()
     numel = partition_numel(parameter, partition.numel())
     if numel > 0:

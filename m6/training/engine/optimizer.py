@@ -1,4 +1,4 @@
-"""The optimizer that the JSON's ``optimizer`` section describes, over the right parameter groups."""
+"""The optimizer of the JSON's section ``optimizer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.model.parameter_groups import parameter_groups
 
 
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int) -> torch.optim.Optimizer:
-    """AdamW or Adafactor with weight decay on matrices only.
+    """Builds AdamW or Adafactor, with weight decay only on matrices.
 
     Adafactor keeps one row and one column of second moments per matrix, and per expert of a stack
     (Shazeer and Stern 2018, arXiv 1804.04235).
@@ -20,6 +20,7 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
     params = settings.optimizer_params
     groups = parameter_groups(model, params["weight_decay"])
     if ep_size > 1:
+        # ZeRO partitions experts over the ranks that hold the same ones, so they need groups of their own.
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
@@ -29,10 +30,10 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
 
 
 class Adafactor(torch.optim.Adafactor):
-    """PyTorch's Adafactor, for which each expert of a stack is a parameter of its own.
+    """PyTorch's Adafactor with each expert of a stack as a separate parameter.
 
-    The scale of an update and its clipping are means over a whole parameter: over a stack they would depend on
-    how many experts a rank holds.
+    Adafactor scales and clips an update by means over a whole parameter. For a whole stack these would depend on the
+    number of experts that a rank holds.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
@@ -45,7 +46,7 @@ class Adafactor(torch.optim.Adafactor):
             split = hasattr(parameter, "num_global_experts")
             for index in range(len(parameter) if split else 1):
                 parts = [part if part is None or not split else part[index] for part in (parameter, *tensors)]
-                # One counter is stored for the stack, and only its own update may advance it.
+                # The stack has one step counter: only the first expert advances it, the others use copies.
                 parts.append(step if index == 0 else step.clone())
                 for values, part in zip(lists, parts, strict=True):
                     values.append(part)

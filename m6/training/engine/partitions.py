@@ -1,4 +1,4 @@
-"""How a parameter lies on this rank: whole, as ZeRO stage 3's partition, or as local experts of a stack."""
+"""The part of a parameter on this rank: all of it, a partition of ZeRO stage 3, or the local experts of a stack."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO stage 3 has split the parameter over all ranks."""
+    """Whether ZeRO stage 3 partitions the parameter over all ranks."""
     return hasattr(parameter, "ds_tensor")
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether the parameter holds only this rank's experts, so that DeepSpeed does not average it over all ranks."""
+    """Whether the parameter holds the local experts of a stack; DeepSpeed averages it only over ranks with the same."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -28,16 +28,16 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def partition(parameter: nn.Parameter) -> Tensor:
-    """Stage 3: this rank's elements [numel], without the padding that makes all partitions equally long."""
+    """Stage 3: this rank's elements, 1-D, without the padding that makes all partitions equally long."""
     padded: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     return padded[: partition_numel(parameter, padded.numel())]
 
 
 def partition_numel(parameter: nn.Parameter, padded_numel: int) -> int:
-    """Stage 3: how many of this rank's ``padded_numel`` elements belong to the parameter."""
+    """Stage 3: number of this rank's ``padded_numel`` elements that are not padding."""
     return max(0, min(padded_numel, full_numel(parameter) - padded_numel * dist.get_rank()))
 
 
 def local_part(parameter: nn.Parameter) -> Tensor:
-    """The elements that this rank holds, flat: all of them but for stage 3 and for local experts."""
+    """The elements of the parameter on this rank, 1-D."""
     return partition(parameter) if is_partitioned(parameter) else parameter.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine holds on this rank: weights, gradients, optimizer state. Seen at DeepSpeed 0.19.8."""
+"""Reads weights, gradients and optimizer state inside DeepSpeed's engine; written for DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def base_optimizer(deepspeed: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The PyTorch optimizer inside DeepSpeed's, which at stage 0 wraps none."""
+    """The PyTorch optimizer: inside of ZeRO's optimizer, or the engine's optimizer at stage 0."""
     return deepspeed.optimizer if deepspeed.zero_optimization_stage() == 0 else deepspeed.optimizer.optimizer
 
 
 def weights(deepspeed: DeepSpeedEngine) -> list[Tensor]:
-    """Parameters and buffers, and at stage 3 this rank's partitions of the parameters."""
+    """The tensors of parameters and buffers; at stage 3 also this rank's partitions of the parameters."""
     parameters = list(deepspeed.module.parameters())
-    held = [parameter.data for parameter in parameters] + list(deepspeed.module.buffers())
+    tensors = [parameter.data for parameter in parameters] + list(deepspeed.module.buffers())
     if deepspeed.zero_optimization_stage() == 3:
-        held += [parameter.ds_tensor for parameter in parameters]
-    return held
+        tensors += [parameter.ds_tensor for parameter in parameters]
+    return tensors
 
 
 def fp32_masters(deepspeed: DeepSpeedEngine) -> list[Tensor]:
@@ -40,9 +40,10 @@ def moments(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 
 def gradients(deepspeed: DeepSpeedEngine) -> list[Tensor]:
-    """The gradients between the last backward pass of a step and its update."""
+    """The tensors of gradients; complete between the last backward pass of a step and its update."""
     held = [parameter.grad for parameter in deepspeed.module.parameters() if parameter.grad is not None]
     zero = deepspeed.optimizer
+    # ZeRO keeps gradients here instead of in ``parameter.grad``; the names depend on stage and offload.
     for name in ("averaged_gradients", "all_grad_tensors"):
         for group in getattr(zero, name, {}).values():
             held += [gradient for gradient in group or () if gradient is not None]
@@ -52,9 +53,9 @@ def gradients(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 
 def create_moments(deepspeed: DeepSpeedEngine) -> None:
-    """Makes the optimizer allocate its state before the first step, by an update with a learning rate of zero.
+    """Allocates the optimizer's state before the first step, by an update with learning rate 0 and gradients of 0.
 
-    The gradients are zero, too, so the weights and the number of updates stay as they are.
+    The weights do not change, and the number of updates is restored.
     """
     optimizer, updates = base_optimizer(deepspeed), optimizer_step(deepspeed)
     if deepspeed.zero_optimization_stage() == 0:
@@ -62,19 +63,20 @@ def create_moments(deepspeed: DeepSpeedEngine) -> None:
     else:
         updated = fp32_masters(deepspeed)
     missing = [parameter for parameter in updated if not optimizer.state.get(parameter)]
+    # One parameter at a time: gradients for all of them would need as much memory as the weights.
     for parameter in missing:
         options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        kept_groups, kept_gradient = optimizer.param_groups, parameter.grad
+        param_groups, gradient = optimizer.param_groups, parameter.grad
         optimizer.param_groups = [{**options, "params": [parameter], "lr": 0.0}]
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        optimizer.param_groups, parameter.grad = kept_groups, kept_gradient
+        optimizer.param_groups, parameter.grad = param_groups, gradient
     if missing:
         set_optimizer_step(deepspeed, updates)
 
 
 def optimizer_step(deepspeed: DeepSpeedEngine) -> int:
-    """How many updates the optimizer has applied: Adam's bias correction and Adafactor's decay depend on it."""
+    """Number of updates of the optimizer; Adam's bias correction and Adafactor's decay depend on it."""
     states = base_optimizer(deepspeed).state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
@@ -94,12 +96,12 @@ def publish_weights(deepspeed: DeepSpeedEngine) -> None:
     elif stage == 3:
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
-        # Small parameters stay gathered between steps: gather them again from the new partitions.
+        # Small parameters stay gathered between steps; this call gathers them again from the new partitions.
         zero._post_step([])
 
 
 def loss_scaler_state(deepspeed: DeepSpeedEngine) -> dict[str, Any]:
-    """The numbers of fp16's dynamic loss scale; empty for other precisions."""
+    """The state of fp16's dynamic loss scaler; empty for other precisions."""
     scaler = getattr(deepspeed.optimizer, "loss_scaler", None)
     if not deepspeed.fp16_enabled() or scaler is None:
         return {}
@@ -107,22 +109,23 @@ def loss_scaler_state(deepspeed: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def release(deepspeed: DeepSpeedEngine) -> None:
-    """Takes the engine apart and frees its weights, gradients and optimizer state.
+    """Destroys the engine and frees its weights, gradients and optimizer state.
 
-    To drop the last reference is not enough: DeepSpeed 0.19.8 keeps a stage-3 engine in caches of its own.
+    Deleting the last reference is not enough: DeepSpeed 0.19.8 keeps references to a stage-3 engine in its caches.
     """
     stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
     deepspeed.destroy()
-    held: list[Any] = [*deepspeed.module.parameters(), *deepspeed.module.buffers()]
+    tensors: list[Any] = [*deepspeed.module.parameters(), *deepspeed.module.buffers()]
     if stage == 3:
-        held += [parameter.ds_tensor for parameter in deepspeed.module.parameters()]
-        held += [*zero.fp32_partitioned_groups_flat, *zero.fp16_partitioned_groups_flat]
-        held += [zero.lp_param_buffer, zero.grad_partitions_flat_buffer]
+        tensors += [parameter.ds_tensor for parameter in deepspeed.module.parameters()]
+        tensors += [*zero.fp32_partitioned_groups_flat, *zero.fp16_partitioned_groups_flat]
+        tensors += [zero.lp_param_buffer, zero.grad_partitions_flat_buffer]
     elif stage > 0:
-        held += [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat]
+        tensors += [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat]
     optimizer = zero if stage == 0 else zero.optimizer
-    for tensor in held:
+    for tensor in tensors:
         if tensor is not None:
+            # Other objects may still refer to the tensor: replacing its data frees the memory anyway.
             tensor.grad = None
             tensor.data = tensor.new_empty(0)
     optimizer.state.clear()

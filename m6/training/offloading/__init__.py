@@ -1,1 +1,1 @@
-"""Experts in the store of ``offload``, outside of DeepSpeed's engine."""
+"""The training of experts that the package ``offload`` holds, outside of DeepSpeed's engine."""

@@ -1,4 +1,4 @@
-"""Experts outside of DeepSpeed: in an ``OffloadRuntime`` that takes part in the step and in checkpoints."""
+"""Offloaded experts: an ``OffloadRuntime`` that takes part in training steps and in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,28 +19,33 @@ from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing
 from m6.training.expert_groups import expert_group
-from m6.training.offloading.modules import experts_of, stream, take_activations
+from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, prepare
 from offload import OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
 
 _MEASURED_STEPS = 2
-"""Of an attempt: the first is what the others are planned by, the second shows what became of the plan."""
+"""Measured steps of an attempt: the plan is made from the first one, and the second one checks the plan."""
 
 
 class OffloadedExperts:
-    """This rank's experts of a model, their gradients and optimizer state.
+    """This rank's offloaded experts with their gradients and optimizer state.
 
-    Gradients are averaged over the ranks that hold the same experts as they come. DeepSpeed does not see the experts.
+    DeepSpeed does not see these experts. As soon as a gradient is computed, it is averaged over the ranks that hold the
+    same experts.
 
     Args:
-        model: on the meta device, with this rank's share of the experts; they stay there, and are replaced by ones
-            that stream.
-        torch_device: where the model will be.
-        sharing: what its layers share.
+        model: on the meta device, with this rank's share of the experts. The constructor replaces the experts by
+            modules that read their weights from the offload runtime.
+        torch_device: the device of the rest of the model.
+        sharing: what the layers of the Pseudo model share; None: the Real model.
+
+    Attributes:
+        runtime: holds and moves the experts.
+        squares: sum of squares of the experts' gradients in this step, see ``measure``.
 
     Raises:
-        UserError: a budget is too small.
+        UserError: a memory budget is too small.
     """
 
     def __init__(
@@ -82,35 +87,37 @@ class OffloadedExperts:
             experts = use.experts
             attributes = experts.parameter_attributes
             self._stacks[name] = (int(attributes["first_expert"]), int(attributes["num_global_experts"]))
-            experts.to_empty(device="cpu")  # one layer at a time: all experts together need not fit
+            experts.to_empty(device="cpu")  # one layer at a time: all experts together may exceed the memory
             initialize_part(experts, name, config.model, config.m6.training.seed)
             self.runtime.write(WEIGHT, name, {key: value.detach() for key, value in experts.named_parameters()})
             experts.to("meta")
             stream(use, self.runtime, name, len(use.layers) if mean else 1)
-        take_activations(model, self.runtime.activations, setup.activations)
+        offload_activations(model, self.runtime.activations, setup.activations)
 
     # A step
 
-    def measuring(self, held: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
-        """Around a step: measures non-model memory on the CPU, where no device does, in the steps that the plan needs.
+    def measuring(self, resident_tensors: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
+        """A context around a step that measures non-model memory on the simulated device, in the first steps only.
+
+        Non-model memory is everything outside of the offload runtime: other weights, gradients and activations.
 
         Args:
-            held: returns all tensors of the engine that exist before the step.
+            resident_tensors: returns all tensors of the engine that exist before the step.
         """
         device = self.runtime.device
         if not isinstance(device, SimulatedDevice) or self._num_steps >= _MEASURED_STEPS:
             return nullcontext()
         if self._meter is None:
-            self._meter = device.meter = StorageMeter([*held()], device.storages)
+            self._meter = device.meter = StorageMeter([*resident_tensors()], device.storages)
         return self._meter
 
     def begin(self, learning_rate: float) -> None:
-        """To be called before the first forward pass of a step."""
+        """Begins a step; call it before the first forward pass."""
         if self.runtime.update_in_backward:
             self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale)
 
     def measure(self) -> float:
-        """The sum of squares of the experts' gradients, loss scale included; equal on all ranks."""
+        """Returns the sum of squares of the experts' gradients, including the loss scale; equal on all ranks."""
         squares = torch.tensor(self.runtime.sum_of_squares(), dtype=torch.float64)
         if self._ep_size > 1:
             squares = squares.to(self.runtime.device.torch_device)
@@ -119,17 +126,20 @@ class OffloadedExperts:
         return self.squares
 
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
-        """Updates the experts, or ends the step without an update where the norm of all gradients is not finite.
+        """Updates the experts, or skips the update if the norm of all gradients is not finite.
+
+        Args:
+            norm: norm of all gradients of the model, without the loss scale.
 
         Raises:
-            UserError: the norm is not finite, and experts were updated before it was known.
+            UserError: the norm is not finite, but experts have already been updated in the backward pass.
         """
         if self.runtime.update_in_backward:
-            self.runtime.skip()
+            self.runtime.skip()  # ends the step: its updates are already done
             if not math.isfinite(norm):
                 raise UserError(
-                    'm6.offload: gradients are not finite, and with "update": "backward" experts were updated by them '
-                    "before that was known: go on from the last checkpoint, which is before that step, with "
+                    'm6.offload: gradients are not finite, and with "update": "backward" they have already updated '
+                    "experts: resume from the last checkpoint, which was saved before this step, with "
                     '"update": "next_forward"'
                 )
         elif math.isfinite(norm):
@@ -141,23 +151,23 @@ class OffloadedExperts:
     # Plans
 
     def memory_map(self) -> str:
-        """What lies where by the dry trace, before the first step."""
+        """The places of the experts before the first step, planned by the dry trace, as text."""
         if self._setup.plan is None:
-            return f"offloaded experts: by the dry trace no plan fits ({self._setup.shortage}); the first step decides"
+            return f"offloaded experts: no plan fits the dry trace ({self._setup.shortage}); the first step decides"
         return memory_map(self.runtime, self._setup.plan, "a dry trace", self._setup.traffic)
 
     def replan(self, root: Path, step: int) -> str | None:
-        """After a step: plans the following ones by the first of this attempt, and records what became of the plan.
+        """Call it after each step. It plans the next steps after the first one, and records memory after the second.
 
         Args:
             root: the run's folder.
-            step: the number of the step that ended.
+            step: the number of the finished step.
 
         Returns:
-            the memory map, where there is a new one.
+            the new memory map as text; None if there is no new plan.
 
         Raises:
-            UserError: a budget is too small.
+            UserError: a memory budget is too small.
         """
         self._num_steps += 1
         runtime = self.runtime
@@ -165,7 +175,7 @@ class OffloadedExperts:
             host = self._setup.host_budget_bytes
             try:
                 plan = solve(
-                    # Other batches may be fuller than the first; none is fuller than those of the dry trace.
+                    # Later batches may need more memory than the first, but not more than the dry trace.
                     runtime.trace.with_nonmodel_bytes_of(self._setup.trace),
                     runtime.sizes,
                     runtime.device.budget_bytes,
@@ -177,14 +187,17 @@ class OffloadedExperts:
             except ValueError as error:
                 raise UserError(f"m6.offload: {error}") from None
             runtime.adopt(plan)
-            found = runtime.activations
-            traffic = ActivationTraffic(found.host_bytes, found.downloaded_bytes, found.uploaded_bytes)
+            activations = runtime.activations
+            traffic = ActivationTraffic(
+                activations.host_bytes, activations.downloaded_bytes, activations.uploaded_bytes
+            )
             return memory_map(runtime, plan, "the first step", traffic)
         if self._num_steps == _MEASURED_STEPS:
             assert runtime.plan is not None
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
             if isinstance(runtime.device, SimulatedDevice):
-                # From here on it takes the non-model memory for what it was, and refuses what is beyond the budget.
+                # The measurements end here. From now on the simulated device assumes the measured non-model memory,
+                # and raises an error beyond the budget.
                 trace = runtime.plan.trace
                 runtime.device.meter, self._meter = None, None
                 runtime.device.nonmodel_trace = [
@@ -198,16 +211,20 @@ class OffloadedExperts:
 
     @property
     def names(self) -> set[str]:
-        """Of the experts' parameters."""
+        """The names of the experts' parameters in the model."""
         return {f"{stack}.{name}" for stack in self._stacks for name in self.runtime.matrices_of(stack)}
 
     @property
     def state_bytes(self) -> int:
-        """Of weights, masters and optimizer state on this rank, wherever they lie, and of what holds gradients."""
+        """Bytes of this rank's experts on device and host: weights, masters, optimizer state and gradient buffers."""
         return sum(size.owned for size in self.runtime.sizes)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every expert's values in fp32, a layer at a time; what is written to them is taken over."""
+        """Yields the experts' weights and moments in fp32, one layer at a time.
+
+        When the caller asks for the next layer, values that it wrote into the fragments go back to the runtime.
+        """
+        # Ranks with the same experts hold the same values: each saves an equal share.
         group = expert_group("expert_data_parallel", self._ep_size)
         replica = (dist.get_rank(group), dist.get_world_size(group))
         for stack, (first_expert, num_experts) in self._stacks.items():
@@ -219,10 +236,10 @@ class OffloadedExperts:
                 self.runtime.write(kind, stack, values)
 
     def _average(self, gradient: Tensor) -> None:
-        """Adds up over the ranks with the same experts and divides by all ranks, as DeepSpeed does."""
+        """Sums over the ranks with the same experts and divides by the number of all ranks, as DeepSpeed does."""
         dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
         gradient.div_(dist.get_world_size())
 
     def close(self) -> None:
-        """Ends the host's threads and gives all memory back."""
+        """Stops the host threads and frees all memory."""
         self.runtime.close()

@@ -1,4 +1,4 @@
-"""A model whose experts come from somewhere else while they compute."""
+"""Replaces the experts of a model by modules that read their weights from an offload runtime."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from offload.runtime.experts import WeightProvider
 
 @dataclass
 class ExpertUse:
-    """Experts of a model, and the layers that use them: several in the Pseudo model, which share one set.
+    """The experts of one layer, or of several layers of a Pseudo model that share them.
 
     Attributes:
-        layer_indices: of the blocks.
+        layers: the layers that use the experts.
+        layer_indices: numbers of the blocks of these layers.
     """
 
     experts: Experts
@@ -34,12 +35,18 @@ class ExpertUse:
     layer_indices: list[int] = field(default_factory=list)
 
     def stack(self, name: str) -> Stack:
+        """The number and the shapes of the experts, as the package ``offload`` takes them."""
         shapes = {key: tuple(parameter.shape[1:]) for key, parameter in self.experts.named_parameters()}
         return Stack(name, len(self.experts.w_in), shapes)
 
 
 def experts_of(model: nn.Module) -> dict[str, ExpertUse]:
-    """By the name that the experts' parameters have in the model: of the first layer that uses them."""
+    """Finds the experts of a model.
+
+    Returns:
+        prefix of the names of the experts' parameters -> the experts. Shared experts have the names of the first layer
+        that uses them.
+    """
     uses: dict[int, ExpertUse] = {}
     names: dict[int, str] = {}
     for name, layer in model.named_modules():
@@ -52,73 +59,80 @@ def experts_of(model: nn.Module) -> dict[str, ExpertUse]:
     return {names[key]: use for key, use in uses.items()}
 
 
-def stream(use: ExpertUse, holder: WeightProvider, stack: str, divisor: int = 1) -> None:
-    """Makes the layers take their experts' weights from ``holder``. DeepSpeed then sees neither parameters nor, under
-    expert parallelism, the class of layers by which it would ask for them.
+def stream(use: ExpertUse, provider: WeightProvider, stack: str, divisor: int = 1) -> None:
+    """Makes the layers read the weights of their experts from ``provider``.
+
+    The model then has no parameters of these experts, so DeepSpeed does not train them.
 
     Args:
-        divisor: of every use's gradients.
+        stack: name of the experts in ``provider``.
+        divisor: divides the gradients of each use; the number of uses gives their mean instead of their sum.
     """
-    streamed = _Streamed(use.experts, holder, stack, divisor)
+    streamed = _Streamed(use.experts, provider, stack, divisor)
     for layer in use.layers:
         layer.experts = streamed  # type: ignore[assignment]
+        # With expert parallelism the layer has a subclass in which DeepSpeed looks for the experts' parameters.
         layer.__class__ = MoELayer
 
 
-def take_activations(
+def offload_activations(
     model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[LayerModule]
 ) -> None:
-    """Takes what autograd saves in these parts to the host; to be called behind ``stream``.
+    """Offloads the tensors that autograd saves in these parts to the host; call it after ``stream``.
 
-    A layer of which all kinds are named is one unit: then what is of no kind, as the sums, goes too, and under
-    activation checkpointing the layer's input. A module that layers share goes for all of them.
+    If all kinds of a layer are listed, the whole block is one unit. Its residual sums, which belong to no kind, are
+    then offloaded too, and with activation checkpointing the block's input. A module that several layers share is
+    offloaded in all of them.
     """
     if ("embedding", None) in parts:
-        _take(model.model.embeddings, activations)
-    taken: set[int] = set()
+        _offload_saved_tensors(model.model.embeddings, activations)
+    wrapped: set[int] = set()
     for layer, block in enumerate(model.model.layers):
         assert isinstance(block, M6Block)
-        kinds = {kind for kind, other in parts if other == layer}
+        kinds = {kind for kind, part_layer in parts if part_layer == layer}
         modules = _modules(block)
-        for module in [block] if kinds == set(modules) else [own for kind in kinds for own in modules[kind]]:
-            if id(module) not in taken:
-                taken.add(id(module))
-                _take(module, activations)
+        for module in [block] if kinds == set(modules) else [item for kind in kinds for item in modules[kind]]:
+            if id(module) not in wrapped:
+                wrapped.add(id(module))
+                _offload_saved_tensors(module, activations)
 
 
 def _modules(block: M6Block) -> dict[ModuleKind, list[nn.Module]]:
-    found: dict[ModuleKind, list[nn.Module]] = {
+    """The modules of a block, by kind."""
+    modules: dict[ModuleKind, list[nn.Module]] = {
         "attention": [block.attention],
         "norm": [block.attention_norm, block.ffn_norm],
     }
     if not isinstance(block.ffn, MoELayer):
-        return {**found, "ffn": [block.ffn]}
-    found |= {"expert": [block.ffn.experts], "router": [block.ffn.router]}
-    return found if block.ffn.shared is None else {**found, "ffn": [block.ffn.shared]}
+        return {**modules, "ffn": [block.ffn]}
+    modules |= {"expert": [block.ffn.experts], "router": [block.ffn.router]}
+    return modules if block.ffn.shared is None else {**modules, "ffn": [block.ffn.shared]}
 
 
-def _take(module: nn.Module, activations: ActivationOffload) -> None:
-    """By a class of its own, since hooks cannot be around a call, and checkpointing begins inside of it."""
+def _offload_saved_tensors(module: nn.Module, activations: ActivationOffload) -> None:
+    """Gives the module a subclass whose ``__call__`` runs inside of ``activations.unit``.
 
-    own: Any = type(module)
+    Forward hooks would not do: they cannot hold a context open, and activation checkpointing starts in ``__call__``.
+    """
+    base: Any = type(module)
 
     def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
         with activations.unit([*self.parameters(), *self.buffers()]):
-            return own.__call__(self, *arguments, **named)
+            return base.__call__(self, *arguments, **named)
 
-    module.__class__ = type(own.__name__, (own,), {"__call__": call})
+    module.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
 class _Streamed(nn.Module):
-    """Can be called as ``moe.experts.Experts``: with sorted rows, or with tokens and pairs.
+    """Offloaded experts with the interface of ``moe.experts.Experts``: sorted rows, or tokens and pairs.
 
-    Dropout is drawn for all rows at once, as resident experts do, so that chunks do not show in it.
+    Dropout is drawn for all rows at once, as in ``Experts``, so that it does not depend on the size of chunks.
     """
 
-    def __init__(self, experts: Experts, holder: WeightProvider, stack: str, divisor: int) -> None:
+    def __init__(self, experts: Experts, provider: WeightProvider, stack: str, divisor: int) -> None:
         super().__init__()
         self._compute = _Compute(experts, divisor)
-        self._streamed = StreamedExperts(self._compute, holder, stack)
+        self._streamed = StreamedExperts(self._compute, provider, stack)
 
     def forward(self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None) -> Tensor:
         experts = self._compute.experts.train(self.training)
@@ -130,7 +144,7 @@ class _Streamed(nn.Module):
 
 
 class _Compute:
-    """The computation of a module of experts, which is no part of the model, on other weights than its own."""
+    """Runs the forward pass of ``experts`` with given weights; not a module, so the model has no such parameters."""
 
     def __init__(self, experts: Experts, divisor: int) -> None:
         self.experts, self._divisor = experts, divisor
@@ -140,9 +154,9 @@ class _Compute:
         for weight in weights:
             if self._divisor > 1 and weight.requires_grad:
                 weight.register_hook(self._divide)
-        own = dict(zip(self._names, weights, strict=True))
+        parameters = dict(zip(self._names, weights, strict=True))
         arguments = {"row_values": row_values}
-        output: Tensor = torch.func.functional_call(self.experts, own, (rows, counts), arguments)
+        output: Tensor = torch.func.functional_call(self.experts, parameters, (rows, counts), arguments)
         return output
 
     def _divide(self, gradient: Tensor) -> Tensor:

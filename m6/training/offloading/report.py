@@ -1,4 +1,4 @@
-"""What lies where and what moves, for people: the memory map, and the record that ``m6 plot --memory`` draws."""
+"""Reports on offloaded experts: the memory map as text, and the record that ``m6 plot --memory`` draws."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from m6.training.offloading.setup import ActivationTraffic
 from offload import OffloadRuntime, PlacementPlan, predict_times
 
 MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
-"""In the run's folder; each rank writes its own."""
+"""The memory record of rank 0 in the run's folder; each rank writes its own file."""
 
 
 def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffic: ActivationTraffic) -> str:
-    """Where the experts lie under ``plan``, and what a step moves.
+    """Describes the places of the experts under ``plan`` and the bytes that a step moves, as text.
 
     Args:
-        source: from which trace the plan was made.
-        traffic: of activations.
+        source: name of the trace from which the plan was made.
+        traffic: of offloaded activations.
     """
     sizes, device = runtime.sizes, runtime.device
     owned = sum(sizes[number].owned for number in plan.owned)
@@ -37,7 +37,7 @@ def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffi
         f"{mib(max(size.weight for size in sizes))}, {mib(sum(size.owned for size in sizes))} with "
         f"{'' if runtime.update_in_backward else 'gradients and '}optimizer state",
         f"  device, budget {mib(device.budget_bytes)}: owns {len(plan.owned)} chunks, {mib(owned)}; everything else "
-        f"of the model at most {mib(nonmodel)}; with the chunks that stay and the one in use at most {mib(peak)}",
+        f"of the model at most {mib(nonmodel)}; together with resident chunks at most {mib(peak)}",
         f"  host: {mib(runtime.host_bytes)}"
         + (f", of which {mib(device.pageable_bytes)} could not be pinned" if device.pageable_bytes else ""),
         f"  moved per step: {mib(plan.upload_bytes)} up, {mib(plan.download_bytes)} down; no plan moves less than "
@@ -63,11 +63,11 @@ def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffi
 
 
 def write_memory_record(root: Path, rank: int, runtime: OffloadRuntime, plan: PlacementPlan, step: int) -> None:
-    """Records the step that ended: what was planned for each use of a chunk, and what was there.
+    """Records the planned and the measured memory at each use of a chunk in the finished step.
 
     Args:
         root: the run's folder.
-        step: its number, from 0.
+        step: the number of the finished step, from 0.
     """
     stacks = {chunk.number: name for name in runtime.stacks for chunk in runtime.chunks_of(name)}
     record: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Before any memory is taken: budgets, the dry trace of a step, the size of chunks, and a first plan."""
+"""Prepares offloading before memory is allocated: budgets, dry trace of a step, chunk size and first plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of
-from m6.training.offloading.modules import ExpertUse, experts_of, stream, take_activations
+from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
 from moe.expert_parallel import apply_expert_parallelism
 from offload import (
     CudaDevice,
@@ -38,13 +38,18 @@ from offload import (
 
 MIB = 2**20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The rest is for what a trace without memory does not see on a card: workspaces, and what its allocator rounds up.
+# Share of a GPU's budget for a plan by the dry trace, which does not see workspaces and the allocator's rounding.
 _DRY_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class ActivationTraffic:
-    """What activations on the host occupy there, and the bytes that a step moves down and up."""
+    """Memory and copies of offloaded activations.
+
+    Attributes:
+        host_bytes: host memory that the activations occupy.
+        downloaded_bytes, uploaded_bytes: copied from and to the device in a step.
+    """
 
     host_bytes: int = 0
     downloaded_bytes: int = 0
@@ -53,15 +58,17 @@ class ActivationTraffic:
 
 @dataclass
 class OffloadSetup:
-    """What an ``OffloadRuntime`` is made of.
+    """The arguments of an ``OffloadRuntime``.
 
     Attributes:
-        gradient_dtype: None: gradients are not kept.
-        learning_rate_scale: the experts' learning rate over that of the rest.
-        activations: what of the model keeps them on the host, and ``traffic`` is what that takes.
-        host_budget_bytes: for experts.
-        trace: the dry one.
-        plan: by it; None where no plan meets the budget by it, and ``shortage`` says why.
+        gradient_dtype: type in which gradients are stored; None: they are not stored.
+        learning_rate_scale: the experts' learning rate divided by that of the other parameters.
+        host_budget_bytes: host memory for experts; None: unknown.
+        activations: parts of the model whose activations are offloaded.
+        traffic: memory and copies of these activations.
+        trace: the dry trace of a step.
+        plan: made from the dry trace; None if no plan fits the budget.
+        shortage: why no plan fits; empty if one does.
     """
 
     device: Device
@@ -82,10 +89,10 @@ class OffloadSetup:
 def prepare(
     uses: Mapping[str, ExpertUse], config: RunConfig, torch_device: torch.device, sharing: Sharing | None
 ) -> OffloadSetup:
-    """Decides everything about the offloading of a model's experts.
+    """Chooses budgets, chunk size, offloaded activations and a first plan for a model's experts.
 
     Raises:
-        UserError: a budget is too small, or not known.
+        UserError: a budget is too small or unknown.
     """
     settings = config.expert_store
     assert settings is not None
@@ -104,9 +111,9 @@ def prepare(
         if not isinstance(settings.chunk_mib, str):
             chunk_bytes = int(settings.chunk_mib * MIB)
         else:
-            found = search_chunk_bytes(
+            best_bytes = search_chunk_bytes(
                 stacks,
-                dry_trace(config, sharing, dtype, 2**62, activations)[0],  # a layer is one chunk
+                dry_trace(config, sharing, dtype, 2**62, activations)[0],  # with chunks of a whole layer
                 dry_budget,
                 dtype=dtype,
                 gradient_dtype=gradient_dtype,
@@ -114,7 +121,8 @@ def prepare(
                 prefetch_depth=settings.prefetch_depth,
                 rates=device.rates,
             )
-            chunk_bytes = _least(found, world_size)  # ranks measure other rates, but gradients meet chunk by chunk
+            # Ranks measure different copy rates, but must reduce gradients in the same chunks.
+            chunk_bytes = _minimum_over_ranks(best_bytes, world_size)
         laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer)
         constraints = _constraints(config, uses, [chunk.stack.name for chunk, _ in laid_out])
         sizes = sizes_of(laid_out)
@@ -125,6 +133,7 @@ def prepare(
                 f"m6.offload: the host's budget of {host_budget_bytes} bytes is too small: activations alone need "
                 f"{traffic.host_bytes}"
             )
+        # Without a plan the run still starts: the first step measures what the dry trace can only estimate.
         plan, shortage = None, ""
         try:
             plan = solve(
@@ -154,6 +163,7 @@ def prepare(
             shortage,
         )
 
+    # Activations marked "auto" are offloaded only if no plan fits without that.
     setup = plan_with(places.host)
     return plan_with(places.host | places.auto) if setup.plan is None and places.auto else setup
 
@@ -165,10 +175,17 @@ def dry_trace(
     chunk_bytes: int,
     activations: Collection[LayerModule],
 ) -> tuple[Trace, ActivationTraffic]:
-    """One step of this rank by the model's own code over tensors without memory, on rows without padding.
+    """Runs one step of this rank's model on fake tensors, with rows without padding.
 
-    The tide counts weights, gradients and activations as they come, and the optimizer state of all but experts and
-    DeepSpeed's bucket all the time.
+    The trace's non-model memory counts weights, gradients and activations when they are allocated. It always includes
+    the optimizer state of all parameters but experts, and DeepSpeed's reduction bucket.
+
+    Args:
+        chunk_bytes: size of chunks.
+        activations: parts of the model whose activations are offloaded.
+
+    Returns:
+        the trace of all micro-batches of the step, and the traffic of activations.
     """
     from m6.planning.cost.batch_shape import full_row, scale_batch
     from m6.planning.cost.memory import BUCKET_NUMEL
@@ -199,7 +216,9 @@ def dry_trace(
     if sharing is not None:
         share_layers(model, sharing)
     constant = predict_memory(config, world_size, shape, sharing).optimizer_state
-    if config.deepspeed.zero_stage > 0:  # DeepSpeed gathers gradients in a bucket of this size whatever the model's
+    if (
+        config.deepspeed.zero_stage > 0
+    ):  # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model
         section = config.deepspeed.keys["zero_optimization"]
         constant += int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
     uses = experts_of(model)
@@ -208,7 +227,7 @@ def dry_trace(
         dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant)
         for name, use in uses.items():
             stream(use, dry, name)
-        take_activations(model, dry.activations, activations)
+        offload_activations(model, dry.activations, activations)
         model.to_empty(device="cpu")
         model.tie_weights()
         torch.nn.Module.to(model, dtype)
@@ -216,7 +235,7 @@ def dry_trace(
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         batch = fake_batch(config, shape, world)
-        # The second micro-batch already has gradients to add to, and all later ones are as it.
+        # The second micro-batch differs from the first, since gradients exist already; all later ones equal the second.
         accumulation = config.deepspeed.accumulation_steps(world_size)
         traced = min(2, accumulation)
         for _ in range(traced):
@@ -224,9 +243,9 @@ def dry_trace(
             (output.target_losses.sum() + output.aux_loss).backward()
             del output
         trace = dry.trace()
-        found = dry.activations
-        down, up = (accumulation * number // traced for number in (found.downloaded_bytes, found.uploaded_bytes))
-        traffic = ActivationTraffic(found.host_bytes, down, up)
+        saved = dry.activations
+        down, up = (accumulation * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))
+        traffic = ActivationTraffic(saved.host_bytes, down, up)
         return trace.repeat_last(len(trace.moments) // 2, accumulation - traced), traffic
 
 
@@ -239,15 +258,22 @@ def _device(settings: OffloadSettings, torch_device: torch.device, world_size: i
         device = SimulatedDevice(int(budget * MIB))
     else:
         raise UserError(
-            'm6.offload.device_budget_mib: "auto" is what is free on a GPU; the simulated device of this machine needs '
-            "a number"
+            'm6.offload.device_budget_mib: "auto" is the free memory of a GPU; the simulated device of this machine '
+            "needs a number"
         )
-    device.budget_bytes = _least(device.budget_bytes, world_size)
+    device.budget_bytes = _minimum_over_ranks(device.budget_bytes, world_size)
     return device
 
 
 def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
-    """What is available here for a rank, or what the settings say if that is less; None where nobody knows."""
+    """The host memory for each rank: the configured budget, or the rank's share of the available memory.
+
+    None if the available memory is unknown and no budget is configured.
+
+    Raises:
+        UserError: the configured budget exceeds the available memory.
+    """
+    # Ranks of this host: set by torchrun and deepspeed, or by srun.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     available = available_bytes()
     share = None if available is None else int(0.95 * available) // ranks
@@ -259,20 +285,21 @@ def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
                 f"each of its {ranks} ranks: {share / MIB:,.0f} MiB"
             )
         share = stated
-    # Ranks that follow one plan have chunks at the same places; also, all have looked before any takes memory.
-    return None if share is None else _least(share, world_size)
+    # With the same budget all ranks follow the same plan. The collective also makes every rank read the available
+    # memory before any rank allocates.
+    return None if share is None else _minimum_over_ranks(share, world_size)
 
 
-def _least(value: int, world_size: int) -> int:
+def _minimum_over_ranks(value: int, world_size: int) -> int:
     if world_size == 1:
         return value
-    found: list[int] = [0] * world_size
-    dist.all_gather_object(found, value)
-    return min(found)
+    values: list[int] = [0] * world_size
+    dist.all_gather_object(values, value)
+    return min(values)
 
 
 def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> PlacementConstraints:
-    """Numbers of the chunks of the layers that rules name; where layers share experts, a rule for one is for all."""
+    """The numbers of the chunks that rules place; a rule for one of several layers with shared experts is for all."""
     assert config.expert_store is not None
     places = resolve_rules(config.expert_store.rules, config.model, offloads_states(config.deepspeed))
 
@@ -282,5 +309,5 @@ def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks:
 
     constraints = PlacementConstraints(chunks(places.owned), chunks(places.streamed), chunks(places.fetched))
     if constraints.owned & constraints.never_owned:
-        raise UserError("m6.offload.rules: layers that share experts in the Pseudo stage have to lie in the same place")
+        raise UserError("m6.offload.rules: layers that share experts in the Pseudo stage need the same place")
     return constraints

@@ -1,1 +1,1 @@
-"""What a run reports: losses, speed, experts, samples, non-finite steps."""
+"""The reports of a run: losses, speed, expert loads, sample pictures, non-finite steps."""

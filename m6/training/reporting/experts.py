@@ -1,4 +1,4 @@
-"""How evenly the experts are used: summed on the device, reduced over the ranks once per log interval."""
+"""Statistics of the experts' loads, summed on the device and reduced over the ranks once per log interval."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from moe import MoELayer, RoutingStats
 
-_LOAD_TYPE = "<f2"
-_MAX_LINES_WITH_LOADS = 100
+_LOAD_TYPE = "<f2"  # little-endian float16
+_MAX_LINES_WITH_LOADS = 100  # keeps metrics.jsonl small for layers with many experts
 
 
 class ExpertHealth:
-    """Accumulates what the routers and dispatchers of ``model`` did, without synchronising."""
+    """Accumulates the statistics of the routers and dispatchers of ``model`` without synchronising the device."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = {module for module in model.modules() if isinstance(module, MoELayer)}
@@ -28,8 +28,8 @@ class ExpertHealth:
         self._layers: list[RoutingStats] = []
 
     def add(self, stats: tuple[RoutingStats, ...]) -> None:
-        """Adds a micro-batch; one entry per sparse layer."""
-        # The entropy is a mean over tokens: weigh it, so that the sums can be divided later.
+        """Adds the statistics of a micro-batch; ``stats`` has one entry per sparse layer."""
+        # The entropy is a mean over tokens: the sum over micro-batches needs it times their tokens.
         stats = tuple(layer._replace(router_entropy=layer.router_entropy * layer.num_tokens) for layer in stats)
         if not self._layers:
             self._layers = [RoutingStats(*map(torch.zeros_like, layer)) for layer in stats]
@@ -38,35 +38,42 @@ class ExpertHealth:
                 total += value.detach()
 
     def reduce(self, with_loads: bool) -> dict[str, Any]:
-        """Figures of the interval over all ranks, and a fresh start.
+        """Returns the statistics of the interval over all ranks and starts the next interval.
+
+        Args:
+            with_loads: also report each prototype and the load of each expert.
 
         Returns:
-            {"experts": ...} with lists of one entry per sparse layer: load_cv, standard deviation over mean of the
-            experts' loads (M6-T, arXiv 2105.15082, section 3); dropped_fraction, routed choices beyond capacity;
-            unused_experts; router_entropy in nats. sent_bytes, what exchanges moved within and between nodes since
-            the last report, validation included, if anything. With loads, also the figures by prototype, and each
-            layer's loads as ``decode_loads`` reads them.
+            {"experts": ...} with lists of one entry per sparse layer:
+            load_cv: standard deviation over mean of the experts' loads (M6-T, arXiv 2105.15082, section 3);
+            dropped_fraction: share of routed choices beyond the capacity;
+            unused_experts: number of experts without a token;
+            router_entropy: in nats.
+            If exchanges moved data: sent_bytes within and between nodes since the last report, including validation.
+            With loads: prototypes, the same statistics by prototype; loads, which ``decode_loads`` reads.
+            A dense model gives {}.
         """
         if not self._layers:
             return {}
         sizes = [value.numel() for sums in self._layers for value in sums]
         device = self._layers[0].num_tokens.device
         sent = self._sent()
-        news = [now - before for now, before in zip(sent, self._sent_before, strict=True)]
+        increments = [now - before for now, before in zip(sent, self._sent_before, strict=True)]
+        # One flat tensor, so that the report costs one collective.
         values = [value.reshape(-1).double() for sums in self._layers for value in sums]
-        flat = torch.cat([*values, torch.tensor(news, dtype=torch.float64, device=device)])
+        flat = torch.cat([*values, torch.tensor(increments, dtype=torch.float64, device=device)])
         dist.all_reduce(flat)
-        *columns, moved = flat.cpu().split([*sizes, len(news)])
+        *columns, moved = flat.cpu().split([*sizes, len(increments)])
         fields = len(RoutingStats._fields)
         layers = [RoutingStats(*columns[i : i + fields]) for i in range(0, len(columns), fields)]
         self._layers, self._sent_before = [], sent
 
-        report: dict[str, Any] = _by_key([_figures(layer, prototypes=1) for layer in layers])
+        report: dict[str, Any] = _by_key([_statistics(layer, prototypes=1) for layer in layers])
         report = {key: [value[0] for value in values] for key, values in report.items()}
         if moved.any():
             report["sent_bytes"] = dict(zip(("within_nodes", "between_nodes"), map(int, moved), strict=True))
         if with_loads:
-            report["prototypes"] = _by_key([_figures(layer, len(layer.dropped)) for layer in layers])
+            report["prototypes"] = _by_key([_statistics(layer, len(layer.dropped)) for layer in layers])
             report["loads"] = [encode_loads(layer.expert_counts) for layer in layers]
         return {"experts": report}
 
@@ -78,20 +85,20 @@ class ExpertHealth:
 
 
 def reports_loads(step: int, total_steps: int, interval_steps: int) -> bool:
-    """Whether the line of ``step`` carries loads: about a hundred lines of a run do, evenly spaced, and its last."""
+    """Whether the metrics of ``step`` include loads: at most 100 evenly spaced lines of a run do, and the last one."""
     lines = math.ceil(total_steps / interval_steps)
     stride = math.ceil(lines / _MAX_LINES_WITH_LOADS) * interval_steps
     return step % stride == 0 or step == total_steps
 
 
 def encode_loads(counts: Tensor) -> str:
-    """[E] tokens of each expert -> base64 of their multiples of the mean, float16: 2.7 characters an expert."""
+    """Encodes the tokens of each expert, [E], as base64 of float16 multiples of their mean: 2.7 characters each."""
     loads = counts / counts.mean().clamp_min(1e-9)
     return base64.b64encode(loads.numpy().astype(_LOAD_TYPE).tobytes()).decode("ascii")
 
 
 def decode_loads(text: str) -> NDArray[np.float32]:
-    """[E] loads as multiples of the mean load.
+    """Decodes the loads of experts: [E] multiples of the mean load.
 
     Raises:
         ValueError: the text does not come from ``encode_loads``.
@@ -99,8 +106,8 @@ def decode_loads(text: str) -> NDArray[np.float32]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=_LOAD_TYPE).astype(np.float32)
 
 
-def _figures(layer: RoutingStats, prototypes: int) -> dict[str, list[float]]:
-    """Of each of equal parts of a layer's experts; one part: of all."""
+def _statistics(layer: RoutingStats, prototypes: int) -> dict[str, list[float]]:
+    """Statistics of each prototype of a layer; ``prototypes=1`` gives those of the whole layer."""
     counts, dropped = layer.expert_counts.view(prototypes, -1), layer.dropped.view(prototypes, -1).sum(1)
     computed = counts.sum(1)
     entropy = layer.router_entropy.view(prototypes, -1).mean(1) / layer.num_tokens.clamp_min(1)

@@ -1,4 +1,4 @@
-"""One line of metrics from the steps of a log interval."""
+"""Computes one line of metrics from the steps of a log interval."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from m6.training.reporting.throughput import memory_bytes, peak_flops, training_
 
 
 class IntervalReport:
-    """Collects outcomes; ``finish`` returns the means over the interval and starts the next one.
+    """Collects the outcomes of steps; ``finish`` returns their means and starts the next interval.
 
-    The interval's clock leaves out validation (``exclude``) and nothing else: waiting for data and the stall
-    of checkpoints are part of ``tokens_per_second`` and are also reported on their own.
+    The time of an interval excludes validation and sample pictures (``exclude``). It includes waits for data and for
+    checkpoints, which are also reported separately.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
@@ -30,17 +30,20 @@ class IntervalReport:
         self._excluded_s = self._data_wait_s = self._checkpoint_stall_s = 0.0
 
     def add(self, outcome: StepOutcome, data_wait_s: float) -> None:
+        """Adds a step and the seconds for which it waited for data."""
         self._outcomes.append(outcome)
         self._data_wait_s += data_wait_s
 
     def exclude(self, seconds: float) -> None:
+        """Subtracts seconds from the time of the interval."""
         self._excluded_s += seconds
 
     def add_checkpoint_stall(self, seconds: float) -> None:
+        """Adds the seconds for which a checkpoint stopped the training."""
         self._checkpoint_stall_s += seconds
 
     def finish(self, step: int, samples_seen: int, tokens_seen: int) -> dict[str, Any]:
-        """The entry for RUN/metrics.jsonl: losses in nats per target, times in seconds, memory in bytes."""
+        """Returns the entry for RUN/metrics.jsonl: losses in nats per target, times in seconds, memory in bytes."""
         outcomes = self._outcomes
         elapsed = time.perf_counter() - self._begin - self._excluded_s
         tokens = sum(outcome.tokens for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""What happens when a loss or a gradient is not finite: skip a few times, then end as FATAL with evidence."""
+"""The policy for non-finite losses and gradients: a few skipped steps, then FATAL with the batches on disk."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ from m6.training.reporting.outcome import StepOutcome
 
 
 class NonfinitePolicy:
-    """Counts consecutive skipped steps; fp16's search for a loss scale does not count."""
+    """Counts consecutive skipped steps.
+
+    With fp16, steps with a finite loss do not count: they are skipped to find the loss scale.
+
+    Args:
+        max_skipped_steps: largest number of consecutive skipped steps.
+    """
 
     def __init__(self, run: RunDirectory, max_skipped_steps: int, precision: str) -> None:
         self._run, self._limit, self._precision = run, max_skipped_steps, precision
         self.consecutive = 0
 
     def check(self, step: int, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime) -> None:
-        """Raises after more than the allowed number of skipped steps in a row.
+        """Checks a finished step; every rank calls this method.
 
-        The batches of the last step are saved to RUN/nonfinite, and RUN/FATAL says what happened.
+        Args:
+            micro_batches: this rank's micro-batches of the step, saved to RUN/nonfinite if the run ends.
+
+        Raises:
+            UserError: too many consecutive steps were skipped; RUN/FATAL holds the reason.
         """
+        # A finite loss with non-finite fp16 gradients means that the loss scale is too large.
         expected = self._precision == "fp16" and math.isfinite(outcome.loss)
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
         if self.consecutive <= self._limit:
@@ -43,5 +54,5 @@ class NonfinitePolicy:
         for index, batch in enumerate(micro_batches):
             with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
                 save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
-        dist.barrier()  # the first rank to leave may take the others with it: all have written by then
+        dist.barrier()  # the exit of one rank may kill the others: wait until all have written their batches
         raise UserError(reason)

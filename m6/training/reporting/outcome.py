@@ -1,4 +1,4 @@
-"""What a training step returns."""
+"""The result of a training step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from m6.training.reporting.sums import StepResult
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did, equal on all ranks but for the times.
+    """The result of one step; equal on all ranks except for ``time_s``.
 
     Attributes:
+        result: sums over all ranks, and the requests of all ranks.
         loss: weighted mean cross entropy over the targets of the global batch, in nats.
         aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
-        skipped: the gradients were not finite, so the weights did not change.
-        token_pairs: the sum of the squared lengths of the samples.
-        nonfinite_routers: names of the layers whose routers met logits that are not finite; known for skipped steps.
+        grad_norm: norm of all gradients before clipping.
+        skipped: whether a gradient was not finite, so that no weight changed.
+        nonfinite_routers: names of the layers whose router logits were not finite; empty if the step was not skipped.
+        tokens, samples, pictures: of the global batch, without padding.
+        bad_rows: rows of the data that could not be used.
+        token_pairs: sum of the squared lengths of the samples.
+        time_s: duration of the step on this rank, in seconds.
     """
 
     result: StepResult

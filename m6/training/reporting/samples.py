@@ -1,4 +1,4 @@
-"""Pictures of fixed captions that a run draws on its way, so that people see what it has learned."""
+"""Generates pictures of fixed captions during the training, which show its progress."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from m6.training.engine.engine import Engine
 
 
 class SampleGrids:
-    """Draws the grid of a step: a row for each caption, from the same random numbers every time.
+    """Draws grids of pictures with one row per caption, always from the same random numbers.
 
-    All ranks draw the same pictures, since layers may communicate; the main rank writes them.
+    All ranks draw the same pictures, since layers may communicate. The main rank writes them.
 
     Args:
         folder: RUN/samples.
@@ -38,6 +38,7 @@ class SampleGrids:
         self.image_tokenizer = image_tokenizer.to(runtime.device)
         self.sampling = Sampling(settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p)
         self.captions = [caption for caption in settings.captions for _ in range(settings.num_images)]
+        # Fixed random numbers: pictures of two steps differ only by the training.
         self.uniform = torch.stack(
             [
                 uniform_numbers(0, caption, index, image_tokenizer.num_codes)
@@ -47,7 +48,7 @@ class SampleGrids:
         )
 
     def draw(self, engine: Engine, step: int) -> Path | None:
-        """Draws with the engine's weights; returns the PNG, on the main rank."""
+        """Draws a grid with the current weights; returns the path of the PNG on the main rank, else None."""
         with engine.evaluating():
             codes = draw_codes(
                 engine.module,

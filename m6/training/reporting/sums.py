@@ -1,4 +1,4 @@
-"""What a training step reports: summed on the device, reduced over the ranks once, averaged per log interval."""
+"""The sums of a training step: added up on the device, and reduced over the ranks in one collective."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ _COLUMNS = 2 * len(OBJECTIVES)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The sums of one step over all ranks and micro-batches."""
+    """The sums of one step over all ranks and micro-batches.
+
+    Attributes:
+        loss_sums: cross entropy by objective, in nats.
+        targets: number of target tokens by objective.
+        aux_loss_sum: the routers' weighted auxiliary losses.
+        weighted_loss_sum: weighted cross entropy of all targets.
+        requests: stop or save if any rank requests it.
+    """
 
     loss_sums: dict[str, float]
     targets: dict[str, float]
     aux_loss_sum: float
     weighted_loss_sum: float
     requests: Requests
-
-    def objective_losses(self) -> dict[str, float]:
-        """Mean loss in nats per target of every objective that occurred."""
-        return {name: self.loss_sums[name] / count for name, count in self.targets.items() if count}
 
 
 class StepSums:
@@ -40,11 +44,12 @@ class StepSums:
         """Adds a micro-batch.
 
         Args:
-            losses: [N] cross entropy of each target, in nats.
-            weighted_loss: [] its weighted sum.
-            objective_ids: [N] the objective of each target.
-            aux_loss: [] the routers' weighted auxiliary loss.
+            losses: [N], cross entropy of each target, in nats.
+            weighted_loss: scalar, the weighted sum of ``losses``.
+            objective_ids: [N], the objective of each target.
+            aux_loss: scalar, the routers' weighted auxiliary loss.
         """
+        # index_add_ needs no count of the targets on the host, so the device is not synchronised.
         losses = losses.detach().double()
         self._sums.index_add_(0, objective_ids, losses)
         self._sums.index_add_(0, objective_ids + len(OBJECTIVES), torch.ones_like(losses))
@@ -52,7 +57,7 @@ class StepSums:
         self._sums[_COLUMNS + 1] += weighted_loss.detach()
 
     def reduce(self, requests: Requests) -> StepResult:
-        """Sums over all ranks in one collective, and waits for the result on the host."""
+        """Sums over all ranks in one collective; this call synchronises the device."""
         self._sums[_COLUMNS + 2] = float(requests.stop)
         self._sums[_COLUMNS + 3] = float(requests.save)
         dist.all_reduce(self._sums)

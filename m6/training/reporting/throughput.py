@@ -1,4 +1,4 @@
-"""How fast, how much of the hardware's speed, how much memory."""
+"""FLOPs of the training, peak FLOP/s of devices, and memory in use."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 
-# Dense peak of a device in FLOP/s in 16 bits, from the vendor's data sheet, by a part of the device's name.
+# Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.
 _PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "GB200": 2500e12}
 _WITHOUT_BF16 = ("V100",)
 
 
 def training_flops(config: M6Config, tokens: float, targets: float, pictures: float, token_pairs: float) -> float:
-    """FLOPs of forward and backward: 6 per parameter that multiplies a token (Kaplan et al. 2020, arXiv
-    2001.08361, section 2.1), with the output matrix at targets only and the patch encoder at patches only.
+    """FLOPs of the forward and backward pass: 6 per token and parameter (Kaplan et al. 2020, arXiv 2001.08361, 2.1).
 
-    Attention counts half of the pairs of tokens in a sample, as if all were causal. Embeddings are looked up, not
-    multiplied, and recomputation is not counted. A patch encoder that convolves costs more than this.
+    The output matrix counts only at targets and the patch encoder only at patches. Attention counts half of the pairs
+    of tokens of a sample, as for causal attention. Embeddings and recomputation do not count. A convolutional patch
+    encoder needs more FLOPs than this function returns.
 
     Args:
         config: of the model.
-        tokens: without padding.
-        targets: tokens that have a loss.
-        pictures: that the model reads.
-        token_pairs: the sum of the squared lengths of the samples.
+        tokens: number of tokens without padding.
+        targets: number of tokens with a loss.
+        pictures: number of pictures that the model reads.
+        token_pairs: sum of the squared lengths of the samples.
     """
     counts = num_parameters(config)
     per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"])
@@ -35,9 +35,9 @@ def training_flops(config: M6Config, tokens: float, targets: float, pictures: fl
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The peak FLOP/s of a GPU in ``fp16`` or ``bf16`` by its data sheet; None where there is no such figure.
+    """The peak FLOP/s of a GPU in ``fp16`` or ``bf16`` by its data sheet; None if it is not known.
 
-    A CPU has none: what its libraries reach depends on their kernels and on the load, so a share of it says nothing.
+    A CPU has no such figure: what its libraries reach depends on their kernels and on the load.
     """
     if device.type != "cuda" or precision == "fp32":
         return None
@@ -48,7 +48,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak bytes allocated on the GPU since the start, or the resident bytes of the process on a CPU."""
+    """Peak bytes allocated on the GPU since the start, or the resident memory of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)

@@ -1,1 +1,1 @@
-"""Pseudo-to-Real: the two stages of a run and what is measured of them."""
+"""Pseudo-to-Real: the two stages of a run and their metrics."""

@@ -1,4 +1,4 @@
-"""How much the layers of a model agree: in their gradients, and in their weights after delinking."""
+"""Compares the layers of a model: their gradients, and their weights after delinking."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ _INDEX_ARGUMENT = 3  # of M6Block.forward
 
 
 class LayerGradients(contextlib.ExitStack):
-    """Collects, inside ``with``, the gradient of every layer's own use of its weights, shared or not.
+    """A context that collects the gradient of each layer's use of its weights, also if layers share them.
 
-    Each use gets a view of the weight, whose gradient is that use's; autograd adds them up as it would without
-    views, so the training step is the same. Kept are all elements of a tensor of up to ``SAMPLE_SIZE`` elements, and
-    as many at fixed random places of a larger one (with which the correlation is an estimate), in fp32: memory that
-    does not grow with the model's width. Works under any ZeRO stage and under activation checkpointing.
+    Each use gets a view of the weight, and a hook on the view receives the gradient of this use. Autograd adds the
+    gradients up as it would without views, so the training step does not change.
+
+    Of a tensor with more than ``sample_size`` elements, only that many elements at fixed random places are kept, and
+    the correlation is an estimate. The samples are fp32, and their memory does not grow with the model's width. It
+    works with every ZeRO stage and with activation checkpointing.
     """
 
     def __init__(self, model: M6ForConditionalGeneration, sample_size: int = SAMPLE_SIZE) -> None:
         super().__init__()
         self._blocks: list[M6Block] = list(model.model.layers)
         self._sample_size = sample_size
-        self._layer: int | None = None  # whose forward pass is under way; None while it is computed anew
+        self._layer: int | None = None  # in its forward pass; None during recomputation
         self._gradients: list[dict[str, Tensor]] = []
         self._places: dict[str, Tensor | None] = {}
         self._experts: dict[str, nn.Parameter] = {}
-        self._own: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self._replaced: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     def __enter__(self) -> LayerGradients:
         super().__enter__()
@@ -55,18 +57,18 @@ class LayerGradients(contextlib.ExitStack):
                 if module not in seen and next(module.parameters(recurse=False), None) is not None:
                     seen.add(module)
                     self._hook(module.register_forward_pre_hook(functools.partial(self._use_views, path)))
-                    # First, since ZeRO stage 3 looks for its own parameters afterwards.
+                    # Before the other hooks: that of ZeRO stage 3 needs the original parameters.
                     self._hook(module.register_forward_hook(self._use_parameters, prepend=True, always_call=True))
         return self
 
     def correlations(self) -> list[float]:
-        """The cosine of the angle between the gradients of layers 0 and 1, 1 and 2, ...; equal on all ranks.
+        """Returns the cosine of the gradients of layers 0 and 1, 1 and 2, ...; equal on all ranks.
 
-        The gradients are those of the global batch. Where one layer has a mixture of experts and the next has not,
-        what both have is compared. NaN if a gradient is zero or not finite.
+        The gradients are those of the global batch. Only weights that both layers have are compared. The cosine is NaN
+        if a gradient is zero or not finite.
         """
         common = [set(a) & set(b) for a, b in zip(self._gradients, self._gradients[1:], strict=False)]
-        self._add_up()
+        self._reduce()
         device = next(iter(self._gradients[0].values())).device
         # [dense or experts, pair, (product, square of the first, square of the second)]
         sums = torch.zeros(2, len(common), 3, dtype=torch.float64, device=device)
@@ -79,8 +81,8 @@ class LayerGradients(contextlib.ExitStack):
         product, first, second = sums.sum(0).unbind(-1)
         return (product / (first * second).sqrt()).tolist()
 
-    def _add_up(self) -> None:
-        """Over the ranks that computed gradients of the same weights."""
+    def _reduce(self) -> None:
+        """Sums the gradients over the ranks that hold the same weights."""
         for experts in (False, True):
             tensors = [g for layer in self._gradients for p, g in layer.items() if (p in self._experts) == experts]
             if not tensors:
@@ -94,7 +96,7 @@ class LayerGradients(contextlib.ExitStack):
         self.callback(handle.remove)
 
     def _sample(self, path: str, parameter: nn.Parameter) -> Tensor:
-        """Zeros for the kept elements of a gradient; chooses which these are."""
+        """Returns zeros for the sampled elements of a gradient; the first call for a path chooses their places."""
         numel = full_numel(parameter)
         if path not in self._places:
             places = None
@@ -117,16 +119,17 @@ class LayerGradients(contextlib.ExitStack):
             if parameter is not None and parameter.requires_grad:
                 view = parameter.view_as(parameter)
                 view.register_hook(functools.partial(self._keep, self._gradients[self._layer], f"{path}.{name}"))
-                self._own[module, name] = parameter
+                self._replaced[module, name] = parameter
                 module._parameters[name] = view  # type: ignore[assignment]
 
     def _use_parameters(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         for name in list(module._parameters):
-            if (module, name) in self._own:
-                module._parameters[name] = self._own.pop((module, name))
+            if (module, name) in self._replaced:
+                module._parameters[name] = self._replaced.pop((module, name))
 
     def _keep(self, gradients: dict[str, Tensor], path: str, gradient: Tensor) -> None:
         flat, places, kept = gradient.detach().reshape(-1), self._places[path], gradients[path]
+        # Scaled so that the expected norm of the sample is the norm of the whole gradient.
         if places is None:
             kept += flat
         else:
@@ -135,15 +138,15 @@ class LayerGradients(contextlib.ExitStack):
 
 @torch.no_grad()
 def layer_divergence(model: M6ForConditionalGeneration, sharing: Sharing) -> list[float]:
-    """How far each layer's weights have gone from the mean of the layers that it once shared them with.
+    """The distance of each layer's weights from the mean of the layers that shared them in the Pseudo stage.
 
     Returns:
-        for each layer the norm of the difference over the norm of the mean; equal on all ranks.
+        for each layer, the norm of the difference divided by the norm of the mean; equal on all ranks.
     """
     layers: list[M6Block] = list(model.model.layers)
     parameters = [dict(layer.named_parameters()) for layer in layers]
     device = next(model.parameters()).device
-    # [whole or a part on this rank or local experts, layer, (square of the difference, square of the mean)]
+    # [whole tensors | partitions | local experts, layer, (square of the difference, square of the mean)]
     sums = torch.zeros(3, len(layers), 2, dtype=torch.float64, device=device)
     experts: dict[str, nn.Parameter] = {}
     for first in sorted({sharing.first_layer(layer) for layer in range(len(layers))}):

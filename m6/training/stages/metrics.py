@@ -1,4 +1,4 @@
-"""What a Pseudo-to-Real run reports beside what every run reports."""
+"""The additional metrics of a Pseudo-to-Real run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.training.stages.stage import Stage
 
 
 class StageMetrics:
-    """Watches the steps in which the layers are compared; empty for a run that has no Pseudo stage."""
+    """Compares the layers in some of the steps; reports nothing for a run without a Pseudo stage."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -20,12 +20,12 @@ class StageMetrics:
         self._entry: dict[str, Any] = {}
 
     def watch(self, engine: Engine, step: int) -> AbstractContextManager[Any]:
-        """Around the step after ``step`` steps: collects the layers' gradients if they are due."""
+        """A context around the step after ``step`` steps; it collects the layers' gradients if a comparison is due."""
         self._gradients = LayerGradients(engine.module) if self._stage.measures(step) else None
         return self._gradients or contextlib.nullcontext()
 
     def measure(self, engine: Engine) -> list[float] | None:
-        """After the step: how adjacent layers' gradients correlate; None if that was not due."""
+        """Returns the correlations of adjacent layers' gradients in the finished step; None if none was due."""
         if self._gradients is None:
             return None
         correlations, self._gradients = self._gradients.correlations(), None
@@ -36,16 +36,16 @@ class StageMetrics:
         return correlations
 
     def record_delinking(self, seconds: float) -> None:
-        """Records for how many seconds the switch stopped the training."""
+        """Records the seconds for which the switch to the Real model stopped the training."""
         self._entry["delink_s"] = seconds
 
     def finish(self, engine: Engine) -> dict[str, Any]:
-        """For the entry of a log interval, and starts the next one.
+        """Returns the metrics of a log interval and starts the next interval.
 
         Returns:
-            ``stage``: ``name``, pseudo or real; ``switch_step``, null until it is known; ``state_bytes`` that this
-            rank holds in weights and optimizer state, offloaded or not; and what was measured in the interval:
-            ``gradient_correlation`` of layers 0 and 1, 1 and 2, ..., ``layer_divergence`` of each layer, ``delink_s``.
+            {"stage": ...} with name: pseudo or real; switch_step: null before the switch; state_bytes: weights and
+            optimizer state of this rank, on device and host. If measured in the interval: gradient_correlation of
+            layers 0 and 1, 1 and 2, ...; layer_divergence of each layer; delink_s: seconds of the switch.
         """
         if self._stage.settings is None:
             return {}

@@ -1,7 +1,7 @@
-"""The two stages of a Pseudo-to-Real run: which one it is in, and when the first one ends.
+"""The two stages of a Pseudo-to-Real run, and the rules that end the first one.
 
-What M6-10T (arXiv 2110.03888) does at the switch is not known to us, so the rules are settings. The one that looks
-at gradients is that of a concurrent paper (arXiv 2110.03848, section 2).
+We do not know what M6-10T (arXiv 2110.03888) does at the switch, so the rule is a setting. The rule by gradient
+correlation is that of a concurrent paper (arXiv 2110.03848, section 2).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from m6.model.sharing import Sharing
 
 
 class Stage:
-    """Where a run stands; equal on all ranks. A run without the section is in the Real stage all the time.
+    """The stage of a run; equal on all ranks. A run without ``m6.pseudo_to_real`` is always in the Real stage.
 
     Args:
         config: of the run.
-        state: of the checkpoint from which the run goes on, if any.
+        state: state of the checkpoint from which the run resumes; None: the run starts.
 
     Attributes:
-        switch_step: steps that the Pseudo model was trained for; None while that is not decided.
+        settings: the section ``m6.pseudo_to_real``.
+        switch_step: number of steps of the Pseudo stage; None before the switch is decided.
         is_pseudo: whether the engine holds the Pseudo model.
     """
 
@@ -35,27 +36,28 @@ class Stage:
         self.settings = config.m6.pseudo_to_real
         saved = (state or {}).get(STATE, {})
         self.switch_step: int | None = saved.get("switch_step")
-        # A checkpoint that was saved for the switch is of the Pseudo model: to go on from it is to delink it.
+        # A checkpoint that was saved for the switch holds the Pseudo model and a switch_step: resuming delinks it.
         self.is_pseudo = self.settings is not None and self.switch_step is None
         self._num_layers = config.model.num_layers
         self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
     @property
     def sharing(self) -> Sharing | None:
-        """What the layers share now."""
+        """What the layers share now; None in the Real stage."""
         return self.planned_sharing if self.is_pseudo else None
 
     @property
     def planned_sharing(self) -> Sharing | None:
-        """What the layers share in the Pseudo stage of this run; None if it has none."""
+        """What the layers share in the Pseudo stage; None if the run has no Pseudo stage."""
         return None if self.settings is None else self.settings.sharing(self._num_layers)
 
     @property
     def name(self) -> str:
+        """``pseudo`` or ``real``."""
         return "pseudo" if self.is_pseudo else "real"
 
     def stages_ahead(self) -> list[tuple[str, Sharing | None]]:
-        """What to call this stage and those that follow, and what the layers share in them."""
+        """This stage and the following ones: a prefix for messages, and what the layers share."""
         if self.settings is None:
             return [("", None)]
         real: list[tuple[str, Sharing | None]] = [("Real stage, ", None)]
@@ -63,44 +65,45 @@ class Stage:
 
     @property
     def is_due(self) -> bool:
-        """The Pseudo stage has ended, but the engine still holds its model."""
+        """Whether the switch is decided, but the engine still holds the Pseudo model."""
         return self.is_pseudo and self.switch_step is not None
 
     def reader(self, checkpoint: CheckpointReader) -> CheckpointReader:
-        """``checkpoint`` as the engine of this stage reads it: delinked, if it is of the other one."""
+        """Returns the reader of a checkpoint for this stage: in the Real stage it delinks a Pseudo checkpoint."""
         if self.settings is None or self.is_pseudo or not is_pseudo(checkpoint):
             return checkpoint
         return DelinkedReader(checkpoint.folder, self.settings.optimizer_state)
 
     def measures(self, step: int) -> bool:
-        """Whether the gradients of the layers are compared in the step after ``step`` steps."""
+        """Whether the layers' gradients are compared in the step after ``step`` steps."""
         return self.settings is not None and (step + 1) % self.settings.correlation_interval_steps == 0
 
     def observe(self, step: int, loss: float, correlations: list[float] | None) -> None:
-        """Takes note of what step number ``step`` (the first is 1) did, and decides whether the stage ends with it.
+        """Decides after a step whether the Pseudo stage ends; every rank calls this method.
 
         Args:
+            step: number of finished steps.
             loss: of the global batch.
             correlations: see ``LayerGradients.correlations``; None if they were not measured.
         """
         if not self.is_pseudo or self.settings is None or self._rule is None:
             return
-        wanted = self._rule.observe(loss, self._within_groups(correlations))
-        if _agreed(wanted) or step >= self.settings.switch_step:
+        decision = self._rule.observe(loss, self._within_groups(correlations))
+        if _decision_of_main_rank(decision) or step >= self.settings.switch_step:
             self.switch_step = step
 
     def enter_real(self) -> None:
-        """To be called when the engine holds the Real model."""
+        """Records that the engine holds the Real model from now on."""
         self.is_pseudo = False
 
     def learning_rate_factor(self, step: int) -> float:
-        """By what the schedule's learning rate of optimizer step ``step`` (0 is the first) is multiplied."""
+        """The factor on the schedule's learning rate of optimizer step ``step`` (the first is 0)."""
         if self.settings is None or self.is_pseudo or self.settings.rewarm_steps is None or self.switch_step is None:
             return 1.0
         return min(1.0, (step - self.switch_step + 1) / self.settings.rewarm_steps)
 
     def state(self) -> dict[str, Any]:
-        """The stage for a checkpoint: empty for a run that has but one."""
+        """The stage's part of a checkpoint's state; empty for a run without a Pseudo stage."""
         sharing = self.planned_sharing
         if sharing is None or self._rule is None:
             return {}
@@ -114,7 +117,7 @@ class Stage:
         }
 
     def _within_groups(self, correlations: list[float] | None) -> list[float] | None:
-        """Those of pairs of layers that share: the others have nothing to be delinked from each other."""
+        """The correlations of pairs of layers in one group: only these layers are delinked from each other."""
         sharing = self.planned_sharing
         if correlations is None or sharing is None:
             return None
@@ -126,25 +129,26 @@ class Stage:
 
 
 class _Rule:
-    """When the Pseudo stage ends. This one, ``step``, leaves it to the number of steps."""
+    """A rule that ends the Pseudo stage. The base class, ``step``, never ends it before ``switch_step``."""
 
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
-        """Whether the stage shall end; None when there was nothing to decide on."""
+        """Returns whether the stage ends; None if there was no new measurement."""
         return None
 
     def state(self) -> dict[str, Any]:
+        """The rule's part of a checkpoint's state."""
         return {}
 
 
 class _LossPlateau(_Rule):
-    """The mean loss of a window of steps is hardly below that of the window before."""
+    """Ends the stage when the mean loss of a window of steps is hardly below that of the window before."""
 
     def __init__(self, settings: PseudoToRealSettings, state: dict[str, Any]) -> None:
         self._settings = settings
         self._sum, self._count, self._before = state.get("sum", 0.0), state.get("count", 0), state.get("before")
 
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
-        if math.isfinite(loss):  # a step that was skipped says nothing
+        if math.isfinite(loss):  # skipped steps do not count
             self._sum, self._count = self._sum + loss, self._count + 1
         if self._count < self._settings.plateau_window_steps:
             return None
@@ -157,7 +161,7 @@ class _LossPlateau(_Rule):
 
 
 class _GradientCorrelation(_Rule):
-    """More than half of the adjacent layers disagree, in several measurements in a row (arXiv 2110.03848)."""
+    """Ends the stage when most adjacent layers have low correlations in consecutive measurements (arXiv 2110.03848)."""
 
     def __init__(self, settings: PseudoToRealSettings, state: dict[str, Any]) -> None:
         self._settings = settings
@@ -182,10 +186,10 @@ def _make_rule(settings: PseudoToRealSettings, state: dict[str, Any] | None) -> 
     return _Rule()
 
 
-def _agreed(wanted: bool | None) -> bool:
-    """The main rank's decision: the figures are sums over all ranks, but the ranks must not part over a last bit."""
-    if wanted is None:
+def _decision_of_main_rank(decision: bool | None) -> bool:
+    """Broadcasts the main rank's decision: rounding errors must not make the ranks disagree."""
+    if decision is None:
         return False
-    decision = [wanted]
-    dist.broadcast_object_list(decision, src=0)
-    return decision[0]
+    decisions = [decision]
+    dist.broadcast_object_list(decisions, src=0)
+    return decisions[0]

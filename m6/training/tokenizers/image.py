@@ -1,11 +1,11 @@
 """``m6 train-image-tokenizer``: trains a VQ autoencoder on the pictures of a data folder.
 
-OUT/config.json, model.safetensors   the tokenizer, as of the newest measurement; what from_pretrained reads
+OUT/config.json, model.safetensors   the tokenizer at the newest measurement; from_pretrained reads it
 OUT/training/settings.json           the run's JSON
-OUT/training/state.safetensors       weights and optimizer, from which the same command goes on
+OUT/training/state.safetensors       weights and optimizer state, from which the same command resumes
 OUT/training/metrics.jsonl           one line per log interval
 OUT/training/report.json             measures on held-out pictures
-OUT/training/reconstructions.png     held-out pictures above what came back
+OUT/training/reconstructions.png     held-out pictures, each above its reconstruction
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_r
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json
+from m6.runs.lock import FolderLock
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.training.tokenizers.sheet import draw_sheet
@@ -37,7 +38,13 @@ FINAL_LR_RATIO = 0.1
 
 
 class ImageTokenizerTrainer:
-    """The networks, their optimizers and the number of the next step."""
+    """The networks, their optimizers and the number of the next step.
+
+    Attributes:
+        tokenizer: the autoencoder.
+        perceptual, discriminator: networks of the loss; None if their weights are 0.
+        step: number of finished steps.
+    """
 
     def __init__(self, settings: ImageTokenizerTraining, device: torch.device) -> None:
         self.settings, self.device = settings, device
@@ -50,16 +57,20 @@ class ImageTokenizerTrainer:
         self.step = 0
 
     def train_step(self, pixels: Tensor) -> dict[str, float]:
-        """One update on pictures ``[B, 3, H, H]`` in [0, 1]; the parts of the loss.
+        """Makes one update on pictures ``[B, 3, H, H]`` in [0, 1].
+
+        Returns:
+            ``loss`` and its terms.
 
         Raises:
             UserError: the loss is not finite.
         """
         options, weights = self.settings.optimizer, self.settings.loss
-        # Random numbers are a function of the step, so that a resumed run draws the same ones.
+        # Random numbers depend only on the step, so a resumed run draws the same ones.
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         self.tokenizer.train()
         reconstruction = self.tokenizer(pixels)
+        # Times 2: the terms are defined for pixels in [-1, 1].
         difference = 2 * (reconstruction.pixels - pixels)
         parts = {
             "l2": weights.l2 * difference.square().mean(),
@@ -87,7 +98,7 @@ class ImageTokenizerTrainer:
         return {"loss": loss.item()} | {name: part.item() for name, part in parts.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What a later process needs to go on to the bit, by part."""
+        """Everything that a later process needs to continue bit-equally, by part."""
         parts = {"tokenizer": self.tokenizer.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.discriminator is not None and self.judge_optimizer is not None:
             parts["discriminator"] = self.discriminator.state_dict()
@@ -95,6 +106,7 @@ class ImageTokenizerTrainer:
         return parts
 
     def load_state(self, parts: dict[str, dict[str, Any]], step: int) -> None:
+        """Restores what ``state`` returned after ``step`` steps."""
         self.tokenizer.load_state_dict(parts["tokenizer"])
         self.optimizer.load_state_dict(parts["optimizer"])
         if self.discriminator is not None and self.judge_optimizer is not None:
@@ -106,12 +118,29 @@ class ImageTokenizerTrainer:
 def train_image_tokenizer(
     settings: ImageTokenizerTraining, out: Path, device: torch.device, stopped: Callable[[], bool] = lambda: False
 ) -> Measures | None:
-    """Trains into ``out``, or goes on there; the measures at the end, None when ``stopped`` said so before.
+    """Trains an image tokenizer in the folder ``out``, from its saved state if it has one.
+
+    Args:
+        settings: the JSON of the training.
+        out: a new or empty folder, or that of an interrupted run with the same settings.
+        device: where the networks compute.
+        stopped: returns whether to save and stop; it is called after each step.
+
+    Returns:
+        the measures on held-out pictures; None if the training was stopped.
 
     Raises:
-        UserError: ``out`` holds a run with other settings or something else, or the pictures cannot be used.
+        UserError: ``out`` holds a run with other settings or other files, another process trains there, or the pictures
+            cannot be used.
     """
     _check_out(settings, out)
+    with FolderLock(out / "lock", out):
+        return _train(settings, out, device, stopped)
+
+
+def _train(
+    settings: ImageTokenizerTraining, out: Path, device: torch.device, stopped: Callable[[], bool]
+) -> Measures | None:
     manifest = Manifest.load(settings.data.path)
     pictures, held_out = (
         PictureSet(manifest, settings.data.sources, split, settings.model.image_size)
@@ -148,7 +177,7 @@ def train_image_tokenizer(
 
 
 def _report(trainer: ImageTokenizerTrainer, held_out: PictureSet, out: Path) -> Measures:
-    """Measures, draws and saves; the state comes last, so that a run that dies before repeats the step."""
+    """Measures, draws and saves; the state is written last, so that a run that dies earlier repeats this report."""
     trainer.tokenizer.eval()
     measures = measure(trainer.tokenizer, held_out, trainer.device)
     trainer.tokenizer.save_pretrained(out)
@@ -166,7 +195,7 @@ def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
     if recorded.is_file():
         if json.loads(recorded.read_bytes()) != settings.model_dump(mode="json"):
             raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(path.name != "lock" for path in out.iterdir())):
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
 
 
@@ -184,7 +213,7 @@ def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: ImageTokenizerO
 
 
 def lr_factor(step: int, options: ImageTokenizerOptimizer) -> float:
-    """The learning rate of a step, from 0, over its peak."""
+    """The learning rate of a step (the first is 0) divided by its peak."""
     warm = min(1.0, (step + 1) / max(1, options.warmup_steps))
     cosine = (1 + math.cos(math.pi * step / options.total_steps)) / 2
     return warm * (FINAL_LR_RATIO + (1 - FINAL_LR_RATIO) * cosine)

@@ -1,4 +1,4 @@
-"""What a reconstruction is trained on besides its pixels: features and a discriminator, both optional."""
+"""Optional losses of the image tokenizer: a perceptual loss and a patch discriminator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _STAGES = (1, 3, 5, 11)  # blocks of EfficientNet-Lite0 after which the side is 
 
 
 class PerceptualLoss(nn.Module):
-    """Difference of unit-length features at four depths of a trained network, as in LPIPS (arXiv 1801.03924) with
-    equal weights, on EfficientNet-Lite0 with the weights that its package carries.
+    """The squared difference of unit-length features at four depths of an EfficientNet-Lite0 trained on ImageNet.
+
+    This is LPIPS (arXiv 1801.03924) with equal weights.
 
     Raises:
-        UserError: when the optional packages are missing.
+        UserError: the optional packages are missing.
     """
 
     def __init__(self) -> None:
@@ -32,15 +33,16 @@ class PerceptualLoss(nn.Module):
         self.eval()
 
     def forward(self, pixels: Tensor, reference: Tensor) -> Tensor:
-        """Pictures ``[B, 3, H, H]`` in [0, 1], twice, to a scalar."""
+        """Compares pictures ``[B, 3, H, H]`` in [0, 1] with reference pictures; returns a scalar."""
         distances = [
-            (F.normalize(found, dim=1) - F.normalize(expected, dim=1)).square().sum(1).mean()
-            for found, expected in zip(self._features(pixels), self._features(reference), strict=True)
+            (F.normalize(actual, dim=1) - F.normalize(expected, dim=1)).square().sum(1).mean()
+            for actual, expected in zip(self._features(pixels), self._features(reference), strict=True)
         ]
         return torch.stack(distances).sum()
 
     def train(self, mode: bool = True) -> PerceptualLoss:
-        return super().train(False)  # its norms keep to the statistics they were trained with
+        """Stays in evaluation mode, so that the norms use the statistics of their training."""
+        return super().train(False)
 
     def _features(self, pixels: Tensor) -> list[Tensor]:
         trunk = self.trunk
@@ -54,7 +56,7 @@ class PerceptualLoss(nn.Module):
 
 
 class PatchDiscriminator(nn.Sequential):
-    """A judge of every 16x16 patch, by convolutions alone (arXiv 1611.07004): ``[B, 3, H, H]`` to ``[B, 1, h, h]``."""
+    """A convolutional discriminator of patches (arXiv 1611.07004); maps ``[B, 3, H, H]`` to ``[B, 1, h, h]``."""
 
     def __init__(self, channels: int = 32) -> None:
         layers: list[nn.Module] = [nn.Conv2d(3, channels, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
@@ -68,5 +70,5 @@ class PatchDiscriminator(nn.Sequential):
 
 
 def discriminator_loss(real: Tensor, reconstructed: Tensor) -> Tensor:
-    """The hinge loss of the discriminator's outputs for real and reconstructed pictures."""
+    """The hinge loss of the discriminator; the arguments are its outputs for real and reconstructed pictures."""
     return (F.relu(1 - real).mean() + F.relu(1 + reconstructed).mean()) / 2

@@ -1,4 +1,4 @@
-"""Sheets of pictures as PNG."""
+"""Draws sheets of pictures as PNG files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ _GAP = 2  # pixels between pictures
 
 
 def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int, path: Path) -> None:
-    """For every source a row of pictures above a row of what comes back from their codes."""
+    """Draws a row of pictures of each source above a row of their reconstructions.
+
+    Args:
+        per_source: pictures in a row.
+        path: the PNG file.
+    """
     rows: list[np.ndarray] = []
     first = 0
     for size in pictures.sizes.values():
+        # Evenly spaced over the source, whose rows may be sorted.
         chosen = np.linspace(first, first + size - 1, min(per_source, size), dtype=int).tolist()
         first += size
         batch = pictures.read(chosen)
@@ -31,7 +37,7 @@ def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int,
 
 
 def write_grid(rows: Sequence[np.ndarray], path: Path) -> None:
-    """Writes rows of pictures, each uint8 ``[n, H, H, 3]``, on white, as one PNG."""
+    """Writes rows of pictures, each uint8 ``[n, H, H, 3]``, on a white background into one PNG file."""
     side = rows[0].shape[1] + _GAP
     sheet = np.full((len(rows) * side + _GAP, max(map(len, rows)) * side + _GAP, 3), 255, np.uint8)
     for y, row in enumerate(rows):

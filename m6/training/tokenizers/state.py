@@ -1,4 +1,4 @@
-"""Saving and resuming the training of an image tokenizer: one safetensors file."""
+"""Saves and restores the training of an image tokenizer in one safetensors file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIMIZERS = ("optimizer", "judge_optimizer")
 
 
 def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
-    """Writes everything that a later process needs to go on to the bit, atomically."""
+    """Writes the trainer's state into ``folder``, atomically; a later process continues bit-equally."""
     tensors: dict[str, Tensor] = {}
     for part, values in trainer.state().items():
         if part in _OPTIMIZERS:
@@ -35,7 +35,7 @@ def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
 
 
 def load_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
-    """Puts a saved state into the trainer, where there is one; UserError when it does not fit or is damaged."""
+    """Restores the trainer's state if ``folder`` has one; UserError if it is damaged or of another run."""
     path = folder / STATE_FILE
     if not path.is_file():
         return
@@ -44,14 +44,16 @@ def load_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
             parts = trainer.state()
             for part, values in parts.items():
                 prefix = f"{part}/"
-                found = {name[len(prefix) :]: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-                parts[part] = values | {"state": _moments(found)} if part in _OPTIMIZERS else found
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+                parts[part] = values | {"state": _moments(tensors)} if part in _OPTIMIZERS else tensors
             trainer.load_state(parts, int(file.metadata()["step"]))
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not the state of this run: {str(error).splitlines()[0]}") from None
 
 
 def _moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
+    """Converts names ``INDEX.MOMENT`` to the nested state of a PyTorch optimizer."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         index, _, moment = name.partition(".")

@@ -15,6 +15,7 @@ import sentencepiece
 
 from m6.errors import UserError
 from m6.files import atomic_path, write_json
+from m6.runs.lock import FolderLock
 
 if TYPE_CHECKING:
     from m6.data.manifest import Manifest
@@ -28,7 +29,7 @@ from m6.tokenizers.text import (
 )
 
 TRAINING_FILE = "tokenizer_training.json"
-# SentencePiece drops lines of more than 4192 bytes; a character has at most 4.
+# SentencePiece drops lines of more than 4192 bytes, and a character has at most 4 bytes.
 MAX_LINE_CHARACTERS = 1000
 
 
@@ -43,19 +44,19 @@ def train_text_tokenizer(
 ) -> M6Tokenizer:
     """Trains a unigram model on the train split of every source and saves the tokenizer, each file atomically.
 
-    The same data and settings give the same bytes. Digits are split, spaces start a piece, a character that is
-    not in the vocabulary is spelled in bytes, and nothing becomes an unknown token.
+    The same data and settings give the same bytes. Digits are split, and a space starts a piece. A character outside
+    of the vocabulary is encoded as bytes, so there are no unknown tokens.
 
     Args:
-        manifest: the data folder; texts, captions, questions and answers of a random sample of rows are read.
-        out_dir: where ``from_pretrained`` will find the tokenizer, with ``tokenizer_training.json`` beside it.
-        vocab_size: number of text pieces, 256 byte pieces included.
-        image_vocab_size: number of image codes, a size of the joint vocabulary only.
-        character_coverage: share of the characters of the sample that get pieces of their own.
-        sample_bytes: the sample ends once it holds this much UTF-8.
+        manifest: the data folder; the training reads texts, questions and answers of a random sample of rows.
+        out_dir: output folder of the tokenizer and of ``tokenizer_training.json``, the record of its training.
+        vocab_size: number of text pieces, including 256 byte pieces.
+        image_vocab_size: number of image codes; it only sets the size of the joint vocabulary.
+        character_coverage: share of the sample's characters that get their own pieces.
+        sample_bytes: size of the sample in bytes of UTF-8.
 
     Raises:
-        UserError: when the train split has no text, or the vocabulary size does not suit it.
+        UserError: the train split has no text, or the text does not suit the vocabulary size.
     """
     out_dir = Path(out_dir)
     options: dict[str, Any] = {
@@ -67,13 +68,13 @@ def train_text_tokenizer(
         "split_by_whitespace": True,
         "split_by_unicode_script": True,
         "max_sentencepiece_length": MAX_PIECE_CHARACTERS,
-        "normalization_rule_name": "identity",  # normalize_text has done it
-        "add_dummy_prefix": False,  # Chinese has no spaces: it would only put an extra piece before every text
+        "normalization_rule_name": "identity",  # normalize_text does it
+        "add_dummy_prefix": False,  # Chinese has no spaces: a prefix would only add a piece to every text
         "unk_id": 0,
         "bos_id": -1,
         "eos_id": -1,
         "pad_id": -1,
-        "num_threads": 4,  # fixed, because the order of its sums decides the last digits of the scores
+        "num_threads": 4,  # fixed: the order of sums over threads changes the last digits of the scores
     }
     buffer = io.BytesIO()
     lines = list(_training_lines(manifest, sample_bytes))
@@ -90,9 +91,10 @@ def train_text_tokenizer(
         model_file.write_bytes(buffer.getvalue())
         tokenizer = M6Tokenizer(str(model_file), image_vocab_size=image_vocab_size)
         tokenizer.save_pretrained(str(Path(folder, "saved")))
-        for file in Path(folder, "saved").iterdir():
-            with atomic_path(out_dir / file.name) as temporary:
-                shutil.copyfile(file, temporary)
+        with FolderLock(out_dir / "lock", out_dir):
+            for file in Path(folder, "saved").iterdir():
+                with atomic_path(out_dir / file.name) as temporary:
+                    shutil.copyfile(file, temporary)
     settings = options | {"image_vocab_size": image_vocab_size, "sample_bytes": sample_bytes}
     sample = {"lines": len(lines), "characters": sum(map(len, lines)), "sources": sorted(manifest.sources)}
     write_json(
@@ -109,7 +111,7 @@ def train_text_tokenizer(
 
 
 def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
-    """Sentences of rows in a fixed random order over all sources, until the sample is full."""
+    """Yields sentences of all sources in a fixed random order, until the sample is full."""
     import datasets
 
     from m6.data.mixture import permuted
@@ -124,7 +126,7 @@ def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
         row = rows[permuted(position, len(rows), key=0)]
         for text in filter(None, (row[column] for column in columns)):
             for sentence in split_sentences(normalize_text(text)):
-                # A line break is always spelled as a byte.
+                # Without line breaks: the tokenizer always encodes them as bytes.
                 line = sentence.strip()
                 yield from (line[i : i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
                 sample_bytes -= len(line.encode())
@@ -133,9 +135,10 @@ def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
 
 
 def _explain(message: str) -> str:
+    """Translates SentencePiece's errors about the vocabulary size, which name its C++ code."""
     for pattern, text in (
-        (r"<= (\d+)", "it has material for at most {} pieces"),
-        (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes alone take {} pieces"),
+        (r"<= (\d+)", "it suffices for at most {} pieces"),
+        (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes need at least {} pieces"),
     ):
         if found := re.search(pattern, message):
             return text.format(found.group(1))

@@ -90,7 +90,7 @@ def test_a_file_where_the_folder_should_be(pretrain: Callable[..., str], tmp_pat
     file = tmp_path / "file"
     file.write_text("")
     assert f"{file} is a file" in pretrain(file)
-    assert f"{file / 'run'} cannot be made: {file} is a file" in pretrain(file / "run")
+    assert f"{file / 'run'} cannot be created: {file} is a file" in pretrain(file / "run")
 
 
 def test_a_folder_that_is_read_only(pretrain: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -142,7 +142,7 @@ def test_a_precision_that_the_machine_has_not(pretrain: Callable[..., str], tmp_
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     overrides = ("fp16.enabled=true", "zero_optimization.stage=2")
-    assert "fp16.enabled: this machine's" in pretrain(tmp_path / "new", *overrides)
+    assert "fp16.enabled: the cpu of this machine" in pretrain(tmp_path / "new", *overrides)
 
 
 USAGE = [

@@ -46,10 +46,10 @@ IGNORED = [
     (zero(2, zero_quantized_gradients=True), "zero_quantized_gradients: DeepSpeed ignores it at stage 2"),
     (zero(0, overlap_comm=True), "overlap_comm: DeepSpeed ignores it at stage 0"),
     (zero(0, offload_optimizer={"device": "cpu"}), "offload_optimizer: DeepSpeed ignores it at stage 0"),
-    (zero(2, offload_optimizer={"super_offload": True}), "offload_optimizer.super_offload: it needs stage 3, found 2"),
+    (zero(2, offload_optimizer={"super_offload": True}), "offload_optimizer.super_offload: needs stage 3, found 2"),
     (zero(1, offload_optimizer={"device": "nvme"}), 'offload_optimizer.device: "nvme" is treated as "cpu" at stage 1'),
-    (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: it needs stage 3, found 2"),
-    (zero(2, offload_optimizer={"nvme_path": "/tmp"}), "offload_optimizer.nvme_path: it needs stage 3, found 2"),
+    (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: needs stage 3, found 2"),
+    (zero(2, offload_optimizer={"nvme_path": "/tmp"}), "offload_optimizer.nvme_path: needs stage 3, found 2"),
     (keys(aio={"block_size": 1}), "aio: DeepSpeed ignores it"),
     (zero(2, reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: "auto" would be ignored'),
     (keys(bf16=BF16), "bf16.enabled needs zero_optimization.stage 1 or more"),
@@ -134,5 +134,5 @@ def test_a_precision_that_the_device_has_not(monkeypatch: pytest.MonkeyPatch, pr
     monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: True)
     settings.check_device()
     monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: False)
-    with pytest.raises(UserError, match=rf"{precision}.enabled: this machine's \w+ cannot compute in it"):
+    with pytest.raises(UserError, match=rf"{precision}.enabled: the \w+ of this machine does not support it"):
         settings.check_device()

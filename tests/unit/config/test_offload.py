@@ -97,14 +97,17 @@ def test_activations_by_layers_and_kinds():
         ),
         ([{"layers": "40", "place": "device"}], r"no layer of the model is in '40'; the nearest is 3 \(of 0 to 3\)"),
         ([{"kind": "embedding", "layers": "0", "place": "device"}], r"embedding is outside of the layers"),
-        ([{"kind": "expert", "layers": "3-1", "place": "host"}], r'layers: expected numbers and ranges as "0-11,14"'),
+        (
+            [{"kind": "expert", "layers": "3-1", "place": "host"}],
+            r'layers: expected numbers and ranges such as "0-11,14"',
+        ),
         ([{"kind": "expert", "layers": "a", "place": "host"}], r"rules.0.layers: expected numbers"),
         ([{"kind": "experts", "place": "host"}], r"rules.0.kind.*'expert'.*found 'experts'"),
         ([{"kind": "expert", "place": "cpu"}], r"rules.0.place.*'host'.*found 'cpu'"),
         ([{"kind": "expert", "place": "host", "plase": "host"}], r'rules.0.plase: unknown key; did you mean "place"'),
-        ([{"kind": "attention", "place": "stream"}], r'attention is in DeepSpeed.s engine.*add "kind": "expert"'),
-        ([{"place": "host"}], r'rules.0: .* only experts leave the device by rules: add "kind": "expert"'),
-        ([{"tensor": "activation", "place": "stream"}], r'rules.0: activations .* "place" has to be device, host or a'),
+        ([{"kind": "attention", "place": "stream"}], r'DeepSpeed.s engine holds attention.*add "kind": "expert"'),
+        ([{"place": "host"}], r'rules.0: .* rules can only offload experts: add "kind": "expert"'),
+        ([{"tensor": "activation", "place": "stream"}], r'rules.0: .* "place" of activations is device, host or a'),
         (
             [
                 {"kind": "expert", "tensor": "parameter", "place": "device"},
@@ -144,7 +147,7 @@ def test_dense_optimizer_state_goes_as_a_whole():
     kinds = [{"kind": kind, **states} for kind in ("attention", "ffn", "norm", "router", "embedding")]
     assert check(*kinds).keys["zero_optimization"]["offload_optimizer"] == on_host
     assert "offload_optimizer" not in check({"kind": "expert", **states}).keys["zero_optimization"]
-    with pytest.raises(UserError, match=r"takes all of it to the host or none: name every layer of norm, router, too"):
+    with pytest.raises(UserError, match=r"offloads all of it or none: name every layer of norm, router too"):
         check(*(rule for rule in kinds if rule["kind"] not in ("norm", "router")))
     with pytest.raises(UserError, match=r"name every layer of attention, embedding, .*too"):
         check({"layers": "0-1", **states})

@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from m6.cli.data import app, default_cache
+from m6.cli.data import app
 from m6.data.manifest import Manifest
 from m6.data.sources import SourceOptions, find_source
 from m6.errors import UserError
+from m6.files import cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -262,4 +263,4 @@ def test_the_command_builds_a_folder_once(folder, tmp_path):
 
 def test_the_cache_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "m6-recipes"
+    assert cache_folder() == tmp_path / "m6-recipes"

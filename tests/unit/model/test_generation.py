@@ -173,7 +173,7 @@ def test_a_generated_bos_opens_no_new_target(tiny_model, prompts, pictures):
 
 @pytest.mark.parametrize(
     ("row", "message"),
-    [([1, 2, 3], "without <bos>"), ([44] * 8 + [41], "8 <image> placeholders"), ([], "at least <bos>")],
+    [([1, 2, 3], "has no <bos>"), ([44] * 8 + [41], "8 <image> placeholders"), ([], "at least <bos>")],
 )
 def test_bad_prompts(tiny_model, row, message):
     with pytest.raises(UserError, match=message):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
-from moe.reference import reference_moe
+from tests.fixtures.moe_reference import reference_moe
 
 
 def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 12, dtype=torch.float64):

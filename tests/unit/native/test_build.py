@@ -65,3 +65,25 @@ def test_a_machine_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "")
     with pytest.warns(UserWarning, match="install g"):
         assert load(source) is None
+
+
+@pytest.mark.parametrize("change", ["folder", "file", "link"])
+def test_what_another_user_could_have_written_is_not_loaded(source: Path, tmp_path: Path, change: str) -> None:
+    assert load(source) is not None
+    (built,) = (tmp_path / "cache").rglob("*.so")
+    if change == "folder":
+        built.parent.chmod(0o777)
+    elif change == "file":
+        built.chmod(0o775)
+    else:
+        built.rename(tmp_path / "planted.so")
+        built.symlink_to(tmp_path / "planted.so")
+    with pytest.warns(UserWarning, match="can be written by others"):
+        assert load(source) is None
+
+
+def test_another_users_file_is_not_loaded(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(source) is not None
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert load(source) is None

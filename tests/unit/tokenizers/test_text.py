@@ -193,7 +193,7 @@ def test_the_sample_is_bounded(tmp_path):
     assert 30 <= sample["lines"] <= 40  # a line holds 11 characters, 31 bytes
 
 
-@pytest.mark.parametrize(("vocab_size", "message"), [(10_000, "at most"), (260, "alone take")])
+@pytest.mark.parametrize(("vocab_size", "message"), [(10_000, "at most"), (260, "need at least")])
 def test_unfit_vocabulary_size(tmp_path, vocab_size, message):
     manifest = Manifest.load(build_tiny_data(tmp_path / "data"))
     with pytest.raises(UserError, match=f"{vocab_size}.*{message}.*pieces"):

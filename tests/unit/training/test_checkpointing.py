@@ -148,7 +148,7 @@ def test_with_nothing_whole_the_run_begins_anew(make_trainer: MakeTrainer):
     ("change", "expected"),
     [
         ({"m6__model__ffn_hidden_size": 96}, r"weight of .*ffn.* has shape \(.*64.*\), this model has \(.*96.*\)"),
-        ({"m6__model__num_layers": 1}, r"holds .*layers\.1\..*, which this model has not"),
+        ({"m6__model__num_layers": 1}, r"holds .*layers\.1\..*, which this model does not have"),
         ({"m6__model__num_layers": 3}, r"holds no weight of .*layers\.2\."),
         ({"m6__moe__num_experts": 8}, r"router.weight has shape \(4, 32\), this model has \(8, 32\)"),
         ({"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}, r"holds no row_var of .*embeddings"),
@@ -161,7 +161,7 @@ def test_the_checkpoint_of_another_model(make_trainer: MakeTrainer, change: dict
     with pytest.raises(UserError, match=expected) as caught:
         restore(other.engine, CheckpointReader(trainer.run.checkpoints / "step_00000004"))
     assert "step_00000004" in str(caught.value)
-    assert "of another model" in str(caught.value)
+    assert "belongs to another model" in str(caught.value)
     assert complete_checkpoints(trainer.run.checkpoints), "another model's checkpoint is not damaged"
 
 

@@ -87,7 +87,7 @@ def drawn(folder: Path, image_tokenizer: Path, pretrained: Path, tmp_path_factor
     (path / "drawing.json").write_text(json.dumps(made))
     outcome = m6("finetune", path / "drawing.json", "--init", pretrained, "--run-dir", path / "run")
     assert outcome.code == 0, outcome.stderr
-    assert f"begins with the weights of {pretrained}" in outcome.stderr
+    assert f"starts from the weights of {pretrained}" in outcome.stderr
     return path / "run"
 
 
@@ -285,5 +285,5 @@ def test_another_text_tokenizer_is_refused(pretrained, folder):
     check_initial_weights(pretrained, tokenizer)
     tokenizer.image_vocab_size += 1
     del tokenizer.__dict__["fingerprint"]
-    with pytest.raises(UserError, match="its ids would mean other words"):
+    with pytest.raises(UserError, match="its ids stand for other text"):
         check_initial_weights(pretrained, tokenizer)

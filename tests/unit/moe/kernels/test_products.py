@@ -16,7 +16,7 @@ from moe import MoEConfig, MoELayer
 from moe.kernels import products
 from moe.kernels.compiled import CompiledProducts, load_kernel
 from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose_products
-from moe.reference import reference_moe
+from tests.fixtures.moe_reference import reference_moe
 
 compiled_here = pytest.mark.skipif(
     load_kernel() is None, reason="the kernel needs a processor with AVX-512 and a compiler"

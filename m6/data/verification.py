@@ -1,0 +1,76 @@
+"""Checks the shards of a data folder against the manifest: sizes always, checksums once per machine.
+
+After a successful check, a record is written to the user's cache folder. Its name depends on the shard's path, size,
+modification time and inode, so a shard that was written again is checked again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from m6 import files
+from m6.data.manifest import MANIFEST_NAME, Shard
+from m6.errors import UserError
+
+_VERIFIED = b"verified\n"
+
+
+def verify_shards(folder: Path, shards: Iterable[Shard]) -> None:
+    """Checks shards of a data folder.
+
+    Args:
+        folder: the data folder.
+        shards: the shards to check, as in the manifest.
+
+    Raises:
+        UserError: a shard is missing, or its size or SHA-256 differs from the manifest.
+    """
+    for shard in shards:
+        file = folder / shard.file
+        if not file.is_file():
+            raise UserError(f"{file} is missing, but {MANIFEST_NAME} lists it")
+        if file.stat().st_size != shard.bytes:
+            raise UserError(f"{file} has {file.stat().st_size} bytes, expected {shard.bytes}: it is damaged")
+        _verify_checksum(file, shard.sha256)
+
+
+def _verify_checksum(file: Path, expected: str) -> None:
+    record = _open_record(file, expected)
+    if record is None:
+        _compare(file, expected)
+        return
+    try:
+        if os.read(record, len(_VERIFIED)) == _VERIFIED:
+            return
+        # The processes of a node start together: one of them reads the shard, the others wait for its record.
+        fcntl.lockf(record, fcntl.LOCK_EX)
+        os.lseek(record, 0, os.SEEK_SET)
+        if os.read(record, len(_VERIFIED)) != _VERIFIED:
+            _compare(file, expected)
+            os.pwrite(record, _VERIFIED, 0)
+    finally:
+        os.close(record)
+
+
+def _open_record(file: Path, expected: str) -> int | None:
+    """Opens the record of a file; None if the cache folder cannot be written or belongs to another user."""
+    status = file.stat()
+    identity = f"{file.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{expected}"
+    folder = files.cache_folder() / "verified"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            return None
+        name = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
+        return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return None
+
+
+def _compare(file: Path, expected: str) -> None:
+    if files.sha256(file) != expected:
+        raise UserError(f"{file} is damaged: its SHA-256 differs from {MANIFEST_NAME}")

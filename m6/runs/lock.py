@@ -1,0 +1,94 @@
+"""One owner for each folder that is written: a lock that ends with its process.
+
+The lock is a POSIX record lock (``fcntl``): the kernel frees it when the process ends, however that happens, and the
+worker processes of a trainer do not hold it. Between nodes it works where the file system shares such locks: NFS 4,
+NFS 3 with its lock daemon, GPFS, and Lustre mounted with ``flock``. Where a file system shares them only inside of a
+node, such as Lustre with ``localflock``, the lock protects against processes of the same node. Where there are no
+locks at all, the owner is told.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from m6.errors import StorageError
+
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+_MAX_OWNER_BYTES = 4096
+
+
+class FolderInUse(StorageError):
+    """Another process writes the folder; it may have ended at the next attempt."""
+
+
+class FolderLock:
+    """The right to write a folder.
+
+    Args:
+        file: the lock file, in the folder or beside it; it stays, empty, when the lock is released.
+        folder: what the lock protects, for messages.
+    """
+
+    def __init__(self, file: Path, folder: Path) -> None:
+        self._file, self._folder = file, folder
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Takes the lock, or says who has it.
+
+        Raises:
+            FolderInUse: another process holds the lock.
+            StorageError: the lock file cannot be written.
+        """
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise StorageError(f"{self._file} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD_BY_ANOTHER:
+                holder = _describe(os.read(descriptor, _MAX_OWNER_BYTES))
+                os.close(descriptor)
+                raise FolderInUse(
+                    f"{self._folder} is being written by {holder}; wait until it has ended, or choose another folder"
+                ) from None
+            print(
+                f"warning: {self._file}: this file system has no locks ({error.strerror}): start no second process in "
+                f"{self._folder}",
+                file=sys.stderr,
+            )
+        owner = {"pid": os.getpid(), "host": platform.node(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, (json.dumps(owner) + "\n").encode())
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Gives the lock back; does nothing if it is not held."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> FolderLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _describe(content: bytes) -> str:
+    try:
+        owner = json.loads(content)
+        return f"process {owner['pid']} on {owner['host']} since {owner['time']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process, which has not yet said its name"

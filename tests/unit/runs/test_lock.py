@@ -1,0 +1,103 @@
+"""A folder has one owner, and a lock ends with its process however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from m6.errors import UserError
+from m6.runs.lock import FolderInUse, FolderLock
+
+ROOT = Path(__file__).resolve().parents[3]
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from m6.runs.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1], "lock"), Path(sys.argv[1]))
+lock.acquire()
+if sys.argv[2] == "fork" and os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start_owner(tmp_path: Path):
+    started: list[subprocess.Popen] = []
+
+    def start(how: str = "alone") -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", OWNER, tmp_path, how]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_second_process_is_told_who_the_owner_is(tmp_path: Path, start_owner: Callable[..., subprocess.Popen]):
+    owner = start_owner()
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "held\n"
+    with pytest.raises(FolderInUse, match=rf"{tmp_path} is being written by process {owner.pid} on .* since"):
+        FolderLock(tmp_path / "lock", tmp_path).acquire()
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    with FolderLock(tmp_path / "lock", tmp_path):
+        pass
+    assert (tmp_path / "lock").read_text() == ""
+
+
+def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path, start_owner: Callable[..., subprocess.Popen]):
+    owner = start_owner("fork")
+    assert owner.stdout is not None
+    lines = sorted([owner.stdout.readline().strip(), owner.stdout.readline().strip()])
+    worker = int(lines[0])
+    try:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        os.kill(worker, 0)  # the worker lives on
+        FolderLock(tmp_path / "lock", tmp_path).acquire()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_an_unreadable_owner(tmp_path: Path, start_owner: Callable[..., subprocess.Popen]):
+    owner = start_owner()
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    (tmp_path / "lock").write_bytes(b"\xff[")
+    with pytest.raises(FolderInUse, match="another process"):
+        FolderLock(tmp_path / "lock", tmp_path).acquire()
+
+
+def test_a_lock_file_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        FolderLock(tmp_path / "file" / "lock", tmp_path).acquire()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="cannot be written"):
+        FolderLock(tmp_path / "link", tmp_path).acquire()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    lock = FolderLock(tmp_path / "lock", tmp_path)
+    lock.acquire()
+    assert "has no locks" in capsys.readouterr().err
+    lock.release()

@@ -1,0 +1,115 @@
+"""Nothing of a run is lost in silence: one owner, no restart unasked, no damaged metrics or weights."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.config.run import parse_config
+from m6.errors import StorageError, UserError
+from m6.runs.directory import LAST_CHECKPOINT, RunDirectory
+from m6.runs.processes import Runtime
+from m6.training.loop import Trainer, pretrain
+from tests.fixtures.tiny_run import tiny_document
+
+ROOT = Path(__file__).resolve().parents[3]
+HOLDER = """
+import sys, time
+from pathlib import Path
+from m6.runs.directory import RunDirectory
+RunDirectory(Path(sys.argv[1])).lock.acquire()
+print("held", flush=True)
+time.sleep(120)
+"""
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def losses(root: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def test_a_run_that_another_process_trains_is_left_alone(folder: Path, runtime: Runtime, tmp_path: Path):
+    config, root = parse_config(tiny_document(folder)), tmp_path / "run"
+    command = [sys.executable, "-c", HOLDER, root]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(StorageError, match=rf"being written by process {holder.pid} on"):
+            pretrain(config, root, runtime)
+        assert [path.name for path in root.iterdir()] == ["lock"]
+        holder.kill()
+    assert pretrain(config, root, runtime)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_unasked(folder: Path, runtime: Runtime, tmp_path: Path):
+    config, root = parse_config(tiny_document(folder)), tmp_path / "run"
+    assert pretrain(config, root, runtime)
+    before = losses(root)
+    (root / "checkpoints").rename(tmp_path / "unmounted")
+    with pytest.raises(
+        UserError, match=r"was saved as step_\d+, but .*checkpoints holds no whole checkpoint.*--restart"
+    ):
+        pretrain(config, root, runtime)
+    assert losses(root) == before
+    (tmp_path / "unmounted").rename(root / "checkpoints")
+    assert pretrain(config, root, runtime)
+    assert losses(root) == before
+
+
+def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path: Path):
+    config, root = parse_config(tiny_document(folder)), tmp_path / "run"
+    assert pretrain(config, root, runtime)
+    before = losses(root)
+    assert pretrain(config, root, runtime, restart=True)
+    assert losses(root) == before
+    [kept] = root.glob("before_restart_*")
+    assert losses(kept) == before
+    assert complete_checkpoints(kept / "checkpoints")
+
+
+def test_damaged_lines_of_the_metrics_are_set_aside(make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]):
+    trainer = make_trainer()
+    trainer.train(stop_after=2)
+    whole = trainer.run.metrics.read_bytes().splitlines(keepends=True)
+    damaged = [b"\x00\xff garbage\n", b'{"loss": 1.0}\n', b"[1]\n", b"[" * 100_000 + b"\n"]
+    trainer.run.metrics.write_bytes(b"".join([whole[0], *damaged, *whole[1:], b'{"step": 1, "lo']))
+    resumed = make_trainer()
+    assert resumed.train()
+    assert "set aside damaged lines 2, 3, 4, 5" in capfd.readouterr().err
+    assert trainer.run.metrics.with_name("metrics.jsonl.damaged").read_bytes() == b"".join(damaged)
+    steps = [step for step, _ in losses(trainer.run.root)]
+    assert steps == sorted(set(steps))
+    assert trainer.run.metrics.read_bytes().startswith(whole[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(make_trainer: MakeTrainer, value: float):
+    trainer = make_trainer(m6__checkpoint__async_save=False)
+    trainer.train(stop_after=2)
+    [good] = complete_checkpoints(trainer.run.checkpoints)
+    assert (trainer.run.root / LAST_CHECKPOINT).read_text() == f"{good.name}\n"
+    with torch.no_grad():
+        next(iter(trainer.engine.module.parameters())).view(-1)[3] = value
+    with pytest.raises(StorageError, match="weights are not finite: "):
+        trainer.checkpointer.save(trainer.engine, 3, {})
+    assert complete_checkpoints(trainer.run.checkpoints) == [good]
+    assert make_trainer().train()
+
+
+def test_a_run_that_never_trained_does_not_hold_its_folder(folder: Path, runtime: Runtime, tmp_path: Path):
+    root = tmp_path / "run"
+    first = parse_config(tiny_document(folder, m6__training__seed=1))
+    trained = parse_config(tiny_document(folder, m6__training__seed=2))
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(first.document))
+    assert pretrain(trained, root, runtime)
+    with pytest.raises(UserError, match="already holds another run"):
+        RunDirectory(root).check(first)
