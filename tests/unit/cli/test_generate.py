@@ -12,7 +12,7 @@ from tests.fixtures.command import user_error
     [
         ([], "give either a text to continue or --image"),
         (["今天", "--image", "a.png"], "give either a text to continue or --image"),
-        (["--captions", "captions.txt"], "pictures are drawn with --out or --out-dir"),
+        (["--captions", "captions.txt"], "to generate pictures, give --out or --out-dir"),
         (["--out", "grid.png"], "give either a caption or --captions"),
         (["红", "--image", "a.png", "--out", "grid.png"], "give either a caption or --captions"),
         (["红", "--captions", "captions.txt", "--out", "grid.png"], "give either a caption or --captions"),
