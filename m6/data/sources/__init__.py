@@ -9,7 +9,7 @@ from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyV
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
-from m6.data.sources.local import PictureFolder, WebDataset
+from m6.data.sources.local import PictureFolder, WebDataset, refusal
 from m6.data.sources.poetry import Poetry
 from m6.data.sources.reviews import Reviews
 from m6.data.sources.tables import HubTable, LocalTable
@@ -52,6 +52,8 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
     if location.startswith("hf:"):
         dataset, _, split = location.removeprefix("hf:").partition(":")
         return HubTable(name or _name(dataset), dataset, split or "train", options)
+    if location in ("", "."):
+        raise UserError(f'"{specifier}" names no source: give the file or the folder by its path')
     path = Path(location)
     if not path.exists():
         hint = nearest(specifier, BUILT_IN)
@@ -66,13 +68,22 @@ def _open_path(name: str, path: Path, options: SourceOptions) -> Source:
         if path.suffix in LocalTable.FORMATS:
             return LocalTable(name, [path], options)
         raise UserError(f"{path}: expected a folder or a file .tar, {', '.join(LocalTable.FORMATS)}")
-    if tars := sorted(path.rglob("*.tar")):
+    if tars := _inside(path, ".tar"):
         return WebDataset(name, tars, options)
     # A metadata.jsonl looks like a table, but its rows name picture files: such a folder is a PictureFolder.
-    tables = [file for suffix in LocalTable.FORMATS for file in sorted(path.rglob(f"*{suffix}"))]
+    tables = [file for suffix in LocalTable.FORMATS for file in _inside(path, suffix)]
     if tables and not (path / "metadata.jsonl").is_file():
         return LocalTable(name, tables, options)
     return PictureFolder(name, path, options)
+
+
+def _inside(folder: Path, suffix: str) -> list[Path]:
+    """Returns the files of a folder with a suffix; UserError for a link out of the folder or a pipe or device."""
+    files = sorted(folder.rglob(f"*{suffix}"))
+    for file in files:
+        if problem := refusal(folder, file):
+            raise UserError(f"{file} is not read ({problem}); remove it, or name what it points to as a source")
+    return files
 
 
 def _name(text: str) -> str:

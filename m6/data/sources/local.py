@@ -3,10 +3,11 @@
 import csv
 import itertools
 import json
+import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
@@ -59,15 +60,17 @@ class PictureFolder(LocalSource):
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
         self._folder = folder
         self._pictures = sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURE_SUFFIXES)
-        captions = sorted(folder.rglob("*.txt"))
-        metadata = [f for f in (folder / "metadata.jsonl", folder / "metadata.csv") if f.is_file()]
+        captions = [file for file in sorted(folder.rglob("*.txt")) if refusal(folder, file) is None]
+        metadata = [f for f in (folder / "metadata.jsonl", folder / "metadata.csv") if refusal(folder, f) is None]
         if not self._pictures or not (captions or metadata):
             raise UserError(
                 f"{folder}: expected pictures with metadata.jsonl, metadata.csv or .txt files beside them, "
                 "or .parquet, .jsonl or .tar files"
             )
         self._metadata = metadata[0] if metadata else None
-        super().__init__(name, [*self._pictures, *([self._metadata] if self._metadata else captions)], options)
+        # Only files that are read count in the checksum; opening a named pipe or a device could block forever.
+        pictures = [file for file in self._pictures if refusal(folder, file) is None]
+        super().__init__(name, [*pictures, *([self._metadata] if self._metadata else captions)], options)
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of the metadata file, or one row for each picture."""
@@ -76,7 +79,8 @@ class PictureFolder(LocalSource):
             return
         for picture in self._pictures:
             caption = picture.with_suffix(".txt")
-            text = caption.read_text(encoding="utf-8", errors="replace") if caption.is_file() else ""
+            readable = refusal(self._folder, caption) is None
+            text = caption.read_text(encoding="utf-8", errors="replace") if readable else ""
             yield self._row(picture.relative_to(self._folder).as_posix(), text)
 
     def _metadata_rows(self) -> Iterator[Row]:
@@ -97,9 +101,10 @@ class PictureFolder(LocalSource):
 
     def _row(self, file_name: str, text: object) -> Row:
         identity = f"{self.name}/{file_name}"
-        picture = resolve_inside(self._folder, file_name)
-        if picture is None:
-            return Row(identity, identity, problem="missing image")
+        picture = self._folder / file_name
+        problem = refusal(self._folder, picture)
+        if problem is not None:
+            return Row(identity, identity, problem=problem)
         return Row(identity, identity, text if isinstance(text, str) else "", picture.read_bytes())
 
 
@@ -113,11 +118,11 @@ class WebDataset(LocalSource):
         """Yields one row for each key. UserError for a damaged tar file."""
         for path in self._paths:
             try:
-                with tarfile.open(path, mode="r|") as tar:
+                with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
                     for key, group in itertools.groupby(filter(tarfile.TarInfo.isfile, tar), _key):
-                        # The members must be read now: a streamed archive cannot seek back.
                         parts = {Path(m.name).suffix.lower(): _read(tar, m) for m in group if _is_readable(m)}
                         yield self._row(f"{self.name}/{path.name}/{key}", parts)
+                    _check_end(file, tar.offset)
             except (tarfile.TarError, EOFError) as error:
                 raise UserError(f"{path} is not a complete tar file: {error}") from None
 
@@ -134,11 +139,17 @@ class WebDataset(LocalSource):
         return Row(identity, identity, text if isinstance(text, str) else "", images[0])
 
 
-def resolve_inside(folder: Path, name: str) -> Path | None:
-    """Returns the file with a relative name; None if it does not exist or lies outside of the folder."""
+def refusal(folder: Path, path: Path) -> str | None:
+    """Returns why a file of a source is not read: it is missing, lies outside of the folder, or is no regular file."""
     # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
-    path = (folder / name).resolve()
-    return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
+    try:
+        resolved = path.resolve()
+        if not resolved.is_relative_to(folder.resolve()):
+            return "outside of the folder"
+        mode = resolved.stat().st_mode
+    except (OSError, ValueError, RuntimeError):  # the name is too long or has a NUL, or links form a loop
+        return "missing image" if path.suffix.lower() in PICTURE_SUFFIXES else "missing file"
+    return None if stat.S_ISREG(mode) else "not a regular file"
 
 
 def _parse(line: str | bytes) -> dict[str, Any] | None:
@@ -160,9 +171,22 @@ def _is_readable(member: tarfile.TarInfo) -> bool:
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    content = tar.extractfile(member)
-    assert content is not None  # rows() passes only regular files
-    return content.read()
+    file = tar.extractfile(member)
+    assert file is not None  # rows() passes only regular files
+    content = file.read()
+    if len(content) != member.size:
+        raise tarfile.ReadError(f"{member.name} ends after {len(content)} of {member.size} bytes")
+    return content
+
+
+def _check_end(file: BinaryIO, offset: int) -> None:
+    """Raises ReadError if the archive has no end marker at ``offset``, where reading stopped.
+
+    ``tarfile`` also stops, without an error, at a damaged header and at the end of a truncated file.
+    """
+    file.seek(offset)
+    if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"no further member and no end of the archive at byte {offset}")
 
 
 def require_column(column: str, columns: Iterable[str], where: object) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import LocalSource, require_column, resolve_inside
+from m6.data.sources.local import LocalSource, refusal, require_column
 from m6.data.sources.text import passages
 from m6.errors import UserError
 
@@ -137,14 +137,19 @@ def _table_rows(
         if entry is None:
             return
         identity, text = f"{name}/{number}", entry[options.text_column]
-        text = text if isinstance(text, str) else ""
+        if not isinstance(text, str):
+            yield Row(identity, identity, problem=f"the text is {'null' if text is None else type(text).__name__}")
+            continue
         if options.label_column:
             yield Row(identity, identity, text[: options.passage_chars], answer=_label(entry[options.label_column]))
         elif image_column:
             image = _picture_bytes(entry[image_column], folder)
             yield Row(identity, identity, text, image, problem=None if image else "missing image")
         else:
-            for index, passage in enumerate(passages(text, options.passage_chars)):
+            cut = list(passages(text, options.passage_chars))
+            if not cut:
+                yield Row(identity, identity, problem="empty text")
+            for index, passage in enumerate(cut):
                 yield Row(f"{identity}/{index}", identity, passage)
 
 
@@ -163,8 +168,8 @@ def _picture_bytes(value: object, folder: Path | None) -> bytes | None:
         value = value.get("bytes") or value.get("path")
     # A data set of the Hub (no folder) must not name local files.
     if isinstance(value, str) and folder is not None:
-        picture = resolve_inside(folder, value)
-        return picture.read_bytes() if picture else None
+        picture = folder / value
+        return picture.read_bytes() if refusal(folder, picture) is None else None
     return value if isinstance(value, bytes) else None
 
 

@@ -71,7 +71,7 @@ def test_metadata_jsonl(folder, tmp_path):
     rows = rows_of(folder, tmp_path)
     assert [(row.id, row.text, row.problem) for row in rows] == [
         ("photos/cats/b.png", "一只猫", None),
-        ("photos/../secret.png", "", "missing image"),
+        ("photos/../secret.png", "", "outside of the folder"),
         ("photos/none.png", "", "missing image"),
         ("photos/a.png", "", None),
         ("photos/metadata.jsonl:5", "", "invalid JSON"),

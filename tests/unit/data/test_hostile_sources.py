@@ -1,0 +1,147 @@
+"""Data that is damaged or hostile: nothing outside of the folder is read, and nothing is lost in silence."""
+
+import io
+import json
+import os
+import random
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from m6.data.sources import Row, SourceOptions, find_source
+from m6.errors import UserError
+
+
+def png(colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def read(path: Path, **options: object) -> list[Row]:
+    source = find_source(f"mine={path}", SourceOptions(cache=path, licence="private", **options))
+    source.origin()
+    return list(source.rows())
+
+
+def problems(rows: list[Row]) -> dict[str, str | None]:
+    return {row.id: row.problem for row in rows}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "good.png").write_bytes(png())
+    (tmp_path / "photos" / "good.txt").write_text("一只猫")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "secret.png").write_bytes(png("blue"))
+    return tmp_path / "photos"
+
+
+def test_links_out_of_the_folder_are_refused_and_listed(folder: Path):
+    (folder / "a.png").symlink_to(folder.parent / "secret.png")
+    (folder / "b.png").write_bytes(png())
+    (folder / "b.txt").symlink_to(folder.parent / "secret.txt")
+    (folder / "c.png").symlink_to("good.png")  # inside: as good as a file
+    (folder / "c.txt").write_text("一条狗")
+    (folder / "d.png").symlink_to("d.png")
+    rows = read(folder)
+    assert problems(rows) == {
+        "mine/a.png": "outside of the folder",
+        "mine/b.png": None,
+        "mine/c.png": None,
+        "mine/d.png": "missing image",
+        "mine/good.png": None,
+    }
+    assert "secret" not in {row.text for row in rows}
+    assert [row.text for row in rows if row.id == "mine/b.png"] == [""]
+
+
+@pytest.mark.timeout(60)
+def test_pipes_and_devices_do_not_block(folder: Path):
+    os.mkfifo(folder / "pipe.png")
+    os.mkfifo(folder / "good2.txt")
+    (folder / "good2.png").write_bytes(png())
+    (folder / "zero.png").symlink_to("/dev/zero")
+    assert problems(read(folder)) == {
+        "mine/good.png": None,
+        "mine/good2.png": None,
+        "mine/pipe.png": "not a regular file",
+        "mine/zero.png": "outside of the folder",
+    }
+
+
+@pytest.mark.parametrize("suffix", ["tar", "jsonl", "parquet"])
+def test_a_linked_archive_or_table_is_named(folder: Path, suffix: str):
+    (folder.parent / f"elsewhere.{suffix}").write_bytes(b"")
+    (folder / f"x.{suffix}").symlink_to(folder.parent / f"elsewhere.{suffix}")
+    with pytest.raises(UserError, match=rf"x\.{suffix} is not read \(outside of the folder\)"):
+        read(folder)
+
+
+@pytest.mark.parametrize("specifier", ["a=", ".", "a=.", ""])
+def test_the_working_directory_is_no_source(specifier: str, tmp_path: Path):
+    with pytest.raises(UserError, match="names no source"):
+        find_source(specifier, SourceOptions(cache=tmp_path, licence="private"))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000 + ".png", "a\x00b.png", "../secret.png", "/etc/passwd", "\ud800.png"])
+def test_a_bad_file_name_costs_one_row(folder: Path, name: str):
+    lines = [{"file_name": name, "text": "坏"}, {"file_name": "good.png", "text": "好"}]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bad, good = read(folder)
+    assert bad.problem in ("missing image", "missing file", "outside of the folder")
+    assert (good.text, good.problem) == ("好", None)
+
+
+def archive(path: Path, pairs: int) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for number in range(pairs):
+            for suffix, content in (("png", png()), ("txt", f"第{number}张".encode())):
+                member = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_a_whole_archive_is_read(tmp_path: Path):
+    assert len(read(archive(tmp_path / "whole.tar", 20))) == 20
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_archive_that_was_cut_off_is_not_taken_as_whole(tmp_path: Path, seed: int):
+    path = archive(tmp_path / "cut.tar", 20)
+    with tarfile.open(path) as tar:
+        end = max(member.offset_data + member.size for member in tar.getmembers())
+    path.write_bytes(path.read_bytes()[: random.Random(seed).randrange(512, end)])
+    with pytest.raises(UserError, match="is not a complete tar file"):
+        read(path)
+
+
+@pytest.mark.parametrize("member", [1, 10, 11, 39])
+def test_a_damaged_header_does_not_end_an_archive_in_silence(tmp_path: Path, member: int):
+    path = archive(tmp_path / "damaged.tar", 20)
+    with tarfile.open(path) as tar:
+        offset = tar.getmembers()[member].offset
+    content = bytearray(path.read_bytes())
+    content[offset + 150] ^= 4  # in the checksum of the header
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is not a complete tar file"):
+        read(path)
+
+
+def test_rows_without_a_text_are_counted(tmp_path: Path):
+    table = pa.table({"text": ["好的，谢谢。", None, "", "。。。"]})
+    pq.write_table(table, tmp_path / "texts.parquet")
+    assert list(problems(read(tmp_path / "texts.parquet")).values()) == [
+        None,
+        "the text is null",
+        "empty text",
+        "empty text",
+    ]
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
+    assert set(problems(read(tmp_path / "numbers.parquet")).values()) == {"the text is int"}
