@@ -18,7 +18,7 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
     Args:
         path: the file to write.
-        mode: its permissions, less those that the umask removes.
+        mode: permissions of the file before the umask is applied.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # rename(2) is atomic only within one file system, so the temporary file is made in the same folder.
@@ -64,13 +64,13 @@ def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
 
 
 def cut_lines_after(path: Path, step: int) -> list[int]:
-    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and a last line without its end.
+    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and an incomplete last line.
 
     Other lines that are not JSON objects with a step are damaged. They are moved to ``NAME.damaged`` in the same
     folder. A missing file stays missing.
 
     Returns:
-        the numbers of the damaged lines, from 1.
+        The numbers of the damaged lines, from 1.
     """
     if not path.exists():
         return []
@@ -81,7 +81,7 @@ def cut_lines_after(path: Path, step: int) -> list[int]:
             if json.loads(line)["step"] <= step:
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
         except (ValueError, KeyError, TypeError, RecursionError):
-            if line.endswith(b"\n"):  # what a crash cuts off has no end
+            if line.endswith(b"\n"):  # a line that a crash cut off has no line break and is dropped
                 damaged[number] = line
     if damaged:
         with path.with_name(f"{path.name}.damaged").open("ab") as file:
@@ -101,5 +101,5 @@ def sha256(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/m6-recipes``, or the same under ``~/.cache``."""
+    """Returns the cache folder of this project: ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"

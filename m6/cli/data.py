@@ -1,4 +1,4 @@
-"""``m6 data``: builds data folders, trains their text tokenizers, turns their pictures into codes."""
+"""``m6 data``: builds data folders, trains text tokenizers, encodes pictures to image codes."""
 
 import os
 from pathlib import Path
@@ -16,12 +16,12 @@ app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_he
 
 
 def _usable_cores() -> int:
-    """The cores that this process may use, which on a cluster are fewer than the machine has."""
+    """Returns the cores that this process may use. In a cluster job they can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parse_limit(text: str) -> tuple[str, int]:
-    """``N`` or ``SOURCE=N``: the source, empty for all others, and its rows."""
+    """Parses ``N`` or ``SOURCE=N`` to the source (empty for ``N``) and the number of rows."""
     source, _, rows = text.rpartition("=")
     if not rows.isdigit():
         raise UserError(f"--limit {text}: expected N or SOURCE=N, as in 500 or emoji=500")
@@ -34,7 +34,7 @@ def build(
         list[str],
         typer.Argument(
             help=f"Built-in sources ({', '.join(BUILT_IN)}), or your own data: a folder of pictures with captions, "
-            "Parquet or JSONL files, WebDataset tars, or hf:NAME[:SPLIT]. CALLED=PATH chooses its name."
+            "Parquet or JSONL files, WebDataset tar files, or hf:NAME[:SPLIT]. CALLED=PATH sets its name."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The data folder to make.")],
@@ -42,24 +42,24 @@ def build(
     passage_chars: Annotated[int, typer.Option(help="Longest passage or caption, in characters.")] = 256,
     limit: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="Use the first N rows of each source only; SOURCE=N: of that source. May be given often."),
+        typer.Option(help="Use only the first N rows of each source, or of one: SOURCE=N. Can be repeated."),
     ] = None,
     validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
     test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
-    max_bad_share: Annotated[float, typer.Option(help="More bad rows than this share are an error.")] = 0.01,
+    max_bad_share: Annotated[float, typer.Option(help="Fail if a larger share of a source's rows is bad.")] = 0.01,
     text_column: Annotated[str, typer.Option(help="Your own data: the column of captions or texts.")] = "text",
     image_column: Annotated[
-        str | None, typer.Option(help='Your own data: the column of pictures ("image" where there is one).')
+        str | None, typer.Option(help='Your own data: the column of pictures (default: "image" if it exists).')
     ] = None,
     label_column: Annotated[
-        str | None, typer.Option(help="Your own tables: the column of labels, for classification of their texts.")
+        str | None, typer.Option(help="Your own tables: the column of labels, for text classification.")
     ] = None,
-    licence: Annotated[str | None, typer.Option(help="Your own data: its licence, kept in the manifest.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Where fetched packages are kept.")] = None,
+    licence: Annotated[str | None, typer.Option(help="Your own data: its licence, recorded in the manifest.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for fetched packages.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
 ) -> None:
     """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
-    limits = dict(_parse_limit(text) for text in limit or [])
+    limits = dict(_parse_limit(text) for text in limit or [])  # the empty name is the limit of all sources
     settings = BuildSettings(
         image_size=image_size,
         passage_chars=passage_chars,
@@ -90,14 +90,15 @@ def build(
 def tokenizer(
     data: Annotated[Path, typer.Argument(help='The data folder, made by "m6 data build".')],
     out: Annotated[Path, typer.Option(help="The tokenizer folder to make.")],
-    vocab_size: Annotated[int, typer.Option(min=258, help="Text pieces, 256 of them for single bytes.")] = 21128,
+    vocab_size: Annotated[int, typer.Option(min=258, help="Text pieces, including 256 for single bytes.")] = 21128,
     image_vocab_size: Annotated[int, typer.Option(min=0, help="Image codes in the joint vocabulary.")] = 8192,
     character_coverage: Annotated[
-        float, typer.Option(min=0.9, max=1.0, help="Share of the characters that get pieces; the rest becomes bytes.")
+        float, typer.Option(min=0.9, max=1.0, help="Share of the characters with pieces; the others become bytes.")
     ] = 0.9998,
-    sample_megabytes: Annotated[int, typer.Option(min=1, help="Text to train on, a random sample of rows.")] = 256,
+    sample_megabytes: Annotated[int, typer.Option(min=1, help="Size of the random sample of rows to train on.")] = 256,
 ) -> None:
     """Trains a SentencePiece tokenizer on the train split of a data folder."""
+    # Imported here: "m6 data build" must not wait for torch.
     from m6.data.manifest import Manifest
     from m6.training.tokenizers.text import train_text_tokenizer
 
@@ -119,18 +120,18 @@ def tokenizer(
 def codes(
     data: Annotated[Path, typer.Argument(help='The data folder, made by "m6 data build".')],
     image_tokenizer: Annotated[
-        str, typer.Option(help="Folder of an image tokenizer, or the name of a VQModel of the Hub.")
+        str, typer.Option(help="Folder of an image tokenizer, or the name of a VQModel on the Hub.")
     ],
     source: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
-        typer.Option(help="A source to encode; may be given often; default all with pictures and captions."),
+        typer.Option(help="A source to encode; can be repeated; default: all with pictures and captions."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures encoded at once.")] = 64,
     max_bad_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="More bad pictures than this share are an error.")
+        float, typer.Option(min=0.0, max=1.0, help="Fail if a larger share of a source's pictures is bad.")
     ] = 0.01,
 ) -> None:
-    """Writes the codes of the pictures beside the shards, bound to the tokenizer's checksum."""
+    """Encodes the pictures of a data folder to image codes, stored under the image tokenizer's checksum."""
     from m6.data.codes import write_codes
     from m6.data.manifest import Manifest
     from m6.runs.processes import default_device

@@ -1,4 +1,4 @@
-"""``m6 downstream``: the tables of a fine-tuned run."""
+"""``m6 downstream``: scores of a fine-tuned run on downstream tasks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from m6.errors import UserError
 def downstream(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     out: Annotated[Optional[Path], typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,  # noqa: UP045
-    max_rows: Annotated[int, typer.Option(min=1, help="rows of each source's test split")] = 200,
+    max_rows: Annotated[int, typer.Option(min=1, help="most test rows of each source")] = 200,
 ) -> None:
-    """Scores a fine-tuned run on captioning, classification and matching, against baselines on the same rows."""
+    """Scores a fine-tuned run on captioning, classification and matching, with baselines on the same rows."""
     for package in ("sacrebleu", "sklearn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')

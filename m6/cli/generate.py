@@ -1,4 +1,4 @@
-"""``m6 generate``: pictures from texts, captions of pictures, continuations of texts."""
+"""``m6 generate``: pictures of captions, captions of pictures, continuations of texts."""
 
 from __future__ import annotations
 
@@ -17,83 +17,83 @@ if TYPE_CHECKING:
 
 def generate(
     run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
-    prompt: Annotated[str, typer.Argument(help="the caption of pictures, or the beginning of a text")] = "",
+    prompt: Annotated[str, typer.Argument(help="the caption of the pictures, or the beginning of a text")] = "",
     image: Annotated[
         Optional[list[Path]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
-        typer.Option(help="a picture to describe; may be given often"),
+        typer.Option(help="a picture to caption; can be repeated"),
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="draw pictures of the caption: PNG with all of them side by side"),
+        typer.Option(help="generate pictures: one PNG to write, with all pictures in a grid"),
     ] = None,
     out_dir: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help=f"draw pictures: folder for one PNG each, and {CAPTIONS_NAME}; must not exist or be empty"),
+        typer.Option(help=f"generate pictures: folder for PNG files and {CAPTIONS_NAME}; must not exist or be empty"),
     ] = None,
     captions: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="draw pictures of many captions: a text file with one in each line"),
+        typer.Option(help="generate pictures of many captions: a text file with one caption per line"),
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="pictures of each caption")] = 1,
+    num: Annotated[int, typer.Option(min=1, help="pictures per caption")] = 1,
     candidates: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="pictures to draw of each caption; --num are kept, those the model describes best"),
+        typer.Option(min=1, help="pictures generated per caption, of which the --num with the best scores are kept"),
     ] = None,
-    guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance; 1 is none")] = 3.0,
-    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k best codes")] = None,  # noqa: UP045
+    guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance; 1: no guidance")] = 3.0,
+    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k most likely codes")] = None,  # noqa: UP045
     top_p: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="pictures drawn at a time")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="of a text")] = 48,
-    num_beams: Annotated[int, typer.Option(min=1, help="of a text; 1 is greedy")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="pictures generated at once")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest text in tokens")] = 48,
+    num_beams: Annotated[int, typer.Option(min=1, help="beams for a text; 1: greedy")] = 1,
     temperature: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.0, help="0 is deterministic; default: 0 for texts, 1 for pictures"),
+        typer.Option(min=0.0, help="0: deterministic; default: 0 for texts, 1 for pictures"),
     ] = None,
     seed: int = 0,
 ) -> None:
-    """Draws pictures of captions, describes pictures, or goes on with a text."""
-    draws = out is not None or out_dir is not None
-    if draws:
+    """Generates pictures of captions, captions of pictures, or the continuation of a text."""
+    is_text_to_image = out is not None or out_dir is not None
+    # Arguments are checked before torch and the model are loaded, which takes seconds.
+    if is_text_to_image:
         if bool(prompt) == bool(captions) or image:
-            raise UserError("generate: --out and --out-dir draw pictures: give either a caption or --captions")
+            raise UserError("generate: --out and --out-dir generate pictures: give either a caption or --captions")
         texts = [prompt] if captions is None else read_captions(captions)
         if out_dir is not None and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
     elif bool(prompt) == bool(image) or captions is not None:
         raise UserError(
-            "generate: give either a text to go on with or --image, not both and not neither; "
-            "pictures are drawn with --out or --out-dir"
+            "generate: give either a text to continue or --image; to generate pictures, give --out or --out-dir"
         )
     pictures = [_open_picture(path) for path in image or ()]
     from m6.runs.processes import default_device
 
     device = default_device()
-    if not draws:
+    if not is_text_to_image:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, temperature or 0.0, seed)
         return
     from m6.generation.pipeline import M6TextToImagePipeline
     from m6.generation.text_to_image import Sampling
 
     sampling = Sampling(guidance, 1.0 if temperature is None else temperature, top_k, top_p)
-    drawn = M6TextToImagePipeline.from_pretrained(run, device)(
+    generated = M6TextToImagePipeline.from_pretrained(run, device)(
         texts, num_images=num, num_candidates=candidates, sampling=sampling, seed=seed, batch_size=batch_size
     )
     if out is not None:
         from m6.generation.grid import picture_grid
 
         with atomic_path(out) as temporary:
-            picture_grid(drawn.images, num if len(texts) > 1 else None).save(temporary, format="PNG")
+            picture_grid(generated.images, num if len(texts) > 1 else None).save(temporary, format="PNG")
         print(out)
     if out_dir is not None:
-        write_pictures(drawn.images, [text for text in texts for _ in range(num)], out_dir)
+        write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)
         print(out_dir)
 
 
 def read_captions(path: Path) -> list[str]:
-    """The lines of a text file, without empty ones.
+    """Returns the lines of a text file, without empty ones.
 
     Raises:
         UserError: the file cannot be read, or has no caption.

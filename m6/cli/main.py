@@ -1,4 +1,8 @@
-"""The command line: ``m6 COMMAND``. A user's mistake ends in one line on stderr and exit code 2."""
+"""The command line ``m6 COMMAND``. A user's mistake gives one line on stderr and exit code 2.
+
+Commands import what they need in their bodies: torch and DeepSpeed take seconds to import, and ``m6 --help`` needs
+neither.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # disk full, quota exceeded, read-only file system
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, for example configs/m6_smoke.json")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
-    typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; may be given often"),
+    typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),
 ]
 NewRunFolder = Annotated[
     Optional[Path],  # noqa: UP045
@@ -32,14 +36,14 @@ NewRunFolder = Annotated[
 ]
 Restart = Annotated[
     bool,
-    typer.Option("--restart", help="begin at step 0; what the folder holds of the run stays, under another name"),
+    typer.Option("--restart", help="begin at step 0; the files of the old run are kept under another name"),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
 
 
 @app.callback(help="Pretrain M6-style multimodal mixture-of-experts transformers.")
 def _launched(local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0) -> None:
-    """Takes the option that the deepspeed launcher puts before the command; the rank is in the environment."""
+    """Accepts --local_rank, which the deepspeed launcher passes; the rank is read from the environment."""
 
 
 @app.command()
@@ -49,11 +53,11 @@ def pretrain(
     overrides: Overrides = None,
     profile: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="what `m6 plan calibrate` wrote, to predict the time of a step"),
+        typer.Option(help="profile that `m6 plan calibrate` wrote, to predict the time of a step"),
     ] = None,
     restart: Restart = False,
 ) -> None:
-    """Pretrains a model, or goes on where the run in the folder stopped.
+    """Pretrains a model, or resumes the run in the folder.
 
     The same command runs under torchrun, deepspeed and srun.
     """
@@ -63,15 +67,15 @@ def pretrain(
 @app.command()
 def finetune(
     config: ConfigFile,
-    init: Annotated[Path, typer.Option("--init", help="the run or exported model whose weights it begins with")],
+    init: Annotated[Path, typer.Option("--init", help="the run or exported model that gives the initial weights")],
     run: NewRunFolder = None,
     overrides: Overrides = None,
     restart: Restart = False,
 ) -> None:
     """Trains a pretrained model on other objectives, such as text to image.
 
-    It is pretraining in everything else: resuming, launchers, logs, checkpoints. The JSON leaves out the model, which
-    is that of --init.
+    Resuming, launchers, logs and checkpoints work as in pretraining. The JSON has no model section; the model is that
+    of --init.
     """
     _train(config, overrides, run, init=init, restart=restart)
 
@@ -87,6 +91,7 @@ def _train(
     from m6.runs.evidence import answer_sigquit
     from m6.runs.signals import StopFlag
 
+    # Before the slow imports below, so that a signal during them is not lost.
     stop_flag = StopFlag()
     answer_sigquit()
     from m6.config.checks import check_world_size
@@ -96,7 +101,7 @@ def _train(
     from m6.runs.processes import start, world_size_of_environment
     from m6.runs.trackers import check_trackers
 
-    # Everything that can be wrong is found before anything is written.
+    # All checks come before anything is written.
     if init is None:
         settings = load_config(config, tuple(overrides or ()))
     else:
@@ -122,16 +127,17 @@ def _train(
     if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
         check_initial_weights(settings.m6.init, tokenizer)
     pretrain_run(settings, folder.root, start(), stop_flag, calibration, restart)
+    # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()
 
 
 @app.command()
 def train_image_tokenizer(
     config: Annotated[Path, typer.Argument(help="the JSON, for example configs/image_tokenizer/pictures_64.json")],
-    out: Annotated[Path, typer.Option(help="folder of the tokenizer; a run that is there already goes on")],
+    out: Annotated[Path, typer.Option(help="folder of the tokenizer; an interrupted training there is resumed")],
     overrides: Overrides = None,
 ) -> None:
-    """Trains a VQ autoencoder that turns pictures into codes, and measures it on held-out pictures."""
+    """Trains a VQ autoencoder that encodes pictures, and measures it on held-out pictures."""
     from m6.runs.signals import StopFlag
 
     stop_flag = StopFlag()
@@ -144,12 +150,12 @@ def train_image_tokenizer(
     measures = train(settings, out, default_device(), stopped=lambda: stop_flag.raised)
     stop_flag.ignore()
     if measures is None:
-        print(f"stopped; the same command goes on in {out}")
+        print(f"stopped; the same command resumes the training in {out}")
         return
     print(measures.table())
     print(
         f"{measures.codebook_usage:.1%} of {settings.model.codebook_size:,} codes are used, perplexity "
-        f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows what came back"
+        f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows reconstructions"
     )
 
 
@@ -158,7 +164,7 @@ def delink(
     run: RunFolder,
     out: Annotated[Path, typer.Option("--out", help="folder of the Real run; must not exist or be empty")],
 ) -> None:
-    """Makes a Real run of a Pseudo run's newest checkpoint, for m6 pretrain to go on with, on any number of ranks.
+    """Makes a Real run from a Pseudo run's newest checkpoint; m6 pretrain continues it on any number of ranks.
 
     The same command runs under torchrun, deepspeed and srun.
     """
@@ -209,16 +215,16 @@ def submit(
         Optional[Path],  # noqa: UP045
         typer.Option("--run-dir", help="folder of the run, which all nodes share; default runs/NAME of the JSON"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command, do nothing")] = False,
-    chain: Annotated[int, typer.Option(min=1, help="jobs that follow each other, instead of one that requeues")] = 1,
-    array: Annotated[int, typer.Option(min=0, help="the same as one job array of this many tasks")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything and print the command only")] = False,
+    chain: Annotated[int, typer.Option(min=1, help="number of consecutive jobs, instead of one that requeues")] = 1,
+    array: Annotated[int, typer.Option(min=0, help="like --chain, as one job array with this many tasks")] = 0,
     init: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--init", help="as of m6 finetune, for a run that begins with another's weights"),
+        typer.Option("--init", help="as in m6 finetune: the run or exported model that gives the initial weights"),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Submits a run to Slurm, or goes on with one; refuses what cannot work."""
+    """Submits a new or existing run to Slurm, after checking that it can work."""
     from m6.slurm import submission
 
     plan = submission.plan_submission(
@@ -230,7 +236,7 @@ def submit(
 
 @app.command()
 def status(run: RunFolder) -> None:
-    """Shows how a run is doing: jobs, attempts, step, loss, speed, checkpoint, disk."""
+    """Shows the status of a run: jobs, attempts, step, loss, speed, checkpoint, disk."""
     from m6.slurm.status import describe_status
 
     print(describe_status(run))
@@ -241,14 +247,14 @@ def plot(
     run: RunFolder,
     experts: Annotated[bool, typer.Option("--experts", help="the load of every expert over training")] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="the device's memory over a step, where experts are offloaded")
+        bool, typer.Option("--memory", help="device memory over a step of a run with offloaded experts")
     ] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="PNG to write; default RUN/curves.png, RUN/experts.png or RUN/memory.png"),
     ] = None,
 ) -> None:
-    """Draws a run's curves, the load of its experts, or its memory."""
+    """Plots a run's curves, the load of its experts, or its device memory."""
     if experts and memory:
         raise UserError("plot: give either --experts or --memory")
     from m6.plots.experts import plot_experts
@@ -261,6 +267,7 @@ def plot(
 
 @functools.cache
 def _mount_commands() -> None:
+    """Adds the commands of the other modules, once per process."""
     from m6.cli.data import app as data_app
     from m6.cli.data import codes, tokenizer
     from m6.cli.downstream import downstream
@@ -277,7 +284,7 @@ def _mount_commands() -> None:
     data_app.command()(codes)
 
     app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
-    app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster: does it fit, how fast is it.")
+    app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster; predict memory and step time.")
 
 
 def main() -> None:
@@ -291,7 +298,7 @@ def main() -> None:
             _tell_job(str(error))
         sys.exit(2)
     except OSError as error:
-        # A file or a disk that cannot be used is no defect of the program; other system errors may be one.
+        # An unusable file or a full disk is not a defect of the program. Other system errors may be: show a traceback.
         if error.filename is None and error.errno not in _FULL_DISK:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -299,7 +306,10 @@ def main() -> None:
 
 
 def _tell_job(message: str) -> None:
-    """Leaves the message to the job that this is an attempt of, for which another one would make the same mistake."""
+    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job.
+
+    The job then stops, because another attempt would fail in the same way.
+    """
     attempt = os.environ.get("M6_ATTEMPT_DIR")
     if attempt:
         from m6.files import write_text

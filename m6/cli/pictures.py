@@ -1,4 +1,4 @@
-"""``m6 evaluate-pictures``: what generated pictures are worth."""
+"""``m6 evaluate-pictures``: measures the quality of generated pictures."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ def evaluate_pictures(
     data: Annotated[Path, typer.Option(help='the data folder with real pictures, made by "m6 data build"')],
     source: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="a source of real pictures; may be given often; default all with pictures and captions"),
+        typer.Option(help="a source of real pictures; can be repeated; default: all with pictures and captions"),
     ] = None,
     held_out_style: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="the drawing style that is kept from the judge: the last part of rows' ids, such as twemoji"),
+        typer.Option(help="drawing style that the judge is not trained on: the last part of the ids, such as twemoji"),
     ] = None,
     judge: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="folder to keep the judge in; one that is there is used if it fits"),
+        typer.Option(help="folder of the judge; an existing judge is used, a new one is saved there"),
     ] = None,
-    judge_steps: Annotated[int, typer.Option(min=1, help="steps of 32 pictures that the judge is trained for")] = 1500,
+    judge_steps: Annotated[int, typer.Option(min=1, help="training steps of the judge, 32 pictures each")] = 1500,
     inception: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="weights of Inception-v3 in torch-fidelity's format, for FID and KID on its features too"),
+        typer.Option(help="weights of Inception-v3 in torch-fidelity's format: also FID and KID on its features"),
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Markdown report, with JSON beside it; default GENERATED/report.md"),
+        typer.Option(help="Markdown report; the same name with .json gets the numbers; default GENERATED/report.md"),
     ] = None,
 ) -> None:
-    """Judges generated pictures by a network trained on real ones; FID and KID; a search for copies."""
+    """Evaluates generated pictures: accuracy of a classifier trained on real ones, FID and KID, search for copies."""
     from m6.data.manifest import Manifest
     from m6.evaluation.pictures.generated import load_generated
     from m6.evaluation.pictures.judge import JudgeSettings, load_or_train_judge

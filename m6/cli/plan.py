@@ -1,4 +1,4 @@
-"""``m6 plan``: the commands of the planner."""
+"""``m6 plan``: commands of the planner."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _DEFAULT = "best"
 
 
 class _PlanGroup(TyperGroup):
-    """``m6 plan CONFIG`` is ``m6 plan best CONFIG``."""
+    """A command group with a default: ``m6 plan CONFIG`` runs ``m6 plan best CONFIG``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Inserts the default command if the first argument is not a command."""
         if args and args[0] not in self.commands:
             args = [_DEFAULT, *args]
         return super().resolve_command(ctx, args)
@@ -34,13 +35,13 @@ ClusterFile = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON")]
 Forced = Annotated[
-    list[str] | None, typer.Option("--force", help="NAME=VALUE that the layout must have, as zero_stage=2")
+    list[str] | None, typer.Option("--force", help="NAME=VALUE that the layout must have, such as zero_stage=2")
 ]
-ProfileFile = Annotated[Path | None, typer.Option("--profile", help="what m6 plan calibrate wrote")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
 Stage = Annotated[
-    Literal["pseudo", "real"], typer.Option(help="pseudo: what m6.pseudo_to_real trains first, with shared weights")
+    Literal["pseudo", "real"], typer.Option(help="pseudo: the first stage of m6.pseudo_to_real, with shared weights")
 ]
-World = Annotated[int | None, typer.Option("--world", min=1, help="use so many of the cluster's devices")]
+World = Annotated[int | None, typer.Option("--world", min=1, help="number of the cluster's devices to use")]
 Fraction = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0, help="share of memory to plan for")]
 MEMORY_FRACTION = 0.9
 
@@ -55,12 +56,14 @@ def best(
     world: World = None,
     memory_fraction: Fraction = MEMORY_FRACTION,
     out: Annotated[
-        Path | None, typer.Option(help="folder for the run's JSON with the plan in it, the job's, and an sbatch header")
+        Path | None, typer.Option(help="folder for the run's JSON with the plan, the job's JSON and an sbatch header")
     ] = None,
-    time_limit_min: Annotated[int, typer.Option(min=1, help="of the job")] = 1440,
+    time_limit_min: Annotated[int, typer.Option(min=1, help="time limit of the job in minutes")] = 1440,
 ) -> None:
-    """Finds the fastest layout that runs and fits, and says why each other is not better; of both stages, if there are
-    two."""
+    """Finds the fastest layout that the engine runs and that fits, and says why the others are not better.
+
+    A Pseudo-to-Real run is planned for both stages.
+    """
     from m6.errors import UserError
     from m6.files import write_json, write_text
     from m6.planning.reports import search_report
@@ -68,7 +71,7 @@ def best(
     from m6.planning.search.planner import training_stages
 
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
-    for stage in training_stages(planner):  # the last one holds the whole model: its layout is that of the JSON
+    for stage in training_stages(planner):  # the last stage has the whole model; its layout goes into the JSON
         planner, result = stage, stage.search()
         print(search_report(planner, result), end="\n\n")
     if not result.plans:
@@ -93,7 +96,10 @@ def explain(
     world: World = None,
     memory_fraction: Fraction = MEMORY_FRACTION,
 ) -> None:
-    """Prices one layout in full: that of the JSON, changed by --force; and what the engine can do at all."""
+    """Shows memory and time of one layout in detail: that of the JSON, changed by --force.
+
+    Also lists what the engine supports for the optimizer and precision.
+    """
     from dataclasses import replace
 
     from m6.planning.reports import explanation
@@ -104,7 +110,7 @@ def explain(
     layout = layout_of(planner.config, planner.cluster.num_devices)
     layout = replace(layout, **parse_forced(tuple(force or ())))
     print(explanation(planner, planner.evaluate(layout)))
-    print(f"\nWhat the engine runs of this optimizer and precision:\n\n{capability_matrix(planner.config)}")
+    print(f"\nWhat the engine supports for this optimizer and precision:\n\n{capability_matrix(planner.config)}")
 
 
 @app.command()
@@ -118,7 +124,7 @@ def frontier(
     memory_fraction: Fraction = MEMORY_FRACTION,
     out: Annotated[Path | None, typer.Option(help="PNG to draw")] = None,
 ) -> None:
-    """Lists the layouts that none beats in step time, device memory, host memory and number of devices together."""
+    """Lists the Pareto-optimal layouts in step time, device memory, host memory and number of devices."""
     from m6.planning.reports import layout_table
     from m6.planning.search.frontier import device_counts
     from m6.planning.search.frontier import frontier as find
@@ -156,13 +162,13 @@ def curve(
 def dry_run(
     config: ConfigFile,
     world: Annotated[int, typer.Option(min=1, help="ranks of the job")],
-    rank: Annotated[int, typer.Option(min=0, help="the one to be")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="the rank to simulate")] = 0,
     cluster: Annotated[
-        Path | None, typer.Option(help="whose nodes say which ranks are neighbours; default: all are")
+        Path | None, typer.Option(help="cluster whose node size decides which ranks share a node; default: all do")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Trains one step as one rank of a large job, by the real code over numbers that do not exist."""
+    """Simulates one rank of a large job for one step: the real code on tensors without data."""
     from m6.config.run import load_config
     from m6.planning.machine.cluster import load_cluster
     from m6.training.dry_run import dry_run as run
@@ -175,15 +181,15 @@ def dry_run(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="the profile to write; one that is there keeps what is not measured anew")],
+    out: Annotated[Path, typer.Option(help="the profile to write; an existing one is updated by the new measurements")],
     disk: Annotated[
-        Path | None, typer.Option(help="folder of checkpoints, to measure how fast the ranks write together")
+        Path | None, typer.Option(help="folder of checkpoints, to measure how fast all ranks write together")
     ] = None,
 ) -> None:
-    """Measures this machine: products, memory, the optimizer; under a launcher the links between its ranks."""
+    """Measures this machine: matrix products, memory and optimizer; under a launcher, also links between ranks."""
     import torch
 
-    import m6.training.loop  # noqa: F401 - what a run imports is part of its process's memory
+    import m6.training.loop  # noqa: F401 - the modules that a run imports are part of the memory measured here
     from m6.planning.machine.calibration import calibrate as measure
     from m6.planning.machine.profile import load_profile, save_profile
     from m6.runs.processes import start
@@ -202,11 +208,11 @@ def calibrate(
 
 @app.command()
 def validate(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs that ended")],
+    runs: Annotated[list[Path], typer.Argument(help="folders of finished runs")],
     profile: ProfileFile = None,
-    refit: Annotated[Path | None, typer.Option(help="profile to write, with the factors that these runs show")] = None,
+    refit: Annotated[Path | None, typer.Option(help="profile to write, with factors fitted to these runs")] = None,
 ) -> None:
-    """Compares what runs were predicted to need with what they needed; a profile's factors are applied."""
+    """Compares the predicted memory and time of runs with the measured ones, with the factors of the profile."""
     from m6.planning.machine.profile import Profile, load_profile, save_profile
     from m6.planning.prediction import read_outcome, validation_table
     from m6.planning.prediction import refit as fit
@@ -228,7 +234,7 @@ def _planner(
     memory_fraction: float,
     stage: Literal["pseudo", "real"] = "real",
 ) -> Callable[[int | None], Planner]:
-    """Reads everything once; the function returned plans for a number of the cluster's devices.
+    """Reads all files once, and returns a function from the number of devices (None: all) to a planner.
 
     Raises:
         UserError: a file or a value is wrong, or the run has no Pseudo stage.
@@ -248,6 +254,7 @@ def _planner(
     sharing = pseudo_sharing(settings) if stage == "pseudo" else None
     forced: dict[str, Any] = parse_forced(tuple(force or ()))
 
+    # Cached: frontier and curve ask for the same numbers of devices several times.
     @functools.cache
     def make(world: int | None) -> Planner:
         part = whole if world is None else whole.first(world)

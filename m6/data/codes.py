@@ -93,6 +93,7 @@ def write_codes(
     shards = {
         shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
     }
+    # The checksums of the data shards tell whether the pictures are still those that were encoded.
     if existing is not None and existing.data.items() >= shards.items():
         return folder, existing
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -196,12 +197,13 @@ def load_codes_manifest(manifest: Manifest, checksum: str) -> CodesManifest:
     """
     folder = codes_folder(manifest, checksum)
     if not (folder / MANIFEST_NAME).is_file():
-        others = sorted(path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}"))
-        found = f"; found are those of {', '.join(others)}" if others else ""
+        available = sorted(path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}"))
+        hint = f"; there are codes of {', '.join(available)}" if available else ""
         raise UserError(
-            f"{manifest.folder} holds no codes of the image tokenizer {checksum[:_FOLDER_CHARACTERS]}{found}; {_REMEDY}"
+            f"{manifest.folder} holds no codes of the image tokenizer {checksum[:_FOLDER_CHARACTERS]}{hint}; {_REMEDY}"
         )
     loaded = _load(folder)
+    # The folder's name has only the first characters of the checksum.
     if loaded.tokenizer != checksum:
         raise UserError(f"{folder} holds codes of the image tokenizer {loaded.tokenizer}, expected {checksum}")
     return loaded
@@ -220,6 +222,7 @@ def _read_shard(path: Path, shard: Shard, checksum: str) -> pa.Table:
     if not path.is_file() or path.stat().st_size != shard.bytes or files.sha256(path) != shard.sha256:
         raise UserError(f"{path} is missing or damaged; {_REMEDY}")
     table = pq.read_table(path)
+    # The shard names its tokenizer too, so a file that was copied to another folder is detected.
     recorded = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"{}"))
     if recorded.get("checksum") != checksum:
         raise UserError(f"{path} holds codes of the image tokenizer {recorded.get('checksum')}, expected {checksum}")

@@ -77,6 +77,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     free: list[int] = []
+    # The sort is stable, so the packing of equal lengths does not depend on the platform.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((r for r, space in enumerate(free) if space >= lengths[index]), len(rows))
         if row == len(rows):
@@ -125,6 +126,7 @@ class Collator:
         if lengths and max(lengths) > self.sequence_length:
             raise ValueError(f"an example of {max(lengths)} tokens exceeds sequence_length {self.sequence_length}")
         rows = pack(lengths, self.sequence_length) if self.packing else [[index] for index in range(len(examples))]
+        # At least one row, so that the model can run on an empty batch.
         shape = (max(1, len(rows)), self.sequence_length)
         input_ids = np.full(shape, tokenizer.pad_token_id, np.int64)
         token_type_ids, position_ids, sample_ids = (np.zeros(shape, np.int64) for _ in range(3))
@@ -149,6 +151,7 @@ class Collator:
                 input_ids[row, labelled] = [*example.target_ids, tokenizer.eos_token_id]
                 token_type_ids[row, source:target] = SOURCE
                 token_type_ids[row, target:end] = TARGET
+                # Picture, source and target have separate positions, so a target begins at 0 for any prompt length.
                 for first, last in ((begin, source), (source, target), (target, end)):
                     position_ids[row, first:last] = counter[: last - first]
                 sample_ids[row, begin:end] = number

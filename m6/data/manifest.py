@@ -78,7 +78,7 @@ class SourceEntry(_Entry):
 class Manifest(_Entry):
     """The manifest of one data folder. ``recipe`` holds the settings that the folder was built with."""
 
-    format: Literal[1] = 1
+    format: Literal[1] = 1  # raised when the layout of the folder changes
     recipe: dict[str, Any] = {}
     sources: dict[str, SourceEntry]
     _folder: Path = PrivateAttr()
@@ -94,8 +94,8 @@ class Manifest(_Entry):
             manifest = cls.model_validate_json(file.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise UserError(f"{file} is not a valid manifest: {place}: {first['msg']}") from None
+            key = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise UserError(f"{file} is not a valid manifest: {key}: {first['msg']}") from None
         manifest._folder = folder
         return manifest
 

@@ -57,6 +57,7 @@ class Mixture:
         self._seed = seed
         counts = _apportion(np.array([weights[cell] for cell in self._cells], np.float64))
         self._slots = np.repeat(np.arange(len(self._cells)), counts)
+        # Every block reads the same number of rows of a source, so a position follows from the block's number.
         self._rows_per_block = {
             source: int(sum(count for cell, count in zip(self._cells, counts, strict=True) if cell[1] == source))
             for _, source in self._cells
@@ -69,6 +70,7 @@ class Mixture:
         cell, rank = self._block(block)[offset]
         objective, source = self._cells[cell]
         position = block * self._rows_per_block[source] + rank
+        # From the sample's number, not from the row: a row is corrupted differently in each epoch.
         seed = _mix(_mix(self._seed) ^ number)
         return Draw(objective, source, position, self.row(source, position), seed)
 
@@ -103,6 +105,7 @@ def permuted(index: int, size: int, key: int) -> int:
         size: number of elements.
         key: selects the permutation.
     """
+    # The range has at most 4 * size numbers, so at most 4 applications are needed on average.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     keys = _round_keys(key)
@@ -122,6 +125,7 @@ def _apportion(weights: np.ndarray) -> np.ndarray:
     """
     if len(weights) > BLOCK:
         raise UserError(f"{len(weights)} pairs of objective and source are more than the {BLOCK} samples of a block")
+    # One sample per pair is set aside; the others are distributed by weight.
     spare = BLOCK - len(weights)
     quota = np.maximum(weights / weights.sum() * BLOCK - 1, 0)
     quota *= spare / quota.sum() if quota.sum() else 0
@@ -146,4 +150,5 @@ def _round_keys(key: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _epoch_key(seed: int, source: str, epoch: int) -> int:
+    # Not Python's hash(), which differs between processes.
     return int.from_bytes(hashlib.blake2b(f"{seed}/{source}/{epoch}".encode(), digest_size=8).digest(), "big")

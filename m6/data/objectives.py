@@ -293,6 +293,7 @@ def max_text_tokens(objective: str, sequence_length: int, num_patches: int, num_
         num_patches: patches of an input picture.
         num_codes: codes of an output picture.
     """
+    # Uncorrupted lengths are upper bounds: masking replaces spans by single tokens.
     space = sequence_length - 2  # <bos> and <eos>
     if _REGISTRY[objective].has_pixels:
         space -= num_patches

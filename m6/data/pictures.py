@@ -86,6 +86,7 @@ class PictureSet:
         return self._open[source]
 
     def __getstate__(self) -> dict[str, Any]:
+        # Open data sets are not sent to workers: each worker maps the files itself.
         return self.__dict__ | {"_open": {}}
 
 

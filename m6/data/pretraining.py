@@ -226,6 +226,7 @@ class PretrainingData:
         return codes
 
     def __getstate__(self) -> dict[str, Any]:
+        # Open data sets are not sent to workers: each worker maps the files itself.
         return self.__dict__ | {"_open": {}, "_open_codes": {}}
 
     def _sample(self, number: int, bad_rows: list[str]) -> tuple[Example, np.ndarray | None]:
@@ -298,6 +299,7 @@ class _ValidationBatches(Sequence[MicroBatch]):
         bad_rows: list[str] = []
         read = []
         for position in range(index * size, min((index + 1) * size, self._total)):
+            # A fixed key instead of the run's seed: validation losses are comparable between runs.
             source, row = self._locate(permuted(position, self._total, key=0))
             read.append(data._read(self._objective, source, "validation", row, position, bad_rows))
         samples = [sample for sample in read if sample is not None]

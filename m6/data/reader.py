@@ -23,7 +23,7 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
     """
     import datasets
 
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # progress bars would fill the logs of cluster jobs
         datasets.disable_progress_bars()
     files = manifest.files(source, split)
     if not files:
@@ -31,6 +31,7 @@ def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset
     verify_shards(manifest.folder, manifest.split(source, split).shards)
     features = datasets.Features.from_arrow_schema(SCHEMA)
     data = datasets.Dataset.from_parquet([str(file.resolve()) for file in files], features=features)
+    # Finds shards that were replaced without their manifest.
     if len(data) != manifest.split(source, split).rows:
         raise UserError(
             f'{manifest.folder}: source "{source}" has {len(data)} rows in split "{split}", '

@@ -1,7 +1,7 @@
 """Checks the shards of a data folder against the manifest: sizes always, checksums once per machine.
 
-A checksum that was right is noted in the user's cache folder, under a name that depends on the file's path, size, time
-of change and inode. A file that is written again is therefore checked again.
+After a successful check, a record is written to the user's cache folder. Its name depends on the shard's path, size,
+modification time and inode, so a shard that was written again is checked again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ _VERIFIED = b"verified\n"
 
 
 def verify_shards(folder: Path, shards: Iterable[Shard]) -> None:
-    """Checks shards of the data folder ``folder``.
+    """Checks shards of a data folder.
+
+    Args:
+        folder: the data folder.
+        shards: the shards to check, as in the manifest.
 
     Raises:
-        UserError: a shard is missing, or its size or SHA-256 differs from the manifest's.
+        UserError: a shard is missing, or its size or SHA-256 differs from the manifest.
     """
     for shard in shards:
         file = folder / shard.file
@@ -35,25 +39,25 @@ def verify_shards(folder: Path, shards: Iterable[Shard]) -> None:
 
 
 def _verify_checksum(file: Path, expected: str) -> None:
-    note = _note(file, expected)
-    if note is None:
+    record = _open_record(file, expected)
+    if record is None:
         _compare(file, expected)
         return
     try:
-        if os.read(note, len(_VERIFIED)) == _VERIFIED:
+        if os.read(record, len(_VERIFIED)) == _VERIFIED:
             return
-        # The processes of a node start together: one of them reads the file, the others wait for its note.
-        fcntl.lockf(note, fcntl.LOCK_EX)
-        os.lseek(note, 0, os.SEEK_SET)
-        if os.read(note, len(_VERIFIED)) != _VERIFIED:
+        # The processes of a node start together: one of them reads the shard, the others wait for its record.
+        fcntl.lockf(record, fcntl.LOCK_EX)
+        os.lseek(record, 0, os.SEEK_SET)
+        if os.read(record, len(_VERIFIED)) != _VERIFIED:
             _compare(file, expected)
-            os.pwrite(note, _VERIFIED, 0)
+            os.pwrite(record, _VERIFIED, 0)
     finally:
-        os.close(note)
+        os.close(record)
 
 
-def _note(file: Path, expected: str) -> int | None:
-    """A descriptor of the note about a file; None where the cache cannot be written or is another user's."""
+def _open_record(file: Path, expected: str) -> int | None:
+    """Opens the record of a file; None if the cache folder cannot be written or belongs to another user."""
     status = file.stat()
     identity = f"{file.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{expected}"
     folder = files.cache_folder() / "verified"

@@ -18,6 +18,7 @@ def source_weights(manifest: Manifest, split: str, weights: Mapping[str, float] 
     Raises:
         UserError: a weight is negative, its source is unknown or has no rows, or no weight is positive.
     """
+    # Sorted, so that the order of the manifest does not change the data of a run.
     rows = {source: manifest.split(source, split).rows for source in sorted(manifest.sources)}
     if weights is None:
         effective: Mapping[str, float] = rows
@@ -62,6 +63,7 @@ def pair_weights(
                 f"(read: {', '.join(sources)}); add one to m6.data.sources or set the weight to 0"
             )
         if weight:
+            # Normalised within the objective: a large source does not raise the share of its objective.
             scale = weight / total / sum(eligible.values())
             pairs |= {(name, source): share * scale for source, share in eligible.items()}
     return pairs

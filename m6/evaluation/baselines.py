@@ -68,7 +68,7 @@ def compute_baselines(config: RunConfig, data: PretrainingData, num_batches: int
     for objective in data.active_objectives:
         batches = data.validation_micro_batches(objective, num_batches)
         held_out = batch_targets(batches, data.tokenizer.bos_token_id)
-        if not held_out:
+        if not held_out:  # no validation rows, or none that can be used
             continue
         targets = training_targets(config, data, objective)
         losses[objective] = {
@@ -106,6 +106,7 @@ def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints
 def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[str, Any]:
     """Returns everything that the baselines depend on."""
     settings = config.m6
+    # Anything missing here would leave stale baselines in use.
     return {
         "manifest": sha256(data.manifest.folder / MANIFEST_NAME),
         "tokenizer": data.tokenizer.fingerprint,

@@ -52,7 +52,7 @@ class NGramModel:
         tokens, position = _join(sequences, vocab_size)
         self.vocab_size, self._bos = vocab_size, int(tokens[0])
         if np.any((tokens == self._bos) != (position == 0)) or not np.any(position):
-            raise ValueError(f"expected sequences that begin with {self._bos}, do not hold it again and go on")
+            raise ValueError(f"expected sequences of two tokens or more in which {self._bos} occurs only at the start")
         self.order = order = min(order, int(position.max()) + 1)
 
         counted: list[_Counts] = []

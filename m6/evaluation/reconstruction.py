@@ -95,6 +95,7 @@ def measure(tokenizer: ImageTokenizer, pictures: PictureSet, device: torch.devic
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 
     use = CodebookUse(tokenizer.codebook_size)
+    # Kept per picture: a batch can contain pictures of several sources.
     values: dict[str, list[Tensor]] = {source: [] for source in pictures.sizes}
     num_bad = 0
     for first in range(0, len(pictures), _BATCH_SIZE):

@@ -55,6 +55,7 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
     # The run's seed gives the same initial weights as in training.
     initialize_parameters(model, config.m6.training.seed)
     untrained = validation_losses(model, data, num_batches)
+    # One model for both measurements: a second copy might not fit into memory.
     load_weights(model, reader)
     trained = validation_losses(model, data, num_batches)
     baselines = run_baselines(run_dir, config, num_batches)
@@ -85,6 +86,7 @@ def validation_losses(
         total, targets = 0.0, 0
         for cpu_batch in data.validation_micro_batches(objective, num_batches):
             batch = cpu_batch.to(model.device)
+            # Summed per target, not per batch: batches have different numbers of targets.
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
             total += float(output.target_losses.double().sum())
             targets += output.target_losses.numel()
@@ -158,6 +160,7 @@ def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
         return f"{median:{format_value}} (10 % to 90 %: {low:{format_value}} to {high:{format_value}})"
 
     def share(key: str) -> str:
+        # A ratio of sums, so that long intervals count more.
         return f"{sum(e[key] for e in entries) / sum(e['step_time_s'] for e in entries):.2%} of the time"
 
     return [

@@ -113,7 +113,7 @@ class M6TextToImagePipeline:
         if not 1 <= num_images <= num_drawn:
             raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {num_drawn}")
         num_codes = self.image_tokenizer.num_codes
-        check_captions(self.model.config, self.processor.tokenizer, texts, num_codes)
+        check_captions(self.model.config, self.processor.tokenizer, texts, num_codes)  # before the first long batch
         jobs = [(text, index) for text in texts for index in range(num_drawn)]
         codes, images, scores = [], [], []
         steps = -(-len(jobs) // batch_size) * num_codes
@@ -137,7 +137,8 @@ class M6TextToImagePipeline:
                     scores.append(caption_scores(self.model, self.processor, images[-len(batch) :], batch_captions))
         if num_candidates is None:
             return TextToImageOutput(images, torch.cat(codes), None)
-        # Stable, so that equal scores keep the order of the candidates on every device.
+        # Codes, images and scores are ordered by caption, then by candidate.
+        # The sort is stable, so that equal scores keep the order of the candidates on every device.
         ranking = torch.cat(scores).view(len(texts), num_drawn).argsort(dim=1, descending=True, stable=True)
         best = (ranking[:, :num_images] + torch.arange(len(texts)).unsqueeze(1) * num_drawn).flatten()
         return TextToImageOutput([images[i] for i in best.tolist()], torch.cat(codes)[best], torch.cat(scores)[best])

@@ -59,6 +59,7 @@ class Sampling:
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""
+        # fp64, so that rounding of the cumulative sums in _draw hardly ever changes a code.
         scores = scores.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
@@ -126,6 +127,7 @@ def draw_codes(
     positions = derive_position_ids(types, mask)
     first = tokenizer.image_code_to_id(0)
     uniform = uniform.to(model.device)
+    # A static cache has a fixed shape, so it is allocated once.
     # - 1: the last code is never an input.
     cache = StaticCache(model.config, max_cache_len=input_ids.shape[1] + num_codes - 1) if use_cache else None
     codes = torch.empty(uniform.shape, dtype=torch.int64, device=model.device)
@@ -172,6 +174,7 @@ def caption_scores(
     """
     side = model.config.image_size
     examples = [Example(source_ids=[], target_ids=processor.tokenizer.encode_ids(caption)) for caption in captions]
+    # The image tokenizer and the model may have pictures of different sizes.
     pictures = [np.asarray(image.resize((side, side), processor.image_processor.resample)) for image in images]
     lengths = torch.tensor([len(example.target_ids) + 1 for example in examples])
     return target_log_likelihoods(model, processor, examples, pictures) / lengths

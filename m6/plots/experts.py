@@ -1,4 +1,4 @@
-"""The load of every expert over training, as heat maps."""
+"""Heat maps of the load of every expert over training."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 _MAX_COLUMNS = 4
-_FACTOR = 4.0  # colours end at a quarter and at four times the mean load
+_FACTOR = 4.0  # the colour scale ends at a quarter of the mean load and at four times the mean load
 
 
 def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws, for every sparse layer, the load of each expert as a multiple of the mean: experts up, steps to the right.
+    """Draws a heat map for every sparse layer: the load of each expert (y) over the steps (x), relative to the mean.
 
     Args:
-        run_dir: a run of a sparse model whose metrics.jsonl holds loads.
-        out: the PNG; default RUN/experts.png.
+        run_dir: a run of a sparse model with loads in its metrics.jsonl.
+        out: the PNG to write; by default RUN/experts.png.
 
     Returns:
-        the PNG's path.
+        The path of the PNG.
 
     Raises:
-        UserError: there is nothing to draw, or the loads are damaged.
+        UserError: the metrics hold no loads, or damaged ones.
     """
     import matplotlib
 
@@ -68,10 +68,10 @@ def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def _read_loads(run: RunDirectory) -> tuple[list[int], NDArray[np.float32], int]:
-    """The steps [N] of the lines with loads, the loads [N, layers, E], and the number of prototypes."""
+    """Returns the steps [N] of the lines with loads, the loads [N, layers, E], and the number of prototypes."""
     entries: list[dict[str, Any]] = [entry for entry in run.read_metrics() if "loads" in entry.get("experts", {})]
     if not entries:
-        raise UserError(f"{run.metrics}: holds no loads of experts; is the model sparse, and has it logged?")
+        raise UserError(f"{run.metrics}: holds no loads of experts; the model is dense, or nothing was logged yet")
     try:
         loads = np.stack([[decode_loads(text) for text in entry["experts"]["loads"]] for entry in entries])
         prototypes = len(entries[-1]["experts"]["prototypes"]["load_cv"][0])
@@ -81,15 +81,15 @@ def _read_loads(run: RunDirectory) -> tuple[list[int], NDArray[np.float32], int]
 
 
 def _draw_layer(axes: Axes, steps: list[int], loads: NDArray[np.float32], prototypes: int) -> AxesImage:
-    """``loads`` [N, E]; white is the mean load, red above it, blue below, black none."""
+    """Draws loads [N, E] on a log scale: white is the mean load, red is more, blue is less, black is 0."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
     limit = math.log2(_FACTOR)
-    powers = np.ma.log2(loads)  # masks zeros
+    powers = np.ma.log2(loads)  # masks zeros, which are then drawn in the colour "bad"
     colours = colormaps["RdBu_r"].with_extremes(bad="black")
     num_experts = loads.shape[1]
-    # A column ends at its step and begins where the line before it ended.
+    # A column covers the steps from the previous log line to its own.
     edges = np.array([0 if len(steps) == 1 else max(0, 2 * steps[0] - steps[1]), *steps], dtype=np.float64)
     image = axes.pcolormesh(edges, np.arange(num_experts + 1), powers.T, cmap=colours, vmin=-limit, vmax=limit)
     for prototype in range(1, prototypes):

@@ -1,4 +1,4 @@
-"""The step time of plans over the memory that they need."""
+"""Plot of the step time of plans over their device memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from m6.plots.run import save_figure
 
 
 def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
-    """Draws step time over device memory as a PNG, in one colour for each number of devices; returns ``out``."""
+    """Draws step time over device memory as a PNG, with one colour per number of devices.
+
+    Args:
+        plans: plans with step time and memory.
+        out: the PNG to write.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -18,7 +29,7 @@ def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for count in sorted({plan.layout.world_size for plan in plans}):
         selected = [plan for plan in plans if plan.layout.world_size == count]
-        sizes = [20 + 40 * (plan.footprint.host > 0) for plan in selected]
+        sizes = [20 + 40 * (plan.footprint.host > 0) for plan in selected]  # large markers: states on the host
         axes.scatter(
             [plan.footprint.peak / 1e9 for plan in selected],
             [plan.time.total for plan in selected],

@@ -1,4 +1,4 @@
-"""The device's memory over a step of a run with offloaded experts: planned against actual."""
+"""Plot of device memory over a step of a run with offloaded experts: planned and actual."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MIB = 2**20
 
 
 def plot_memory(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws, for each use of a chunk of experts in a step, what was planned to lie on the device and what did.
+    """Draws the planned and the actual device memory at each use of a chunk of experts in one step.
 
     Args:
-        run_dir: a run with ``m6.offload`` that has done two steps since it last started.
-        out: the PNG; default RUN/memory.png.
+        run_dir: a run with ``m6.offload`` that has finished two steps since its last start.
+        out: the PNG to write; by default RUN/memory.png.
 
     Returns:
-        the PNG's path.
+        The path of the PNG.
 
     Raises:
-        UserError: there is nothing to draw, or the record is damaged.
+        UserError: the record of the memory is missing or damaged.
     """
     import matplotlib
 
@@ -51,12 +51,10 @@ def _read(path: Path) -> dict[str, Any]:
         if record["planned"] and record["actual"] and record["budget_bytes"] + record["step"] >= 0:
             return record
     except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; a run with m6.offload writes it after its second step since it started"
-        ) from None
+        raise UserError(f"{path}: no such file; a run with m6.offload writes it after its second step") from None
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f"{path}: corrupt, or not the memory of a run")
+        pass  # reported below, like a record with empty lists
+    raise UserError(f"{path}: corrupt, or not the memory record of a run")
 
 
 def _draw(axes: Axes, record: dict[str, Any]) -> None:
@@ -65,21 +63,26 @@ def _draw(axes: Axes, record: dict[str, Any]) -> None:
         nonmodel = [moment["nonmodel_bytes"] / _MIB for moment in planned]
         chunks = [moment["chunk_bytes"] / _MIB for moment in planned]
         totals = [moment["total_bytes"] / _MIB for moment in actual]
-        others = [moment["nonmodel_bytes"] / _MIB for moment in actual]
+        actual_nonmodel = [moment["nonmodel_bytes"] / _MIB for moment in actual]
         backward = [moment["backward"] for moment in planned]
     except (KeyError, TypeError):
-        raise UserError(f"{MEMORY_RECORD.name}: corrupt: a moment has no bytes") from None
+        raise UserError(f"{MEMORY_RECORD.name}: corrupt: an entry has no bytes") from None
     labels = ["planned: all but experts", "planned: experts owned, kept, in use"]
     axes.stackplot(
         range(len(planned)), nonmodel, chunks, labels=labels, colors=[_NONMODEL, _CHUNKS], alpha=0.5, step="mid"
     )
     axes.step(range(len(totals)), totals, where="mid", color=_ACTUAL, label="actual peak, copies in flight included")
     axes.step(
-        range(len(others)), others, where="mid", color=_ACTUAL, linestyle="dotted", label="actual: all but experts"
+        range(len(actual_nonmodel)),
+        actual_nonmodel,
+        where="mid",
+        color=_ACTUAL,
+        linestyle="dotted",
+        label="actual: all but experts",
     )
     budget = record["budget_bytes"] / _MIB
     highest = max([*totals, *(low + high for low, high in zip(nonmodel, chunks, strict=True))])
-    if budget < 3 * highest:  # a budget that is never near would press everything else to the ground
+    if budget < 3 * highest:  # a much larger budget would compress the curves at the bottom of the plot
         axes.axhline(budget, color=_BUDGET, label=f"budget {budget:,.0f}")
     if True in backward:
         axes.axvline(backward.index(True) - 0.5, color="grey", linewidth=0.8)

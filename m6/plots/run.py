@@ -1,4 +1,4 @@
-"""A run's curves in one picture."""
+"""Plot of a run's curves: losses, schedule, speed, experts and stages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart.
+# The palette of Okabe and Ito, which is distinguishable for people with colour vision deficiency.
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
-# Each objective has a panel of its own, so a colour may come again.
+# Each objective has its own panel, so colours may repeat.
 _COLOURS = dict(zip(OBJECTIVES, itertools.cycle(_PALETTE), strict=False))
 _GREY = "#5a5a5a"
 _BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
@@ -48,19 +48,21 @@ Entries = list[dict[str, Any]]
 
 
 def plot_run(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws losses, schedule, speed and, for a sparse model, the health of the experts; for a Pseudo-to-Real run
-    its loss over steps, tokens and time with the switch marked, and how the layers part.
+    """Draws the curves of a run.
+
+    All runs have losses, learning rate, gradient norm and speed. Sparse models add load, drops and router entropy of
+    the experts. Pseudo-to-Real runs add the loss over steps, tokens and time, and the divergence of the layers.
 
     Args:
-        run_dir: a run with at least one line in metrics.jsonl. With RUN/baselines.json (``m6 evaluate`` makes it)
+        run_dir: a run with at least one line in metrics.jsonl. If RUN/baselines.json exists (``m6 evaluate`` makes it),
             the losses of the n-gram models are drawn too.
-        out: the PNG; default RUN/curves.png.
+        out: the PNG to write; by default RUN/curves.png.
 
     Returns:
-        the PNG's path.
+        The path of the PNG.
 
     Raises:
-        UserError: there is nothing to draw.
+        UserError: the run has no training metrics yet, or the file cannot be written.
     """
     import matplotlib
 
@@ -125,7 +127,7 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def save_figure(figure: Figure, out: Path) -> None:
-    """Writes ``out`` as a PNG, atomically, and closes the figure; UserError where that cannot be done."""
+    """Writes a figure as PNG atomically and closes it; UserError if the file cannot be written."""
     from matplotlib import pyplot
 
     try:
@@ -149,18 +151,19 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
     ]
     if points:
         label = f"validation, last {points[-1][1]:.2f}"
+        # Above the curves: validation is rare, and its points would be covered.
         axes.plot(*zip(*points, strict=True), "o", color=colour, mec="white", ms=6, zorder=4, label=label)
     for name, loss in baselines.items():
         style = _BASELINE_STYLES[name]
         axes.axhline(loss, color=_GREY, linestyle=style, linewidth=1.1, label=f"{name} {loss:.2f}")
     axes.set_title(objective.replace("_", " "), fontweight="bold", color=colour)
     axes.set_ylabel("nats per target")
-    # A loss falls, so that this corner is empty; a box keeps a baseline out of the text.
+    # Losses fall, so the upper right corner is empty. The opaque box keeps baselines out of the text.
     axes.legend(loc="upper right", fontsize=8, framealpha=0.9, edgecolor="none")
 
 
 def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:
-    entries = [entry for entry in entries if entry[key] is not None]  # null: not finite, the step was skipped
+    entries = [entry for entry in entries if entry[key] is not None]  # null: not finite, so the step was skipped
     steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
     axes.plot(steps, values, color=_GREY, alpha=0.3, linewidth=0.8)
     axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6)
@@ -175,7 +178,7 @@ def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: boo
     layers = values.shape[1]
     for layer in range(layers):
         shade = colormaps["viridis"](0.9 * layer / max(1, layers - 1))
-        # The first and the last are enough to read the others' colours by.
+        # The legend names the first and the last layer; the colours between them are interpolated.
         label = f"sparse layer {layer + 1} of {layers}" if layer in (0, layers - 1) else None
         axes.plot(steps, values[:, layer], color=shade, linewidth=1.2, label=label)
     axes.set_title(title)
@@ -185,7 +188,10 @@ def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: boo
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
-    """A centred mean over about a twentieth of the curve, narrower at its ends; leaves out what is not finite."""
+    """Returns a centred weighted mean over about 5 % of the curve. Values that are not finite are ignored.
+
+    The window is cut at the ends of the curve.
+    """
     array = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(array)
     half = len(array) // 40

@@ -135,7 +135,7 @@ class Batcher:
             self.counters.expired += 1
             raise DeadlinePassed(f"not done within {deadline_s:g} seconds") from None
         finally:  # also if the client disconnects and the request is cancelled
-            if request in self._waiting:
+            if request in self._waiting:  # not in a batch yet: it must not be run for nobody
                 self._waiting.remove(request)
 
     async def _serve(self) -> None:
@@ -143,7 +143,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         while not self._stopping:
             await self._arrived.wait()
-            self._arrived.clear()
+            self._arrived.clear()  # before the queue is read, so that no arrival is missed
             while self._waiting:
                 batch = self._take_batch()
                 task, _ = self._lanes[batch[0].lane]

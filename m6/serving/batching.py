@@ -65,6 +65,7 @@ def measure_costs(
         repeats: runs per point; the least time is taken. One run before all others warms up.
         clock: returns seconds.
     """
+    # The least of several times is closest to the time without interference by other processes.
     seconds = np.empty((len(lengths), len(batch_sizes)))
     run(lengths[0], batch_sizes[0])
     for row, length in enumerate(lengths):
@@ -80,6 +81,7 @@ def measure_costs(
 
 def cost_grid(shortest: int, longest: int, max_batch_size: int) -> tuple[list[int], list[int]]:
     """Returns the lengths and batch sizes to measure: three lengths, and powers of two up to the largest batch."""
+    # Sets, because points coincide for small limits. The middle length is the geometric mean.
     lengths = {shortest, round((shortest * longest) ** 0.5), longest}
     sizes = {min(2**power, max_batch_size) for power in range(max_batch_size.bit_length() + 1)}
     return sorted(lengths), sorted(sizes)

@@ -49,6 +49,7 @@ def serve(
     Raises:
         UserError: the folder holds no model, or the address cannot be used.
     """
+    # The port is bound before the slow loading, so an address in use is reported at once.
     with _bind(host, port) as listener:
         device = default_device()
         drawing = None
@@ -85,11 +86,12 @@ def _plan(task: Captioning | Drawing, max_batch_size: int) -> BatchPlanner:
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a bound socket that does not listen yet.
 
-    An address in use is reported before the model is loaded. Until the model is ready, connections are refused.
+    Until uvicorn listens on it, connections are refused instead of waiting for the model.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
+        # Allows a restart while connections of the previous process are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

@@ -95,6 +95,7 @@ class RowLimits(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         """Returns bool [B]: whether each row has reached its limit."""
+        # Prompts are padded on the left, so <bos> is not at the same column in every row.
         begins = (input_ids == self.bos_token_id).int().argmax(dim=1)
         return input_ids.shape[1] - 1 - begins >= self.limits.to(input_ids.device)
 

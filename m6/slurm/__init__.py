@@ -1,1 +1,1 @@
-"""Runs under Slurm: submitting, looking after, checking nodes. The jobs themselves are in scripts/slurm."""
+"""Runs under Slurm: submission, status and node checks. The job scripts are in scripts/slurm."""

@@ -1,4 +1,4 @@
-"""Whether all nodes see a folder, as far as one of them can tell."""
+"""Checks whether a folder is on a file system that all nodes share, as far as one node can tell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from m6.errors import UserError
 
-# Types in /proc/self/mountinfo (proc(5)) of file systems that other nodes mount too.
+# Network file systems, by their type in /proc/self/mountinfo (proc(5)).
 _NETWORK = (
     "nfs",
     "nfs4",
@@ -24,7 +24,16 @@ _NETWORK = (
 
 
 def check_shared(folder: Path, shared_folders: list[str]) -> None:
-    """Raises unless ``folder`` lies in one of ``shared_folders`` or, if there are none, on a network file system."""
+    """Checks that all nodes can see a folder.
+
+    Args:
+        folder: the folder to check.
+        shared_folders: folders that all nodes share. If there are any, ``folder`` must be in one of them; otherwise it
+            must be on a network file system.
+
+    Raises:
+        UserError: the folder is not shared.
+    """
     resolved = folder.resolve()
     if shared_folders:
         if not any(resolved.is_relative_to(Path(shared).resolve()) for shared in shared_folders):
@@ -35,20 +44,22 @@ def check_shared(folder: Path, shared_folders: list[str]) -> None:
     kind = file_system_type(resolved)
     if kind.removeprefix("fuse.") not in _NETWORK:
         raise UserError(
-            f"{folder}: lies on {kind or 'an unknown file system'}, which other nodes do not see; choose a --run-dir "
-            "on a network file system, or name the folders that all nodes share in the cluster's shared_folders"
+            f"{folder}: is on {kind or 'an unknown file system'}, which other nodes cannot see; choose a --run-dir on "
+            "a network file system, or list the folders that all nodes share in the job's shared_folders"
         )
 
 
 def file_system_type(path: Path) -> str:
-    """The type of the mount that ``path`` lies on, such as ``lustre``; empty where the system does not tell."""
+    """Returns the type of the file system of ``path``, such as ``lustre``; empty if it is not known."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
+    # The file system of a path is its longest mount point; of equal ones, the one that was mounted last.
     best, kind = -1, ""
     for line in lines:
         left, _, right = line.partition(" - ")
+        # Spaces in mount points are escaped as octal numbers.
         mount = left.split()[4].encode().decode("unicode_escape")
         if path.is_relative_to(mount) and len(mount) >= best:
             best, kind = len(mount), right.split()[0]

@@ -1,4 +1,4 @@
-"""What a job asks of Slurm: one small JSON, written by hand or by ``m6 plan --out``."""
+"""The description of a Slurm job: a small JSON file, written by hand or by ``m6 plan --out``."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from pydantic import Field, PositiveInt, model_validator
 from m6.errors import UserError
 from m6.validation import Section, parse_json, validate
 
-# Slurm looks at its clock once a minute, so that a signal may come this much before its time.
+# Slurm checks its timers once a minute, so a signal can arrive this much too early.
 SIGNAL_EARLY_S = 60
 
 
 class JobDescription(Section):
-    """The resources of a job, and the site's names for where it may run."""
+    """The resources of a job, and the site's partition, account and constraint.
 
-    nodes: PositiveInt = Field(description="nodes of the job")
-    ranks_per_node: PositiveInt = Field(description="processes on a node; with GPUs one for each")
-    gpus_per_node: int = Field(0, ge=0, description="GPUs of a node; 0 trains on CPUs")
-    cpus_per_rank: PositiveInt = Field(description="cores of a rank, its data workers included")
-    memory_gb_per_node: int = Field(0, ge=0, description="host memory in GiB; 0 is all that a node has")
-    exclusive: bool = Field(True, description="whether no other job may share the nodes")
+    Raises:
+        ValueError: gpus_per_node does not match ranks_per_node, or the time limit leaves no time for training.
+    """
+
+    nodes: PositiveInt = Field(description="number of nodes")
+    ranks_per_node: PositiveInt = Field(description="processes per node; with GPUs, one per GPU")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs per node; 0: train on CPUs")
+    cpus_per_rank: PositiveInt = Field(description="cores per rank, including its data workers")
+    memory_gb_per_node: int = Field(0, ge=0, description="host memory per node in GiB; 0: all of it")
+    exclusive: bool = Field(True, description="whether the nodes are not shared with other jobs")
     time_limit_min: PositiveInt = Field(description="wall-clock limit of one job in minutes")
     signal_lead_s: PositiveInt = Field(
-        description="how long before the limit Slurm asks to stop: the longest step, the write of a checkpoint, and "
-        f"{SIGNAL_EARLY_S} s in reserve"
+        description="seconds before the limit at which Slurm signals the job to stop; enough for the longest step, a "
+        f"checkpoint, and {SIGNAL_EARLY_S} s in reserve"
     )
     partition: str | None = Field(None, description="Slurm's partition")
     account: str | None = Field(None, description="Slurm's account")
     constraint: str | None = Field(None, description="features that the nodes must have")
     shared_folders: list[str] = Field(
         default_factory=list,
-        description="folders that all nodes share; empty: whatever lies on a network file system",
+        description="folders that all nodes share; empty: every folder on a network file system",
     )
 
     @model_validator(mode="after")
@@ -40,7 +44,7 @@ class JobDescription(Section):
         if self.gpus_per_node not in (0, self.ranks_per_node):
             raise ValueError(
                 f"gpus_per_node {self.gpus_per_node} with ranks_per_node {self.ranks_per_node}; a rank has one GPU, so "
-                "the two are equal, or gpus_per_node is 0"
+                "both must be equal, or gpus_per_node must be 0"
             )
         if self.time_limit_min * 60 <= self.signal_lead_s + SIGNAL_EARLY_S:
             raise ValueError(
@@ -51,15 +55,17 @@ class JobDescription(Section):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     def options(self) -> list[str]:
-        """The options of sbatch that ask for this."""
+        """Returns the options of sbatch for these resources."""
+        # "B:" sends the signal to the batch script only, which forwards it to the ranks.
         options = [
             f"--nodes={self.nodes}",
             f"--ntasks-per-node={self.ranks_per_node}",
             f"--cpus-per-task={self.cpus_per_rank}",
-            f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",
+            f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",  # 0: all memory of a node
             f"--time={self.time_limit_min}",
             f"--signal=B:USR2@{self.signal_lead_s}",
         ]
@@ -74,10 +80,10 @@ class JobDescription(Section):
 
 
 def load_job(path: Path) -> JobDescription:
-    """Reads and validates the description of a job.
+    """Reads and validates a job description.
 
     Raises:
-        UserError: for a file that cannot be read, a wrong key, or values that contradict each other.
+        UserError: the file cannot be read, a key or value is wrong, or values contradict each other.
     """
     try:
         return validate(JobDescription, parse_json(path.read_text(encoding="utf-8")), "")

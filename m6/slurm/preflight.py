@@ -1,7 +1,8 @@
-"""Is this node fit for an attempt? Run on every node before each: ``python -m m6.slurm.preflight REPORTS``.
+"""Checks the health of a node. It runs on every node before each attempt: ``python -m m6.slurm.preflight REPORTS``.
 
-Needs the standard library alone. Writes REPORTS/NODE.txt: "ok", or one line for each thing that is wrong. Limits
-come from the environment, see scripts/slurm/cluster.env.example.
+It writes REPORTS/NODE.txt: "ok", or one line per problem. Limits are environment variables, which
+scripts/slurm/cluster.env.example lists. Only the standard library is needed, so a damaged installation of other
+packages does not hide a sick node.
 """
 
 from __future__ import annotations
@@ -18,36 +19,40 @@ from pathlib import Path
 
 _GIB = 2**30
 _GPU_FIELDS = ("index", "temperature.gpu", "memory.used", "ecc.errors.uncorrected.volatile.total")
-# What NVIDIA's documentation of Xid errors asks a restart or an exchange for: memory, bus, NVLink, firmware.
+# Xid errors for which NVIDIA's documentation recommends a restart or a replacement: memory, bus, NVLink, firmware.
 _BAD_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
-_XID_AGE_S = 86400.0  # the log goes back to the node's start; a node that was left out for a day is tried again
+# Older Xid errors are ignored: the kernel log reaches back to the boot, and an excluded node gets another try.
+_XID_AGE_S = 86400.0
 
 
 def limit(name: str, default: float) -> float:
+    """Returns a limit from the environment."""
     return float(os.environ.get(name, default))
 
 
 def check_clock(reports: Path) -> list[str]:
-    """The job wrote its time just before: a node's clock is neither behind it nor far ahead."""
+    """Compares the node's clock with the time that the job's first node wrote to ``reports/clock``."""
     try:
         ahead = time.time() - int((reports / "clock").read_text())
     except FileNotFoundError:
         return [f"{reports}: the run's folder is not shared with this node"]
     allowed = limit("MAX_CLOCK_SKEW_S", 5)
+    # The file may be as old as the whole preflight is allowed to take.
     latest = limit("PREFLIGHT_TIMEOUT_S", 300) + allowed
     return [] if -allowed <= ahead <= latest else [f"the clock is {ahead:+.0f} s off that of the job's first node"]
 
 
 def check_memory() -> list[str]:
-    """Free host memory, room in /dev/shm for the data workers, and leave to pin pages for GPUs."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    """Checks free host memory, free space in /dev/shm (for data workers) and the limit of pinned memory (for GPUs)."""
+    # MemAvailable, not MemFree: the page cache can be given back.
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     problems = []
-    free = int(found[1]) * 1024 / _GIB if found else 0.0
+    free = int(available[1]) * 1024 / _GIB if available else 0.0
     if free < limit("MIN_HOST_MEMORY_GB", 1):
-        problems.append(f"{free:.1f} GiB of host memory are free, {limit('MIN_HOST_MEMORY_GB', 1):g} are asked for")
+        problems.append(f"{free:.1f} GiB of host memory are free, {limit('MIN_HOST_MEMORY_GB', 1):g} are required")
     shared = shutil.disk_usage("/dev/shm").free / _GIB
     if shared < limit("MIN_SHM_GB", 0.05):
-        problems.append(f"{shared:.2f} GiB of /dev/shm are free, {limit('MIN_SHM_GB', 0.05):g} are asked for")
+        problems.append(f"{shared:.2f} GiB of /dev/shm are free, {limit('MIN_SHM_GB', 0.05):g} are required")
     pinned, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if expected_gpus() and pinned != resource.RLIM_INFINITY:
         problems.append(f"only {pinned / _GIB:.2f} GiB of memory may be pinned (ulimit -l)")
@@ -55,47 +60,48 @@ def check_memory() -> list[str]:
 
 
 def expected_gpus() -> int:
+    """Returns the number of GPUs that Slurm gave to the job on this node."""
     return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
 
 
 def check_gpus(query: str, kernel_log: str, uptime_s: float) -> list[str]:
-    """GPUs that are missing, busy, hot, or have errors.
+    """Finds GPUs that are missing, busy, hot, or have errors.
 
     Args:
-        query: what nvidia-smi prints for _GPU_FIELDS, as CSV without header and units; a line for each GPU.
-        kernel_log: what dmesg prints; empty where it may not be read.
-        uptime_s: seconds since the node's start, from which the log counts too.
+        query: output of nvidia-smi for _GPU_FIELDS, as CSV without header and units; one line per GPU.
+        kernel_log: output of dmesg; empty if it cannot be read.
+        uptime_s: seconds since the boot of the node, which is the zero of the log's time stamps.
     """
     problems = []
     rows = [[field.strip() for field in line.split(",")] for line in query.splitlines() if line.strip()]
     if len(rows) != expected_gpus():
-        problems.append(f"{len(rows)} GPUs, {expected_gpus()} are asked for")
+        problems.append(f"{len(rows)} GPUs, {expected_gpus()} are required")
     for index, temperature, used, errors in rows:
         if _number(temperature) > limit("MAX_GPU_TEMPERATURE_C", 80):
-            problems.append(f"GPU {index}: {temperature} C before anything runs")
+            problems.append(f"GPU {index}: {temperature} C while idle")
         if _number(used) > limit("MAX_GPU_MEMORY_USED_MB", 1024):
             problems.append(f"GPU {index}: not idle, {used} MiB are in use")
         if _number(errors) > 0:
             problems.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver was loaded")
-    found = re.findall(r"^\[ *([\d.]+)\].*NVRM: Xid .*?: (\d+),", kernel_log, re.MULTILINE)
-    xids = {int(number) for stamp, number in found if uptime_s - float(stamp) < _XID_AGE_S} & _BAD_XIDS
+    logged = re.findall(r"^\[ *([\d.]+)\].*NVRM: Xid .*?: (\d+),", kernel_log, re.MULTILINE)
+    xids = {int(number) for stamp, number in logged if uptime_s - float(stamp) < _XID_AGE_S} & _BAD_XIDS
     if xids:
-        problems.append(f"the kernel's log has Xid {', '.join(map(str, sorted(xids)))}")
+        problems.append(f"the kernel log has Xid {', '.join(map(str, sorted(xids)))}")
     return problems
 
 
 def check_site() -> list[str]:
-    """The site's own check: a shell command that fails on a node that is not fit and says why."""
+    """Runs the site's check PREFLIGHT_HOOK: a shell command that fails on a sick node and prints the reason."""
     command = os.environ.get("PREFLIGHT_HOOK")
     if not command:
         return []
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    said = " ".join((result.stdout + result.stderr).split())
-    return [f"PREFLIGHT_HOOK: {said or f'exit code {result.returncode}'}"] if result.returncode else []
+    output = " ".join((result.stdout + result.stderr).split())
+    return [f"PREFLIGHT_HOOK: {output or f'exit code {result.returncode}'}"] if result.returncode else []
 
 
 def check_node(reports: Path) -> list[str]:
-    """Everything that is wrong with this node."""
+    """Returns all problems of this node."""
     problems = [*check_clock(reports), *check_memory(), *check_site()]
     if expected_gpus():
         query = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
@@ -104,10 +110,11 @@ def check_node(reports: Path) -> list[str]:
 
 
 def main() -> None:
+    """Checks this node and writes its report. The report appears atomically."""
     reports = Path(sys.argv[1])
     try:
         problems = check_node(reports)
-    except Exception as error:  # a check that breaks is a finding, not a reason to say nothing
+    except Exception as error:  # a check that fails is reported as a problem of the node
         problems = [f"preflight itself failed: {type(error).__name__}: {error}"]
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     temporary = reports / f".{node}.tmp"
@@ -116,7 +123,7 @@ def main() -> None:
 
 
 def _number(text: str) -> float:
-    """0 for what a GPU does not report, such as ``[N/A]``."""
+    """Parses a number; 0 for a value that the GPU does not report, such as ``[N/A]``."""
     try:
         return float(text)
     except ValueError:
@@ -124,7 +131,7 @@ def _number(text: str) -> float:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; empty where it is missing or refused."""
+    """Returns the output of a command; empty if the command is missing, fails or takes over a minute."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

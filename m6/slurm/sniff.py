@@ -1,8 +1,9 @@
-"""Do all GPUs compute and exchange data at the same speed? ``python -m m6.slurm.sniff REPORTS`` on every rank.
+"""Finds slow GPUs and links: ``python -m m6.slurm.sniff REPORTS`` on every rank.
 
-A matmul finds a slow GPU. All-reduce and all-to-all between neighbouring nodes, each node once with the one before
-and once with the one after, find a slow link: only a node that is slow with both is to blame. A node that falls
-behind the median by more than SNIFF_TOLERANCE gets a line in its report.
+A matrix product finds slow GPUs. All-reduce and all-to-all between pairs of neighbouring nodes find slow links. Each
+node is measured with the node before it and with the node after it, and its better result counts, so only a node that
+is slow with both neighbours is reported. A node that is slower than the median by more than SNIFF_TOLERANCE gets a line
+in its report.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ _REPEATS = 10
 
 
 def outliers(speeds: dict[str, float], tolerance: float) -> dict[str, float]:
-    """The entries that are slower than the median by more than a share ``tolerance`` of it."""
+    """Returns the entries that are slower than ``(1 - tolerance)`` times the median."""
     median = statistics.median(speeds.values())
     return {name: speed for name, speed in speeds.items() if speed < (1 - tolerance) * median}
 
 
 def matmul_flops(device: torch.device) -> float:
-    """FLOP/s of a square matmul, median of a few."""
+    """Measures the FLOP/s of a square matrix product; the median of several runs."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * size**3 / _median_s(lambda: a @ b, device)
 
 
 def exchange_bytes_per_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Bytes that a rank sends a second in an all-reduce and an all-to-all over ``group``."""
+    """Measures the bytes per second that a rank sends in an all-reduce and an all-to-all over ``group``."""
     ranks = dist.get_world_size(group)
     values = torch.ones((2**26 if device.type == "cuda" else 2**16) // ranks * ranks, device=device)
     received = torch.empty_like(values)
@@ -46,11 +47,15 @@ def exchange_bytes_per_s(group: dist.ProcessGroup, device: torch.device) -> floa
         dist.all_reduce(values, group=group)
         dist.all_to_all_single(received, values, group=group)
 
+    # An all-reduce moves about twice the bytes of its input, an all-to-all once.
     return 3.0 * values.numel() * values.element_size() / _median_s(exchange, device)
 
 
 def neighbours(nodes: list[str]) -> list[tuple[str, ...]]:
-    """Pairs that can exchange data side by side, then the pairs between them; a single node is by itself."""
+    """Returns all pairs of consecutive nodes: first disjoint pairs, then the pairs between them.
+
+    Disjoint pairs can be measured at the same time. A single node forms a group of one.
+    """
     if len(nodes) == 1:
         return [(nodes[0],)]
     pairs = list(itertools.pairwise(nodes))
@@ -58,25 +63,35 @@ def neighbours(nodes: list[str]) -> list[tuple[str, ...]]:
 
 
 def measure(runtime: Runtime, node: str) -> dict[str, dict[str, float]]:
-    """Per measurement the speed of every node, equal on all ranks: its slowest GPU, its best exchange."""
-    places: list[str] = [""] * runtime.world_size
-    dist.all_gather_object(places, node)
-    own_matmul, own_exchange = matmul_flops(runtime.device), 0.0
-    for pair in neighbours(list(dict.fromkeys(places))):
-        group = dist.new_group([rank for rank, place in enumerate(places) if place in pair])
+    """Measures the speed of every node; the result is the same on all ranks.
+
+    Args:
+        runtime: this rank.
+        node: name of this rank's node.
+
+    Returns:
+        {measurement: {node: speed}}. The speed of a node is that of its slowest rank. For a rank, the better of the
+        exchanges with the two neighbours counts.
+    """
+    node_of_rank: list[str] = [""] * runtime.world_size
+    dist.all_gather_object(node_of_rank, node)
+    flops, bytes_per_s = matmul_flops(runtime.device), 0.0
+    for pair in neighbours(list(dict.fromkeys(node_of_rank))):
+        # All ranks must take part in new_group, also those that are not in the group.
+        group = dist.new_group([rank for rank, name in enumerate(node_of_rank) if name in pair])
         if node in pair:
-            own_exchange = max(own_exchange, exchange_bytes_per_s(group, runtime.device))
+            bytes_per_s = max(bytes_per_s, exchange_bytes_per_s(group, runtime.device))
     figures: list[tuple[float, float]] = [(0.0, 0.0)] * runtime.world_size
-    dist.all_gather_object(figures, (own_matmul, own_exchange))
+    dist.all_gather_object(figures, (flops, bytes_per_s))
     speeds: dict[str, dict[str, float]] = {"matmul in TFLOP/s": {}, "exchange in GB/s": {}}
-    for place, (flops, bytes_per_s) in zip(places, figures, strict=True):
-        for kind, speed in (("matmul in TFLOP/s", flops / 1e12), ("exchange in GB/s", bytes_per_s / 1e9)):
-            speeds[kind][place] = min(speed, speeds[kind].get(place, speed))
+    for name, (rank_flops, rank_bytes_per_s) in zip(node_of_rank, figures, strict=True):
+        for kind, speed in (("matmul in TFLOP/s", rank_flops / 1e12), ("exchange in GB/s", rank_bytes_per_s / 1e9)):
+            speeds[kind][name] = min(speed, speeds[kind].get(name, speed))
     return speeds
 
 
 def report(reports: Path, speeds: dict[str, dict[str, float]], tolerance: float) -> None:
-    """Writes a node's report anew if it falls behind."""
+    """Replaces the preflight report of each slow node by its slow measurements."""
     problems: dict[str, list[str]] = {}
     for kind, by_node in speeds.items():
         median = statistics.median(by_node.values())
@@ -87,13 +102,14 @@ def report(reports: Path, speeds: dict[str, dict[str, float]], tolerance: float)
 
 
 def main() -> None:
+    """Measures all nodes; rank 0 writes the reports."""
     runtime = start(timeout_s=float(os.environ.get("PREFLIGHT_TIMEOUT_S", "300")))
     speeds = measure(runtime, os.environ["SLURMD_NODENAME"])
     if runtime.is_main:
         report(Path(sys.argv[1]), speeds, float(os.environ.get("SNIFF_TOLERANCE", "0.1")))
     dist.barrier()
     if runtime.is_main:
-        (Path(sys.argv[1]) / "sniffed").touch()  # without it a test that crashed or hung would pass for a good one
+        (Path(sys.argv[1]) / "sniffed").touch()  # without this file, the job takes the test as crashed or hung
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:
@@ -104,7 +120,7 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])  # the first one warms up
+    return statistics.median(times[1:])  # the first run warms up
 
 
 if __name__ == "__main__":

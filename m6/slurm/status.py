@@ -1,4 +1,4 @@
-"""How a run is doing, from its folder and from Slurm's queue."""
+"""The status of a run, from its folder and from Slurm's queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from m6.runs.directory import RunDirectory
 
 
 def describe_status(root: Path) -> str:
-    """A line for each thing that a person who looks after a run wants to know.
+    """Describes a run in one line each for state, jobs, attempts, step, loss, speed, checkpoint and disk.
 
     Raises:
         UserError: the folder holds no run.
@@ -31,6 +31,7 @@ def describe_status(root: Path) -> str:
     if progress:
         age = _age(time.time() - progress["time"])
         lines.append(("step", f"{progress['step']} of {progress['total_steps']}, {age} ago"))
+    # metrics.jsonl also has lines of validation, which have no training loss.
     entries = [entry for entry in run.read_metrics() if "loss" in entry] if run.metrics.exists() else []
     if entries:
         last = entries[-1]
@@ -42,38 +43,43 @@ def describe_status(root: Path) -> str:
         age = _age(time.time() - (checkpoints[-1] / "manifest.json").stat().st_mtime)
         lines.append(("checkpoint", f"step {int(checkpoints[-1].name.removeprefix('step_'))}, {age} ago"))
     disk = shutil.disk_usage(root)
-    lines.append(("disk", f"{disk.free / 2**30:,.1f} GiB left of {disk.total / 2**30:,.1f}"))
+    lines.append(("disk", f"{disk.free / 2**30:,.1f} GiB free of {disk.total / 2**30:,.1f}"))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
 def _state(root: Path) -> str:
-    for name, meaning in (("FATAL", "failed"), ("DONE", "finished at step"), ("STOP", "to stop, asked by a person")):
+    # The files by which the job scripts and users mark a run; the most final one decides.
+    for name, meaning in (("FATAL", "failed"), ("DONE", "finished at step"), ("STOP", "stop requested by a user")):
         if (root / name).exists():
             return f"{meaning} {(root / name).read_text(encoding='utf-8').strip()}".strip()
-    return "under way"
+    return "not finished"
 
 
 def _jobs(root: Path) -> str:
-    """The jobs of this run that are not over: those that carry it as their comment, and the one it was last in."""
+    """Returns the queued and running jobs of this run.
+
+    These are the jobs whose comment is the run's folder, and the job of the last attempt, which a user may have
+    submitted without a comment.
+    """
     last = root / "slurm" / "job"
-    own = last.read_text().strip() if last.exists() else ""
-    # id | state | reason | nodes | time left | comment
+    last_job = last.read_text().strip() if last.exists() else ""
+    # id | state | reason | nodes | time left | comment; the comment is last, because it may contain a bar.
     try:
         queue = subprocess.run(
             ["squeue", "--noheader", "--format=%i|%T|%r|%D|%L|%k"], capture_output=True, text=True, timeout=60
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
-        return "unknown: squeue does not answer here"
+        return "unknown: squeue is not available"
     if queue.returncode:
         return f"unknown: {' '.join(queue.stderr.split())}"
-    found = []
+    jobs = []
     for line in queue.stdout.splitlines():
         job, state, reason, nodes, left, comment = line.strip().split("|", 5)
-        if job == own or comment == os.path.abspath(root):
+        if job == last_job or comment == os.path.abspath(root):
             detail = f"{nodes} nodes, {left} left" if state == "RUNNING" else reason
-            found.append(f"{job} {state} ({detail})")
-    return "; ".join(found) or "none in the queue"
+            jobs.append(f"{job} {state} ({detail})")
+    return "; ".join(jobs) or "none in the queue"
 
 
 def _read_json(path: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""From a run's JSON and a job's JSON to jobs in the queue; what cannot work is refused here."""
+"""Submits a run to Slurm, after checking its configuration against the job description."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _SCRIPT = "scripts/slurm/pretrain.sbatch"
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything that is known before Slurm is asked.
+    """A checked submission that was not sent to Slurm yet.
 
     Attributes:
-        options: of sbatch, as a job that replaces one of these has to give them too.
-        placement: the options that only these jobs have: their order, or their number.
-        jobs: how often the command is given; each job waits for the one before.
+        config: configuration of the run.
+        run: folder of the run.
+        snapshot: folder for the copy of the code and configuration.
+        options: options of sbatch. A job that replaces one of these later needs the same options.
+        placement: further options of sbatch that a replacement does not need: dependency and array.
+        jobs: number of jobs to submit; each waits for the one before.
     """
 
     config: RunConfig
@@ -42,6 +45,7 @@ class Submission:
 
     @property
     def command(self) -> list[str]:
+        """The sbatch command of one job."""
         script = self.snapshot / _SCRIPT
         return ["sbatch", "--parsable", *self.options, *self.placement, str(script), str(self.snapshot / "config.json")]
 
@@ -55,16 +59,19 @@ def plan_submission(
     array: int,
     init: Path | None = None,
 ) -> Submission:
-    """Checks a run against a job and works out the commands; writes nothing.
+    """Checks a run against a job description and makes the sbatch command. Nothing is written.
 
     Args:
-        run: the folder of the run.
-        chain: number of jobs that follow each other; 1 is a single job, which requeues itself.
-        array: number of tasks of a job array that follow each other; 0 for no array.
-        init: the run or exported model that the run begins with, if it fine-tunes one.
+        config_path: the run's JSON.
+        overrides: ``key.path=value`` strings.
+        job_path: JSON of the job description.
+        run: folder of the run.
+        chain: number of consecutive jobs; 1 is a single job that requeues itself.
+        array: number of consecutive tasks of a job array; 0 for no array.
+        init: run or exported model whose weights the run begins with; None for a run from scratch.
 
     Raises:
-        UserError: names what cannot work, and the values that contradict each other.
+        UserError: the run cannot work with this job; the message names the values that contradict each other.
     """
     job = load_job(job_path)
     if init is None:
@@ -74,22 +81,25 @@ def plan_submission(
 
         config = load_finetuning_config(config_path, init.absolute(), overrides)
     check_world_size(config, job.world_size)
-    run = Path(os.path.abspath(run))  # as the job scripts name it: without "..", with symbolic links
+    run = Path(os.path.abspath(run))  # the job scripts use the same form: without "..", symbolic links are kept
     _check_run(config, run, job)
     if chain > 1 and array:
-        raise UserError(f"--chain {chain} and --array {array}: both make jobs that follow each other; choose one")
-    checkout()
+        raise UserError(f"--chain {chain} and --array {array}: both make consecutive jobs; choose one")
+    checkout()  # raises if the sources for the snapshot are missing
+    # Jobs run a copy of the code: changes to the checkout while they wait or run have no effect on them.
     snapshot = run / "slurm" / "code" / time.strftime("%Y%m%d_%H%M%S")
-    follows = chain > 1 or array > 0
+    # Consecutive jobs replace requeueing: the next one continues the run.
+    is_consecutive = chain > 1 or array > 0
     options = [
         f"--job-name=m6_{run.name}",
         f"--comment={run}",
         *job.options(),
         f"--output={run}/slurm/%x_{'%A_%a' if array else '%j'}.log",
         "--open-mode=append",
-        "--no-requeue" if follows else "--requeue",
+        "--no-requeue" if is_consecutive else "--requeue",
         f"--export=ALL,M6_ROOT={snapshot},RUN_DIR={run}",
     ]
+    # singleton: jobs with the same name and user run one after the other.
     placement = ["--dependency=singleton"]
     if array:
         placement.append(f"--array=1-{array}%1")
@@ -97,13 +107,16 @@ def plan_submission(
 
 
 def submit(submission: Submission) -> list[str]:
-    """Takes the snapshot, gives the command to Slurm and records it; returns the ids of the jobs.
+    """Takes the snapshot, submits the jobs and records them.
+
+    Returns:
+        The ids of the jobs.
 
     Raises:
-        UserError: Slurm is not there, or refuses; jobs that it took before stay in the queue and are recorded.
+        UserError: sbatch is missing or fails. Jobs that were submitted before stay in the queue and are recorded.
     """
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch: no such command; m6 submit runs where Slurm is, --dry-run anywhere")
+        raise UserError("sbatch: no such command; m6 submit needs Slurm, except with --dry-run")
     take_snapshot(submission.snapshot, submission.config.document)
     write_text(submission.run / "slurm" / "sbatch_options", "".join(f"{option}\n" for option in submission.options))
     jobs: list[str] = []
@@ -118,14 +131,15 @@ def submit(submission: Submission) -> list[str]:
 
 
 def _check_run(config: RunConfig, run: Path, job: JobDescription) -> None:
+    """Makes the checks that the job itself would fail, perhaps after days in the queue."""
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.initial import check_initial_weights
     from m6.runs.data import open_data
 
     if any(character in str(run) for character in ",\n"):
-        raise UserError(f"{run}: Slurm's --export takes no folder with a comma or a line break in its name")
+        raise UserError(f"{run}: a folder with a comma or line break in its name cannot be passed to Slurm's --export")
     RunDirectory(run).check(config)
-    for name, meaning in (("DONE", "the run is finished"), ("STOP", "a person stopped the run; remove the file")):
+    for name, meaning in (("DONE", "the run is finished"), ("STOP", "a user stopped the run; remove the file")):
         if (run / name).exists():
             raise UserError(f"{run / name} exists: {meaning}")
     if job.nodes > 1:
@@ -139,4 +153,4 @@ def _sbatch(command: list[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"sbatch refused: {' '.join(result.stderr.split())}")
-    return result.stdout.strip().split(";")[0]
+    return result.stdout.strip().split(";")[0]  # --parsable prints "id" or "id;cluster"

@@ -63,6 +63,7 @@ def pixel_values(pictures: Sequence[np.ndarray], image_size: int) -> torch.Tenso
     """Stacks N pictures, uint8 ``[H, H, 3]`` with H = image_size, to fp32 ``[N, 3, H, H]`` in [-1, 1]."""
     stacked = np.stack(pictures) if pictures else np.empty((0, image_size, image_size, 3), np.uint8)
     channels_first = torch.from_numpy(stacked).permute(0, 3, 1, 2)
+    # In place: the pictures of a micro-batch are the largest tensors that a data worker makes.
     return channels_first.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 

@@ -18,6 +18,7 @@ from m6.errors import UserError, nearest
 
 __all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source"]
 
+# Classes, not instances: a source is made when it is used, and then reads its package.
 BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
     source.name: source
     for source in (

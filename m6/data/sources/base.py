@@ -87,5 +87,6 @@ def interleave(*parts: Sequence[T]) -> Iterator[T]:
     def with_positions(number: int, part: Sequence[T]) -> Iterator[tuple[float, int, T]]:
         return (((index + 0.5) / len(part), number, item) for index, item in enumerate(part))
 
+    # The sequence's number breaks ties, so items are never compared.
     merged = heapq.merge(*(with_positions(n, p) for n, p in enumerate(parts)), key=lambda entry: entry[:2])
     return (item for _, _, item in merged)

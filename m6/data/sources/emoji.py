@@ -102,6 +102,7 @@ class Emoji:
         names = self._names()
         pictures: dict[str, dict[str, bytes]] = {}  # emoji -> style -> file; 45 MB in total
         for style, (package, pattern) in STYLES.items():
+            # Packages are streams in their own order: all pictures must be read before the styles can be grouped.
             for match, image in members(package.tarball(self._cache), pattern):
                 emoji = _emoji(match[1])
                 if emoji in names and (style == "noto" or emoji in pictures):
@@ -116,6 +117,7 @@ class Emoji:
         for part, package in NAMES.items():
             for _, content in members(package.tarball(self._cache), rf"package/{part}/zh/annotations\.json"):
                 for emoji, entry in json.loads(content)[part]["annotations"].items():
+                    # "tts" is the name; the other annotations are search keywords.
                     if "tts" in entry and not _SKIN_TONE.search(emoji):
                         names[emoji.replace("\ufe0f", "")] = readable_name(entry["tts"][0])
         return names

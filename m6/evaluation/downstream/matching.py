@@ -34,6 +34,7 @@ def recall_at(scores: NDArray[np.float64], relevant: NDArray[np.bool_], k: int) 
         relevant: [Q, C], with at least one relevant candidate per row.
         k: at least 1.
     """
+    # Only the best relevant candidate decides whether one is among the first k.
     best_relevant = np.where(relevant, scores, -np.inf).max(axis=1, keepdims=True)
     ahead = ((scores >= best_relevant) & ~relevant).sum(axis=1)
     return float((ahead < k).mean())
@@ -84,6 +85,7 @@ def match_by_model(
     ]
     repeated = [picture for picture in pictures for _ in range(len(sources) * len(answers))]
     scores = target_log_likelihoods(model, processor, examples, repeated).view(len(pictures), len(captions), 2)
+    # The difference of the two answers cancels how likely the model finds any answer for a pair.
     return (scores[:, :, 0] - scores[:, :, 1]).numpy()
 
 

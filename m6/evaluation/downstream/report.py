@@ -48,6 +48,7 @@ class _Subject:
         data = open_split(self.manifest, source, split)
         if split != "test":
             return list(data)
+        # The same rows for every model, so scores are comparable.
         return [data[permuted(index, len(data), key=0)] for index in range(min(self.max_rows, len(data)))]
 
     def max_tokens(self, objective: str) -> int:

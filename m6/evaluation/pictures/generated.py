@@ -58,6 +58,7 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
             ) from None
         files.append(str(file))
         captions.append(str(caption))
+    # Another program may have written the list: its names must not lead out of the folder.
     paths = [folder / file if refusal(folder, folder / file) is None else None for file in files]
     contents = [path.read_bytes() if path is not None else None for path in paths]
     pixels, good, bad = decode_batch(contents, image_size)

@@ -75,6 +75,7 @@ class Judge(nn.Module):
             for first in range(0, len(pictures), _BATCH_SIZE)
         ]
         stacked = torch.cat(features) if features else torch.empty(0, self.num_features)
+        # The head runs on the CPU, on the features that are returned: both results agree exactly.
         return stacked, F.linear(stacked, self.head.weight.cpu(), self.head.bias.cpu())
 
 
@@ -100,6 +101,7 @@ def load_or_train_judge(
         with atomic_path(folder / _WEIGHTS_FILE) as temporary:
             save_file({name: tensor.cpu().contiguous() for name, tensor in judge.state_dict().items()}, temporary)
         document = {"settings": settings.model_dump(), "pictures": fingerprint, "captions": judge.captions}
+        # Written last: a folder with this file has complete weights.
         write_json(folder / _SETTINGS_FILE, document)
     return judge
 

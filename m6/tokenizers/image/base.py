@@ -51,6 +51,7 @@ class ImageTokenizer(nn.Module, ABC):
     def checksum(self) -> str:
         """SHA-256 of configuration and weights in hexadecimal. It identifies the tokenizer that made some codes."""
         digest = hashlib.sha256(json.dumps(self.config_document(), sort_keys=True).encode())
+        # Names, types and shapes are hashed too: equal bytes with other shapes are another tokenizer.
         for name, tensor in sorted(self._weights().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -59,6 +60,7 @@ class ImageTokenizer(nn.Module, ABC):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes ``config.json`` and the weights to ``folder``, each file atomically."""
         folder = Path(folder)
+        # The weights first: a folder with config.json is complete.
         with atomic_path(folder / self.weights_file) as temporary:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._weights().items()}
             save_file(tensors, temporary, metadata={"format": "pt"})

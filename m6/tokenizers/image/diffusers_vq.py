@@ -50,6 +50,7 @@ class DiffusersImageTokenizer(ImageTokenizer):
         """See ``ImageTokenizer.decode``."""
         self._check_codes(codes)
         shape = (len(codes), self.grid_size, self.grid_size, self.model.quantize.vq_embed_dim)
+        # force_not_quantize: the latents are code vectors already.
         latents = self.model.quantize.get_codebook_entry(codes.flatten(), shape)
         return ((self.model.decode(latents, force_not_quantize=True).sample + 1) / 2).clamp(0, 1)
 

@@ -47,7 +47,7 @@ class M6ImageTokenizer(ImageTokenizer):
             decay=config.codebook_decay,
             commitment_weight=config.commitment_weight,
             threshold_ema_dead_code=config.dead_code_threshold,
-            use_cosine_sim=True,
+            use_cosine_sim=True,  # codes of unit length, see codebook_dim
             accept_image_fmap=True,
         )
 
@@ -61,6 +61,7 @@ class M6ImageTokenizer(ImageTokenizer):
     def encode(self, pixels: Tensor) -> Tensor:
         """See ``ImageTokenizer.encode``."""
         self._check_pixels(pixels)
+        # Frozen even in training mode: encoding must never change the codebook.
         _, codes, _ = self.quantizer(self.encoder(2 * pixels - 1), freeze_codebook=True)
         return codes.flatten(1)
 

@@ -41,7 +41,7 @@ class Encoder(nn.Sequential):
     def __init__(self, config: ImageTokenizerConfig) -> None:
         finest, coarsest = config.channels[0], config.channels[-1]
         layers: list[nn.Module] = [
-            nn.PixelUnshuffle(config.patch_size),
+            nn.PixelUnshuffle(config.patch_size),  # folds pixels into channels without mixing patches
             _conv(3 * config.patch_size**2, finest, 1),
         ]
         for level, channels in enumerate(config.channels):

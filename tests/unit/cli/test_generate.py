@@ -10,8 +10,8 @@ from tests.fixtures.command import user_error
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either a text to go on with or --image"),
-        (["今天", "--image", "a.png"], "give either a text to go on with or --image"),
+        ([], "give either a text to continue or --image"),
+        (["今天", "--image", "a.png"], "give either a text to continue or --image"),
         (["--captions", "captions.txt"], "pictures are drawn with --out or --out-dir"),
         (["--out", "grid.png"], "give either a caption or --captions"),
         (["红", "--image", "a.png", "--out", "grid.png"], "give either a caption or --captions"),

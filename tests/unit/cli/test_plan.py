@@ -9,7 +9,7 @@ from m6.cli.plan import app
 from m6.config.checks import check_world_size
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.slurm.job import load_cluster as load_job
+from m6.slurm.job import load_job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONFIG = str(CONFIGS / "m6_base.json")

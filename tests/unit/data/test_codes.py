@@ -112,7 +112,7 @@ def test_codes_of_another_tokenizer_are_an_error(manifest, tokenizer):
     torch.nn.init.normal_(tokenizer.decoder[0].weight)
     wrong = tokenizer.checksum
     with pytest.raises(
-        UserError, match=f"no codes of the image tokenizer {wrong[:16]}; found are those of {right[:16]}"
+        UserError, match=f"no codes of the image tokenizer {wrong[:16]}; there are codes of {right[:16]}"
     ):
         Codes(manifest, "tiny_shapes", "train", wrong)
     # Codes that were moved to another tokenizer's place are found out by what the manifest and the shards say.

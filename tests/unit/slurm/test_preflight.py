@@ -39,7 +39,7 @@ def test_everything_that_is_wrong_is_said(reports: Path):
     lines = run(reports, **limits).splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("the clock is -")
-    assert "GiB of host memory are free, 1e+06 are asked for" in lines[1]
+    assert "GiB of host memory are free, 1e+06 are required" in lines[1]
     assert "GiB of /dev/shm are free" in lines[2]
     assert lines[3] == "PREFLIGHT_HOOK: burning"
 
@@ -55,10 +55,10 @@ def test_a_check_that_breaks_is_told(reports: Path):
 def test_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
     assert preflight.check_gpus(GPUS, "", 9.0) == []
-    assert preflight.check_gpus("", "", 9.0) == ["0 GPUs, 2 are asked for"]
+    assert preflight.check_gpus("", "", 9.0) == ["0 GPUs, 2 are required"]
     assert preflight.check_gpus("0, 41, 3, [N/A]\n1, 44, 3, [N/A]\n", "", 9.0) == []
     assert preflight.check_gpus("0, 91, 3, 0\n1, 44, 20000, 2\n", "", 9.0) == [
-        "GPU 0: 91 C before anything runs",
+        "GPU 0: 91 C while idle",
         "GPU 1: not idle, 20000 MiB are in use",
         "GPU 1: 2 uncorrected ECC errors since the driver was loaded",
     ]
@@ -69,5 +69,5 @@ def test_xids_that_matter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
     log = "[    1.0] nvidia: loaded\n[  100.0] NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python\n"
     assert preflight.check_gpus(GPUS, log.format(31) + log.format(43), 200.0) == []
-    assert preflight.check_gpus(GPUS, log.format(79) + log.format(48), 200.0) == ["the kernel's log has Xid 48, 79"]
+    assert preflight.check_gpus(GPUS, log.format(79) + log.format(48), 200.0) == ["the kernel log has Xid 48, 79"]
     assert preflight.check_gpus(GPUS, log.format(79), 200.0 + 86400) == [], "of the day before"

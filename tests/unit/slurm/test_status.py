@@ -45,14 +45,14 @@ def test_a_run_that_is_under_way(run: Path, tmp_path: Path):
     (programs / "squeue").write_text("\n".join(["#!/bin/bash", "cat <<END", *lines, "END\n"]))
     (programs / "squeue").chmod(0o755)
     found = status(run, PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
-    assert found["state"] == "under way"
+    assert found["state"] == "not finished"
     assert found["jobs"] == "77 RUNNING (16 nodes, 1:02:03 left); 78 PENDING ((Dependency))"
     assert found["attempts"].startswith("2, the last in ")
     assert found["step"] == "45 of 60, 10.0 min ago"
     assert found["loss"] == "3.1250 at step 45"
     assert found["speed"] == "12,346 tokens/s, 0.500 s/step"
     assert found["checkpoint"].startswith("step 40, ")
-    assert "GiB left of" in found["disk"]
+    assert "GiB free of" in found["disk"]
     # However the folder is called, the jobs are those that carry its name.
     found = status(run / ".." / "run", PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
     assert found["run"] == str(run)
@@ -64,14 +64,14 @@ def test_a_run_that_is_under_way(run: Path, tmp_path: Path):
     [
         ("DONE", "60\n", "finished at step 60"),
         ("FATAL", "loss nan\n", "failed loss nan"),
-        ("STOP", "", "to stop, asked by a person"),
+        ("STOP", "", "stop requested by a user"),
     ],
 )
 def test_how_a_run_ended(run: Path, name: str, text: str, state: str):
     (run / name).write_text(text)
     found = status(run, PATH="/nowhere")
     assert found["state"] == state
-    assert found["jobs"] == "unknown: squeue does not answer here"
+    assert found["jobs"] == "unknown: squeue is not available"
 
 
 def test_no_run(tmp_path: Path):

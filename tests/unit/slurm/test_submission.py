@@ -166,7 +166,7 @@ def test_a_local_disk_is_refused(config: Path, tmp_path: Path, monkeypatch: pyte
     cluster = write_cluster(tmp_path, shared_folders=[])
     arguments = ("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
     monkeypatch.setattr("m6.slurm.filesystem.file_system_type", lambda path: "ext4")
-    assert "lies on ext4, which other nodes do not see" in user_error(*arguments)
+    assert "is on ext4, which other nodes cannot see" in user_error(*arguments)
     monkeypatch.setattr("m6.slurm.filesystem.file_system_type", lambda path: "lustre")
     assert m6(*arguments).code == 0
 
@@ -182,7 +182,7 @@ def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: s
 
 def test_chain_and_array_together(config: Path, cluster: Path, tmp_path: Path):
     message = user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--chain", 2, "--array", 2)
-    assert message == "--chain 2 and --array 2: both make jobs that follow each other; choose one"
+    assert message == "--chain 2 and --array 2: both make consecutive jobs; choose one"
 
 
 def test_no_slurm_here(config: Path, cluster: Path, tmp_path: Path):
