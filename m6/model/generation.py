@@ -60,6 +60,7 @@ class M6GenerationMixin(GenerationMixin):
         new_tokens = kwargs.get("max_new_tokens", generation_config.max_new_tokens)
         if new_tokens is None and (length := kwargs.get("max_length", generation_config.max_length)) is not None:
             new_tokens = length - prompt_length
+        # Positions count the target only: source and picture have their own.
         prompt, limit = int(position_ids[:, -1].max()) + 1, self.config.max_position_embeddings
         if new_tokens is not None and prompt + new_tokens > limit + 1:  # the last new token is never an input
             raise UserError(

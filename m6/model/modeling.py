@@ -187,6 +187,7 @@ class M6Model(M6PreTrainedModel):
                 )
             hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, pixel_values)
 
+        # Built once: the mask is the same for all layers.
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         token_mask = query_samples != 0
         # fp32 also in a 16-bit model: small balance losses of many layers add up.

@@ -105,7 +105,7 @@ class Engine:
         self._deepspeed.train()
         last = len(micro_batches) - 1
         for index, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            seed_everything(seed)
+            seed_everything(seed)  # dropout depends only on the micro-batch, not on the ones before it
             on_device = batch.to(self._device)
             self.backward(loss(on_device, self.forward(on_device)))
             if index < last:

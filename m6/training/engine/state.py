@@ -26,7 +26,7 @@ def weights(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 
 def fp32_masters(deepspeed: DeepSpeedEngine) -> list[Tensor]:
-    """The flat fp32 partitions that ZeRO's optimizer updates; none at stage 0."""
+    """The flat fp32 partitions that ZeRO's optimizer updates; empty at stage 0."""
     stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
     if stage == 0:
         return []

@@ -238,6 +238,7 @@ class OffloadedExperts:
     def _average(self, gradient: Tensor) -> None:
         """Sums over the ranks with the same experts and divides by the number of all ranks, as DeepSpeed does."""
         dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
+        # All ranks, not only those of the group: the loss is multiplied by the number of all ranks.
         gradient.div_(dist.get_world_size())
 
     def close(self) -> None:

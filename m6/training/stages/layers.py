@@ -57,7 +57,7 @@ class LayerGradients(contextlib.ExitStack):
                 if module not in seen and next(module.parameters(recurse=False), None) is not None:
                     seen.add(module)
                     self._hook(module.register_forward_pre_hook(functools.partial(self._use_views, path)))
-                    # Before the other hooks: that of ZeRO stage 3 needs the original parameters.
+                    # Before the other hooks: the hook of ZeRO stage 3 needs the original parameters.
                     self._hook(module.register_forward_hook(self._use_parameters, prepend=True, always_call=True))
         return self
 
@@ -87,7 +87,7 @@ class LayerGradients(contextlib.ExitStack):
             tensors = [g for layer in self._gradients for p, g in layer.items() if (p in self._experts) == experts]
             if not tensors:
                 continue
-            flat = torch.cat(tensors)
+            flat = torch.cat(tensors)  # one collective for all layers
             dist.all_reduce(flat, group=_group("expert_data_parallel", self._experts) if experts else None)
             for tensor, total in zip(tensors, flat.split([len(t) for t in tensors]), strict=True):
                 tensor.copy_(total)

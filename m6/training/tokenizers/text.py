@@ -85,6 +85,7 @@ def train_text_tokenizer(
         )
     except RuntimeError as error:
         raise UserError(f"vocab_size {vocab_size} does not suit the text: {_explain(str(error))}") from None
+    # save_pretrained does not write atomically: it writes elsewhere, and each finished file is moved into place.
     with tempfile.TemporaryDirectory() as folder:
         model_file = Path(folder, MODEL_FILE)
         model_file.write_bytes(buffer.getvalue())
