@@ -44,7 +44,7 @@ class _Optimizer(Section):
 
 class _TorchAutocast(Section):
     enabled: bool
-    # Not float16: its gradients need a loss scale, and DeepSpeed scales them only where we clip them unscaled.
+    # Not float16, which needs a loss scale: DeepSpeed scales only at stage 0, where our clipping expects no scale.
     dtype: Literal["bfloat16"]
     lower_precision_safe_modules: list[str] = Field(default_factory=list)
 

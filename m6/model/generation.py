@@ -85,6 +85,8 @@ class M6GenerationMixin(GenerationMixin):
 def _check_prompts(input_ids: Tensor, bos_token_id: int, image_token_id: int, num_patches: int) -> None:
     if not bool((input_ids == bos_token_id).any(dim=1).all()):
         raise UserError("a prompt has no <bos>, which begins the target that generate continues")
-    most = int((input_ids == image_token_id).sum(dim=1).max())
-    if most > num_patches:
-        raise UserError(f"a prompt holds {most} <image> placeholders, but may hold only one picture of {num_patches}")
+    max_placeholders = int((input_ids == image_token_id).sum(dim=1).max())
+    if max_placeholders > num_patches:
+        raise UserError(
+            f"a prompt holds {max_placeholders} <image> placeholders, but may hold only one picture of {num_patches}"
+        )

@@ -139,6 +139,6 @@ def _explain(message: str) -> str:
         (r"<= (\d+)", "it suffices for at most {} pieces"),
         (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes need at least {} pieces"),
     ):
-        if found := re.search(pattern, message):
-            return text.format(found.group(1))
+        if match := re.search(pattern, message):
+            return text.format(match.group(1))
     return message
