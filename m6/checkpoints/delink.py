@@ -55,6 +55,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         raise UserError(f"{run_dir} is already Real: delinked after {reader.state[STATE]['switch_step']} steps")
     reset = config.m6.pseudo_to_real.optimizer_state == "reset"
 
+    # Next to ``out``, hence on the same file system: the rename at the end is then atomic.
     temporary = RunDirectory(out.absolute().with_name(f".{out.name}.delink.tmp"))
     folder = temporary.checkpoints / folders[-1].name
 
