@@ -56,6 +56,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         raise UserError(f"{run_dir} is already Real: delinked after {reader.state[STATE]['switch_step']} steps")
     reset = config.m6.pseudo_to_real.optimizer_state == "reset"
 
+    # Next to ``out``, hence on the same file system: the rename at the end is then atomic.
     temporary = RunDirectory(out.absolute().with_name(f".{out.name}.delink.tmp"))
     folder = temporary.checkpoints / folders[-1].name
 
@@ -103,11 +104,11 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
 def _layer_bytes(reader: CheckpointReader) -> int:
     """Bytes of the weights and moments of the largest layer of the Pseudo model."""
     sharing, sizes = sharing_of(reader), dict.fromkeys(range(reader.state[STATE]["sharing"]["num_layers"]), 0)
-    for place in reader.ranges():
+    for stored in reader.ranges():
         for layer in sizes:
             prefix = f".layers.{layer}."
-            if any(prefix in name for name in sharing.real_names(place.name)):
-                sizes[layer] += place.numel * reader.element_size(place)
+            if any(prefix in name for name in sharing.real_names(stored.name)):
+                sizes[layer] += stored.numel * reader.element_size(stored)
     return max(sizes.values())
 
 
@@ -115,18 +116,18 @@ def _pieces(reader: CheckpointReader, reset: bool, rank: int, world_size: int) -
     """This rank's share of the Real model's state, read piece by piece."""
     sharing, limit = sharing_of(reader), max(1, _layer_bytes(reader) // _PIECES_PER_LAYER)
     number = 0
-    for place in reader.ranges():
-        numel = max(1, limit // reader.element_size(place))
-        for begin in range(place.offset, place.offset + place.numel, numel):
+    for stored in reader.ranges():
+        numel = max(1, limit // reader.element_size(stored))
+        for begin in range(stored.offset, stored.offset + stored.numel, numel):
             number += 1
             # Round-robin: each rank gets a similar share of every layer.
             if number % world_size == rank:
-                end = min(begin + numel, place.offset + place.numel)
-                yield from _copies(reader.read_range(place, begin, end), place, begin, sharing, reset)
+                end = min(begin + numel, stored.offset + stored.numel)
+                yield from _copies(reader.read_range(stored, begin, end), stored, begin, sharing, reset)
 
 
-def _copies(data: Tensor, place: Range, begin: int, sharing: Sharing, reset: bool) -> Iterator[Fragment]:
+def _copies(data: Tensor, stored: Range, begin: int, sharing: Sharing, reset: bool) -> Iterator[Fragment]:
     """One fragment for each layer of the Real model that the range belongs to."""
-    for name in sharing.real_names(place.name):
-        copy = data.new_zeros(data.shape) if reset and place.kind != WEIGHT else data.clone()
-        yield Fragment(name, place.kind, begin, copy, place.shape)
+    for name in sharing.real_names(stored.name):
+        copy = data.new_zeros(data.shape) if reset and stored.kind != WEIGHT else data.clone()
+        yield Fragment(name, stored.kind, begin, copy, stored.shape)

@@ -34,11 +34,11 @@ class DelinkedReader(CheckpointReader):
         self.reset = optimizer_state == "reset"
         self.sharing = sharing_of(self)
         self._ranges = {
-            (real, kind): places
-            for (name, kind), places in self._ranges.items()
+            (real, kind): stored_ranges
+            for (name, kind), stored_ranges in self._ranges.items()
             for real in self.sharing.real_names(name)
         }
-        self.shapes = {key: places[0].shape for key, places in self._ranges.items()}
+        self.shapes = {key: stored_ranges[0].shape for key, stored_ranges in self._ranges.items()}
         self.state = real_state(self.state, self.reset)
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:

@@ -86,15 +86,15 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
             size = 0
         size += nbytes
         file = f"rank_{rank:05d}_{len(files):03d}.safetensors"
-        place = Range(piece.name, piece.kind, piece.offset, piece.data.numel(), file, piece.shape)
-        pending[place.key] = piece.data
+        stored = Range(piece.name, piece.kind, piece.offset, piece.data.numel(), file, piece.shape)
+        pending[stored.key] = piece.data
         if piece.kind == WEIGHT and not torch.isfinite(piece.data).all():
             nonfinite.append(piece.name)
-        ranges.append(place)
+        ranges.append(stored)
     flush()
     write_json(
         folder / f"rank_{rank:05d}.json",
-        {"files": files, "ranges": [asdict(place) for place in ranges], "nonfinite": nonfinite},
+        {"files": files, "ranges": [asdict(stored) for stored in ranges], "nonfinite": nonfinite},
     )
 
 
@@ -106,7 +106,7 @@ def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None
             incomplete then, and the one before remains the newest.
     """
     records = [json.loads((folder / f"rank_{rank:05d}.json").read_text()) for rank in range(world_size)]
-    ranges = [place for record in records for place in record["ranges"]]
+    ranges = [stored for record in records for stored in record["ranges"]]
     nonfinite = sorted({name for record in records for name in record["nonfinite"]})
     if nonfinite:
         raise UserError(f"{folder}: not completed, since weights are not finite: {', '.join(nonfinite[:_MAX_NAMES])}")
@@ -129,10 +129,10 @@ def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
     """Raises UserError if the ranges leave a gap in a tensor: such a checkpoint could not be loaded."""
     tensors: dict[tuple[str, str], list[tuple[int, int]]] = {}
     sizes: dict[tuple[str, str], int] = {}
-    for place in ranges:
-        key = (place["name"], place["kind"])
-        tensors.setdefault(key, []).append((place["offset"], place["offset"] + place["numel"]))
-        sizes[key] = torch.Size(place["shape"]).numel()
+    for stored in ranges:
+        key = (stored["name"], stored["kind"])
+        tensors.setdefault(key, []).append((stored["offset"], stored["offset"] + stored["numel"]))
+        sizes[key] = torch.Size(stored["shape"]).numel()
     for key, spans in tensors.items():
         covered = 0  # ranges of replicas may overlap, but there must be no gap
         for begin, end in sorted(spans):
@@ -191,13 +191,13 @@ class CheckpointReader:
             self.state: dict[str, Any] = manifest["state"]
             self.files: dict[str, dict[str, Any]] = manifest["files"]
             for entry in manifest["ranges"]:
-                place = Range(**{**entry, "shape": tuple(entry["shape"])})
-                self._ranges.setdefault((place.name, place.kind), []).append(place)
-                self.shapes[place.name, place.kind] = place.shape
+                stored = Range(**{**entry, "shape": tuple(entry["shape"])})
+                self._ranges.setdefault((stored.name, stored.kind), []).append(stored)
+                self.shapes[stored.name, stored.kind] = stored.shape
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {type(error).__name__}: {error}") from None
-        for places in self._ranges.values():
-            places.sort(key=lambda place: place.offset)
+        for stored_ranges in self._ranges.values():
+            stored_ranges.sort(key=lambda stored: stored.offset)
 
     def names(self, kind: str) -> list[str]:
         """The names of all tensors of this kind, in the order of the model."""
@@ -205,8 +205,8 @@ class CheckpointReader:
 
     def ranges(self) -> Iterator[Range]:
         """Yields every stored range."""
-        for places in self._ranges.values():
-            yield from places
+        for stored_ranges in self._ranges.values():
+            yield from stored_ranges
 
     def verify(self, rank: int = 0, world_size: int = 1) -> list[str]:
         """Checks the size and the SHA-256 of this rank's share of the files.
@@ -231,19 +231,19 @@ class CheckpointReader:
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
         """Fills ``target`` (1-D) with elements ``offset`` to ``offset + target.numel()`` of the flat tensor."""
-        places = self._ranges.get((name, kind))
-        if places is None:
+        stored_ranges = self._ranges.get((name, kind))
+        if stored_ranges is None:
             raise UserError(f"{self.folder}: holds no {kind} of {name}; it belongs to another model or optimizer")
         end, position = offset + target.numel(), offset
         # The last range that begins at or before ``offset``; ranges of different ranks may overlap.
-        index = max(0, bisect_right([place.offset for place in places], offset) - 1)
+        index = max(0, bisect_right([stored.offset for stored in stored_ranges], offset) - 1)
         while position < end:
-            place = places[index]
+            stored = stored_ranges[index]
             index += 1
-            if place.offset + place.numel <= position:
+            if stored.offset + stored.numel <= position:
                 continue
-            stop = min(end, place.offset + place.numel)
-            target[position - offset : stop - offset].copy_(self.read_range(place, position, stop))
+            stop = min(end, stored.offset + stored.numel)
+            target[position - offset : stop - offset].copy_(self.read_range(stored, position, stop))
             position = stop
 
     def read(self, name: str, kind: str) -> Tensor:
@@ -253,24 +253,24 @@ class CheckpointReader:
         self.read_into(name, kind, 0, flat)
         return flat.view(shape)
 
-    def element_size(self, place: Range) -> int:
+    def element_size(self, stored: Range) -> int:
         """Bytes of one element of a range in its stored type."""
-        return self.read_range(place, place.offset, place.offset + 1).element_size()
+        return self.read_range(stored, stored.offset, stored.offset + 1).element_size()
 
-    def read_range(self, place: Range, begin: int, end: int) -> Tensor:
-        """Reads elements ``begin`` to ``end`` of the flat tensor, which ``place`` must contain, in their stored type.
+    def read_range(self, stored: Range, begin: int, end: int) -> Tensor:
+        """Reads elements ``begin`` to ``end`` of the flat tensor, which ``stored`` must contain, in their stored type.
 
         Raises:
             UserError: the file is damaged.
         """
-        path = self.folder / place.file
+        path = self.folder / stored.file
         try:
-            if place.file not in self._open:
+            if stored.file not in self._open:
                 # safetensors maps the file into memory, so an open shard costs no more than what is read of it.
-                self._open[place.file] = safe_open(path, framework="pt")
-            part: Tensor = self._open[place.file].get_slice(place.key)[begin - place.offset : end - place.offset]
+                self._open[stored.file] = safe_open(path, framework="pt")
+            values: Tensor = self._open[stored.file].get_slice(stored.key)[begin - stored.offset : end - stored.offset]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: unreadable shard: {error}") from None
-        if len(part) != end - begin:
-            raise UserError(f"{self.folder / MANIFEST}: corrupt: {place.key} is not as long in {place.file}")
-        return part
+        if len(values) != end - begin:
+            raise UserError(f"{self.folder / MANIFEST}: corrupt: {stored.key} in {stored.file} is shorter than stated")
+        return values

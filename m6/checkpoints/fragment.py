@@ -38,5 +38,6 @@ class Fragment:
         """The part that this rank saves: ranks with the same range save equal shares of it."""
         index, count = self.replica
         numel = self.data.numel()
+        # Neighbouring shares meet exactly, whatever the remainder of the division.
         begin, end = numel * index // count, numel * (index + 1) // count
         return replace(self, offset=self.offset + begin, data=self.data[begin:end], replica=(0, 1))

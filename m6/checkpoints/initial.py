@@ -42,6 +42,7 @@ def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = 
     if isinstance(section, dict):
         section["init"] = str(init)
         for name, inherited in _model_sections(init).items():
+            # Values of the JSON win over those of ``init``.
             section[name] = {**inherited, **(section.get(name) or {})}
     return parse_document(path, document)
 

@@ -61,6 +61,7 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
     Raises:
         UserError: the model was not trained to draw pictures, or the image tokenizer changed after the training.
     """
+    # Imported here: models that do not draw need none of its packages.
     from m6.tokenizers.image import load_image_tokenizer
 
     if is_exported(folder):

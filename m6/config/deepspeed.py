@@ -44,7 +44,7 @@ class _Optimizer(Section):
 
 class _TorchAutocast(Section):
     enabled: bool
-    # Not float16: its gradients need a loss scale, and DeepSpeed scales them only where we clip them unscaled.
+    # Not float16, which needs a loss scale: DeepSpeed scales only at stage 0, where our clipping expects no scale.
     dtype: Literal["bfloat16"]
     lower_precision_safe_modules: list[str] = Field(default_factory=list)
 
@@ -66,6 +66,7 @@ class _Keys(Section):
     gradient_accumulation_steps: PositiveInt | None = None
     gradient_clipping: float = Field(ge=0)
     optimizer: _Optimizer
+    # DeepSpeed's own models validate these sections, see ``_deepspeed_sections``.
     fp16: dict[str, Any] = Field(default_factory=dict)
     bf16: dict[str, Any] = Field(default_factory=dict)
     torch_autocast: _TorchAutocast | None = None
@@ -234,7 +235,7 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
     """Validates DeepSpeed's keys.
 
     Raises:
-        UserError: a key is unknown, has a wrong value, would be silently ignored, or is missing.
+        UserError: a key is unknown, wrong, missing, or would be silently ignored.
     """
     for key in keys:
         _check_accepted(key)
@@ -269,10 +270,7 @@ def _check_accepted(key: str) -> None:
 
 
 def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
-    """Parses sections with DeepSpeed's own models.
-
-    DeepSpeed would find the same errors later, and report them as a traceback on every rank.
-    """
+    """Parses sections with DeepSpeed's models; later DeepSpeed would report the errors as a traceback on every rank."""
     prepare_deepspeed()
     # DeepSpeed is imported only when it is needed: its import takes seconds.
     from deepspeed.comm.config import CommsLoggerConfig

@@ -146,7 +146,8 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
     if origin is list:
         return f"array of {_type(arguments[0])}" + ("s" if _model_of(arguments[0]) is not None else "")
     if origin is tuple:
-        return f"array of {len(arguments)} {_type(arguments[0])}s"
+        name, _, bounds = _type(arguments[0]).partition(" ")
+        return f"array of {len(arguments)} {name}s {bounds}".strip()
     if origin is dict:
         return "object" if arguments[1] is Any else f"object of {_type(arguments[1])}s"
     if _model_of(annotation) is not None:

@@ -91,8 +91,8 @@ class OffloadSettings(Section):
     )
     split_master: bool = Field(
         True,
-        description="store only the lower half of a bfloat16 weight's fp32 master, 2 bytes instead of 4; the weight is "
-        "the upper half. The results are bit-equal",
+        description="store only the lower half of a bfloat16 weight's fp32 master, 2 bytes instead of 4; the weight "
+        "holds the rest. The results are bit-equal",
     )
     update: Literal["next_forward", "backward"] = Field(
         "next_forward",

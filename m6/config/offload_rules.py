@@ -83,13 +83,13 @@ def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpoi
     for (kind, layer, tensor), (index, place) in match_rules(rules, model).items():
         if tensor != "activation":
             continue
-        where = f"m6.offload.rules.{index}"
+        rule_key = f"m6.offload.rules.{index}"
         if place == "stream":
-            raise UserError(f'{where}: "stream" is for weights; the "place" of activations is device, host or auto')
+            raise UserError(f'{rule_key}: "stream" is for weights; the "place" of activations is device, host or auto')
         if checkpointing and layer is not None and rules[index].kind is not None:
             raise UserError(
-                f"{where}: under m6.training.activation_checkpointing a layer keeps only its input, which belongs to "
-                "no kind; leave kind out"
+                f"{rule_key}: under m6.training.activation_checkpointing a layer keeps only its input, which belongs "
+                "to no kind; leave kind out"
             )
         if place != "device":
             places[place].add((kind, layer))
@@ -103,15 +103,15 @@ def match_rules(
     parts = list(layer_modules(model))
     places: dict[tuple[ModuleKind, int | None, TensorKind], tuple[int, Place]] = {}
     for index, rule in enumerate(rules):
-        where = f"m6.offload.rules.{index}"
-        layers = None if rule.layers is None else _parse_layers(rule.layers, where)
+        rule_key = f"m6.offload.rules.{index}"
+        layers = None if rule.layers is None else _parse_layers(rule.layers, rule_key)
         matched = [
             (kind, layer)
             for kind, layer in parts
             if rule.kind in (None, kind) and (layers is None or (layer is not None and layer in layers))
         ]
         if not matched:
-            raise UserError(f"{where}: {_explain_no_match(rule, layers, parts, model.num_layers)}")
+            raise UserError(f"{rule_key}: {_explain_no_match(rule, layers, parts, model.num_layers)}")
         for kind, layer in matched:
             for tensor in STORED_TENSORS if rule.tensor is None else (rule.tensor,):
                 places[kind, layer, tensor] = (index, rule.place)
@@ -132,12 +132,12 @@ def layer_modules(model: M6Config) -> Iterator[LayerModule]:
             yield "ffn", layer
 
 
-def _parse_layers(text: str, where: str) -> set[int]:
+def _parse_layers(text: str, rule_key: str) -> set[int]:
     layers: set[int] = set()
     for part in text.split(","):
         begin, dash, end = part.strip().partition("-")
         if not begin.isdigit() or (dash and not end.isdigit()) or (dash and int(end) < int(begin)):
-            raise UserError(f'{where}.layers: expected numbers and ranges such as "0-11,14", found {text!r}')
+            raise UserError(f'{rule_key}.layers: expected numbers and ranges such as "0-11,14", found {text!r}')
         layers.update(range(int(begin), int(end if dash else begin) + 1))
     return layers
 
@@ -151,22 +151,26 @@ def _explain_no_match(rule: OffloadRule, layers: set[int] | None, parts: list[La
     if not candidates:
         return f"matches nothing: {rule.kind} is outside of the layers; leave layers out"
     nearest = min(candidates, key=lambda layer: min(abs(layer - named) for named in layers))
-    what = "of the model" if rule.kind is None else f"with {rule.kind}"
+    scope = "of the model" if rule.kind is None else f"with {rule.kind}"
     return (
-        f"matches nothing: no layer {what} is in {rule.layers!r}; the nearest is {nearest} (of 0 to {num_layers - 1})"
+        f"matches nothing: no layer {scope} is in {rule.layers!r}; the nearest is {nearest} (of 0 to {num_layers - 1})"
     )
 
 
-def _check_possible(where: str, kind: ModuleKind, tensor: TensorKind, place: Place, dense_states_on_host: bool) -> None:
+def _check_possible(
+    rule_key: str, kind: ModuleKind, tensor: TensorKind, place: Place, dense_states_on_host: bool
+) -> None:
     if kind == "expert" or tensor == "activation":
         return
     # DeepSpeed offloads the optimizer state of everything but experts; apply_offload has turned that on.
     done = tensor == "optimizer_state" and place == "host" and dense_states_on_host
     if place in ("stream", "host") and not done:
         raise UserError(
-            f'{where}: DeepSpeed\'s engine holds {kind}, and rules can only offload experts: add "kind": "expert". '
+            f'{rule_key}: DeepSpeed\'s engine holds {kind}, and rules can only offload experts: add "kind": "expert". '
             'Of the other parameters only the optimizer state can be offloaded, by {"tensor": "optimizer_state", '
             '"place": "host"} for all of them'
         )
     if place == "device" and tensor == "optimizer_state" and dense_states_on_host:
-        raise UserError(f"{where}: contradicts zero_optimization.offload_optimizer, which offloads the state of {kind}")
+        raise UserError(
+            f"{rule_key}: contradicts zero_optimization.offload_optimizer, which offloads the state of {kind}"
+        )

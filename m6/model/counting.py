@@ -61,6 +61,6 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
         # Two norms per layer and the last one, each with a weight and a bias vector.
         "norms": (2 * copies("norms", layers) + 1) * 2 * width,
     }
-    total = sum(counts.values())
+    total = sum(counts.values())  # the output matrix is the token embedding, so it is not counted again
     idle = (experts - visited) * copies("experts", sparse) * expert
     return {**counts, "total": total, "active_per_token": total - idle}

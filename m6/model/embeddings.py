@@ -61,15 +61,15 @@ class M6Embeddings(nn.Module):
             # An empty batch of pictures gives the patch encoder a gradient of zeros. Data-parallel ranks with and
             # without pictures then reduce the same tensors.
             pixel_values = embedded.new_empty(0, 3, self.image_size, self.image_size)
-        where = is_patch.nonzero(as_tuple=True)
-        placeholders, patches = where[0].numel(), pixel_values.shape[0] * self.num_patches
+        patch_index = is_patch.nonzero(as_tuple=True)
+        placeholders, patches = patch_index[0].numel(), pixel_values.shape[0] * self.num_patches
         if placeholders != patches:
             raise UserError(
                 f"input_ids hold {placeholders} <image> placeholders, but pixel_values hold {pixel_values.shape[0]} "
                 f"pictures of {self.num_patches} patches, {patches} in all"
             )
-        features = self.patch_encoder(pixel_values).flatten(0, 1) + self.patch_positions(position_ids[where])
-        return embedded.index_put(where, features.to(embedded.dtype))
+        features = self.patch_encoder(pixel_values).flatten(0, 1) + self.patch_positions(position_ids[patch_index])
+        return embedded.index_put(patch_index, features.to(embedded.dtype))
 
     def embed_targets(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Embeds tokens without patches, as in a decoding step; all arguments are int64 [B, S]."""

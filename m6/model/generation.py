@@ -60,6 +60,7 @@ class M6GenerationMixin(GenerationMixin):
         new_tokens = kwargs.get("max_new_tokens", generation_config.max_new_tokens)
         if new_tokens is None and (length := kwargs.get("max_length", generation_config.max_length)) is not None:
             new_tokens = length - prompt_length
+        # Positions count the target only: source and picture have their own.
         prompt, limit = int(position_ids[:, -1].max()) + 1, self.config.max_position_embeddings
         if new_tokens is not None and prompt + new_tokens > limit + 1:  # the last new token is never an input
             raise UserError(
@@ -84,6 +85,8 @@ class M6GenerationMixin(GenerationMixin):
 def _check_prompts(input_ids: Tensor, bos_token_id: int, image_token_id: int, num_patches: int) -> None:
     if not bool((input_ids == bos_token_id).any(dim=1).all()):
         raise UserError("a prompt has no <bos>, which begins the target that generate continues")
-    most = int((input_ids == image_token_id).sum(dim=1).max())
-    if most > num_patches:
-        raise UserError(f"a prompt holds {most} <image> placeholders, but may hold only one picture of {num_patches}")
+    max_placeholders = int((input_ids == image_token_id).sum(dim=1).max())
+    if max_placeholders > num_patches:
+        raise UserError(
+            f"a prompt holds {max_placeholders} <image> placeholders, but may hold only one picture of {num_patches}"
+        )

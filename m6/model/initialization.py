@@ -91,5 +91,6 @@ def _deviation(name: str, config: M6Config) -> float:
 def _draw(tensor: Tensor, deviation: float, seed: int, name: str, expert: int | None = None) -> None:
     """Fills ``tensor`` with normal numbers, drawn on the CPU in fp32, since generators differ between devices."""
     digest = hashlib.blake2b(f"{seed}/{name}/{expert}".encode(), digest_size=8).digest()
+    # A hash of the name, so that a tensor's values do not depend on which tensors were drawn before.
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     tensor.copy_(torch.empty(tensor.shape).normal_(0.0, deviation, generator=generator))

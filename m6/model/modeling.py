@@ -187,6 +187,7 @@ class M6Model(M6PreTrainedModel):
                 )
             hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, pixel_values)
 
+        # Built once: the mask is the same for all layers.
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         token_mask = query_samples != 0
         # fp32 also in a 16-bit model: small balance losses of many layers add up.
@@ -284,15 +285,15 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         loss = target_losses = None
         if labels is not None:
             targets = labels[:, 1:]
-            where = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
+            labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
             # Logits of all positions would be the largest tensor of a training step.
-            target_logits = self._head(hidden_states[:, :-1][where]) if logits is None else logits[:, :-1][where]
+            target_logits = self._head(hidden_states[:, :-1][labelled]) if logits is None else logits[:, :-1][labelled]
             # Cross entropy in at least fp32: a sum over a large vocabulary loses too much in 16 bits.
             precise = torch.promote_types(target_logits.dtype, torch.float32)
-            target_losses = F.cross_entropy(target_logits.to(precise), targets[where], reduction="none")
+            target_losses = F.cross_entropy(target_logits.to(precise), targets[labelled], reduction="none")
             weights = torch.ones_like(target_losses)
             if loss_weights is not None:
-                weights = loss_weights[:, 1:][where].to(precise)
+                weights = loss_weights[:, 1:][labelled].to(precise)
             items = weights.sum() if num_items_in_batch is None else num_items_in_batch
             loss = (weights * target_losses).sum() / items + outputs.aux_loss
         return M6Output(

@@ -109,7 +109,7 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
         super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
         self.trunk = EfficientNet.from_name("efficientnet-lite0")
         self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not use
-        self.trunk.requires_grad_(False)
+        self.trunk.requires_grad_(False)  # no gradient, no optimizer state, and the same features in all runs
         self.train(self.training)
 
     @torch.no_grad()

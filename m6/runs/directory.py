@@ -2,7 +2,7 @@
 
 RUN/config.json      the JSON of the run, as validated
 RUN/provenance/      one folder per attempt: git commit and patch, command, environment, package versions
-RUN/metrics.jsonl    one line per log interval; restarts leave neither duplicates nor holes
+RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time
 RUN/DONE             the run is finished
@@ -42,7 +42,7 @@ _RECORDED_VARIABLES = re.compile(
     r"|SLURM_(JOB_(ID|NAME|NUM_NODES|PARTITION)|ARRAY_TASK_ID|NTASKS(_PER_NODE)?|NNODES|NODELIST|PROCID|LOCALID))"
 )
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
-# Sections that may change between two attempts at the same run: they change neither the model nor its training.
+# Sections that may change between two attempts at a run: they set neither model, data order nor schedule.
 _MAY_CHANGE = ("offload", "checkpoint", "logging", "evaluation", "samples")
 _PRIVATE = 0o600
 LAST_CHECKPOINT = "last_checkpoint"
@@ -80,6 +80,7 @@ class RunDirectory:
             difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
             if difference and self._has_trained():
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
+        # The job scripts write RUN/slurm before the first attempt, and a second process finds the lock of the first.
         elif self.root.is_dir() and any(path.name not in ("slurm", "lock") for path in self.root.iterdir()):
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
         # The folder may not exist yet: its first existing parent decides whether it can be created.

@@ -27,7 +27,7 @@ def answer_sigquit() -> None:
     if not folder:
         return
     read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
+    os.set_blocking(write_end, False)  # set_wakeup_fd requires it
     # Without a Python handler, the interpreter writes nothing to the wake-up pipe.
     signal.signal(signal.SIGQUIT, lambda number, frame: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

@@ -47,5 +47,5 @@ class StopFlag:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self.raised and number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C means now
+            raise KeyboardInterrupt  # a second Ctrl-C ends the process at once
         self.raised = True

@@ -34,6 +34,7 @@ def take_snapshot(target: Path, document: dict[str, Any]) -> None:
         if (root / name).is_dir():
             shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     write_json(target / "config.json", document)
+    # The copy is no git repository, so it records the commit and the uncommitted changes.
     patch = git(root, "diff", "HEAD")
     if patch:
         write_text(target / "patch.diff", patch)

@@ -32,6 +32,7 @@ class Trackers:
         self._run = run
         self._wandb: Any = None
         self._tensorboard: Any = None
+        # Both packages are optional and slow to import.
         if settings.wandb != "off":
             import wandb
 

@@ -73,6 +73,7 @@ class Checkpointer:
             return time.perf_counter() - begin
         pieces = [_copy_to_host(fragment.owned()) for fragment in engine.fragments()]
         state = {**state, "step": step, **engine.counters()}
+        # Not a daemon: a process that exits must first finish its checkpoint.
         self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
         self._thread.start()
         if not self._async:

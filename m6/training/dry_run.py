@@ -66,6 +66,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
     begin = time.perf_counter()
+    # A row without padding: the largest memory that any batch of the run needs.
     shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
     with fake_process_group(rank, world_size), fake_tensors() as world:
         runtime = Runtime(rank, world_size, 0, torch.device("cpu"))
@@ -73,7 +74,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         stage.enter_real()  # the Real stage needs more memory than the Pseudo stage
         engine = build_engine(config, runtime, stage.sharing, _MeasuredEngine)
         assert isinstance(engine, _MeasuredEngine)
-        weights = engine.state_bytes()["weights"]
+        weights = engine.state_bytes()["weights"]  # before a step: stage 3 then keeps small weights gathered
         batches = [fake_batch(config, shape, world)] * accumulation
         train_step = TrainStep(engine, config, runtime, accumulation, stage)
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state

@@ -8,7 +8,7 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.fake_world import FakeWorld, to_fake
-from m6.tokenizers.special_tokens import IGNORED_LABEL
+from m6.tokenizers.special_tokens import IGNORED_LABEL, IMAGE, TARGET
 
 
 def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroBatch:
@@ -17,10 +17,10 @@ def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroB
     rows, length, patches = shape.rows, shape.sequence_length, model.num_patches if shape.pictures else 0
     input_ids = torch.zeros(rows, length, dtype=torch.int64)
     input_ids[:, :patches] = model.image_token_id
-    types = torch.full((rows, length), 2)
-    types[:, :patches] = 0
+    types = torch.full((rows, length), TARGET)
+    types[:, :patches] = IMAGE
     positions = torch.arange(length).repeat(rows, 1)
-    positions[:, patches:] -= patches
+    positions[:, patches:] -= patches  # positions restart where the target begins
     labels = torch.zeros(rows, length, dtype=torch.int64)
     labels[:, 0] = IGNORED_LABEL  # nothing comes before the first token to predict it from
     return MicroBatch(

@@ -164,6 +164,7 @@ class Trainer:
         world, rank = self.runtime.world_size, self.runtime.rank
         per_step = self.accumulation * world
         first, last = self.step * per_step, self.settings.training.total_steps * per_step
+        # One loader for the whole attempt: its workers prepare the next steps during the current one.
         loader = iter(self.data.loader(range(first + rank, last, world), self.settings.data.num_workers))
         while True:
             yield [next(loader) for _ in range(self.accumulation)]

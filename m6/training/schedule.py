@@ -14,12 +14,13 @@ def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings
     decay (Hu et al. 2024, arXiv 2404.06395) with a linear decay.
     """
     if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
+        return (step + 1) / settings.warmup_steps  # not from 0: the first step would be wasted
     if settings.decay == "constant":
         return 1.0
     decay_steps = settings.decay_steps or total_steps - settings.warmup_steps
     # wsd stays at the peak before ``begin``; for the other shapes ``begin`` is the end of the warm-up.
     begin = total_steps - decay_steps
+    # decay_steps - 1: the last step of the run has exactly the final learning rate.
     progress = min(1.0, max(0.0, (step - begin) / max(1, decay_steps - 1)))
     floor = settings.final_lr_ratio
     if settings.decay == "cosine":

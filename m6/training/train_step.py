@@ -40,6 +40,7 @@ class TrainStep:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.stage = stage
         self.health = ExpertHealth(engine.module)
+        # In the order of the forward pass, which is also the order of the router statistics.
         self.sparse = {
             f"layers.{index}.{name}": module
             for index, layer in enumerate(engine.module.model.layers)

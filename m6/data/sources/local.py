@@ -143,6 +143,7 @@ def refusal(folder: Path, path: Path) -> str | None:
     """Returns why a file of a source is not read: it is missing, lies outside of the folder, or is no regular file."""
     # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
     try:
+        # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
         resolved = path.resolve()
         if not resolved.is_relative_to(folder.resolve()):
             return "outside of the folder"

@@ -1,1 +1,1 @@
-"""The seam to DeepSpeed: nothing outside of this folder reads inside of its engine."""
+"""The engine of the training. Only this folder reads the internals of DeepSpeed's engine."""

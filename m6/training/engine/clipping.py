@@ -45,7 +45,7 @@ def clip_gradients(
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not gradients:
+    if not gradients:  # a dense model has no experts
         return torch.zeros((), device=device)
     return torch.stack(torch._foreach_norm(gradients)).float().square().sum()
 

@@ -105,7 +105,7 @@ class Engine:
         self._deepspeed.train()
         last = len(micro_batches) - 1
         for index, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            seed_everything(seed)
+            seed_everything(seed)  # dropout depends only on the micro-batch, not on the ones before it
             on_device = batch.to(self._device)
             self.backward(loss(on_device, self.forward(on_device)))
             if index < last:
@@ -182,10 +182,10 @@ class Engine:
             ``weights`` (including buffers), ``optimizer_state`` (including fp32 masters), and, if experts are
             offloaded, ``experts``: their weights and optimizer state.
         """
-        held = {part: storage_bytes(*tensors) for part, tensors in self.state_tensors().items()}
+        num_bytes = {part: storage_bytes(*tensors) for part, tensors in self.state_tensors().items()}
         if self.offloaded is not None:
-            held["experts"] = self.offloaded.state_bytes
-        return held
+            num_bytes["experts"] = self.offloaded.state_bytes
+        return num_bytes
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of ``weights`` and ``optimizer_state``; some of them may share storage."""

@@ -32,22 +32,22 @@ def fragments(deepspeed: DeepSpeedEngine) -> Iterator[Fragment]:
     """
     stage = deepspeed.zero_optimization_stage()
     for name, parameter in deepspeed.module.named_parameters():
-        place = _Place.of(name, parameter)
+        location = _Location.of(name, parameter)
         if not parameter.requires_grad:
-            yield from _frozen(place, parameter)
+            yield from _frozen(location, parameter)
         elif stage == 0:
-            yield from _unpartitioned(place, parameter, deepspeed.optimizer.state[parameter])
+            yield from _unpartitioned(location, parameter, deepspeed.optimizer.state[parameter])
         elif stage == 3:
-            yield from _stage_3(place, parameter, deepspeed.optimizer)
+            yield from _stage_3(location, parameter, deepspeed.optimizer)
         else:
-            yield from _stage_1_2(place, parameter, deepspeed.optimizer)
+            yield from _stage_1_2(location, parameter, deepspeed.optimizer)
     for name, buffer in deepspeed.module.named_buffers():
         if name in deepspeed.module.state_dict(keep_vars=True):  # other buffers are not persistent
             yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(None))
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     """The range of the global tensor that a parameter's local tensor holds.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Place:
     replica: tuple[int, int]
 
     @classmethod
-    def of(cls, name: str, parameter: nn.Parameter) -> _Place:
+    def of(cls, name: str, parameter: nn.Parameter) -> _Location:
         shape = full_shape(parameter)
         if not is_expert(parameter):
             return cls(name, shape, None, _replica(None))
@@ -90,46 +90,46 @@ def _replica(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group))
 
 
-def _frozen(place: _Place, parameter: nn.Parameter) -> Iterator[Fragment]:
+def _frozen(location: _Location, parameter: nn.Parameter) -> Iterator[Fragment]:
     if is_partitioned(parameter):
-        yield from _stage_3_range(place, parameter, WEIGHT, parameter.ds_tensor)  # type: ignore[attr-defined]
+        yield from _stage_3_range(location, parameter, WEIGHT, parameter.ds_tensor)  # type: ignore[attr-defined]
     else:
-        yield place.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
+        yield location.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
 
 
-def _unpartitioned(place: _Place, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
-    yield place.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
+def _unpartitioned(location: _Location, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
+    yield location.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
     for kind, value in state.items():  # the step counter has no dimension; ``Engine.counters`` saves it
         if torch.is_tensor(value) and value.dim() > 0:
-            yield place.fragment(kind, 0, value.view(-1), tuple(value.shape), replicated=True)
+            yield location.fragment(kind, 0, value.view(-1), tuple(value.shape), replicated=True)
 
 
-def _stage_1_2(place: _Place, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
+def _stage_1_2(location: _Location, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:  # no element of the parameter is in this rank's partition
         return
     start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
-    yield place.fragment(WEIGHT, start, mapping.hp_fragment.detach(), shape, replicated=False)
+    yield location.fragment(WEIGHT, start, mapping.hp_fragment.detach(), shape, replicated=False)
     # mapping.optim_fragment is incomplete: DeepSpeed 0.19.8 sets it once, after the first step of the first parameter
     # group, when the other groups have no state.
     address, flat = mapping.get_hp_fragment_address(), zero.single_partition_of_fp32_groups[mapping.param_group_index]
     for kind, value in zero.optimizer.state[flat].items():
         if torch.is_tensor(value) and value.shape == flat.shape:
-            yield place.fragment(kind, start, value.narrow(0, address.start, address.numel), shape, replicated=False)
+            yield location.fragment(kind, start, value.narrow(0, address.start, address.numel), shape, replicated=False)
 
 
-def _stage_3(place: _Place, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
+def _stage_3(location: _Location, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
     group, begin, numel = zero.grad_position[zero.get_param_id(parameter)]
     flat = zero.fp32_partitioned_groups_flat[group]
-    yield from _stage_3_range(place, parameter, WEIGHT, flat.detach()[begin : begin + numel])
+    yield from _stage_3_range(location, parameter, WEIGHT, flat.detach()[begin : begin + numel])
     for kind, value in zero.optimizer.state[flat].items():
         if torch.is_tensor(value) and value.shape == flat.shape:
-            yield from _stage_3_range(place, parameter, kind, value[begin : begin + numel])
+            yield from _stage_3_range(location, parameter, kind, value[begin : begin + numel])
 
 
-def _stage_3_range(place: _Place, parameter: nn.Parameter, kind: str, partition: Tensor) -> Iterator[Fragment]:
+def _stage_3_range(location: _Location, parameter: nn.Parameter, kind: str, partition: Tensor) -> Iterator[Fragment]:
     """The range of a stage-3 partition without the padding that makes the partitions of all ranks equally long."""
     start = partition.numel() * dist.get_rank()
     numel = partition_numel(parameter, partition.numel())
     if numel > 0:
-        yield place.fragment(kind, start, partition[:numel], place.shape, replicated=False)
+        yield location.fragment(kind, start, partition[:numel], location.shape, replicated=False)

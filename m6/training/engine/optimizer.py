@@ -26,6 +26,7 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
     if settings.optimizer_type == "Adafactor":
         return Adafactor(groups, lr=params["lr"], beta2_decay=params["beta2_decay"], d=params["clipping_threshold"])
+    # fused: one kernel for all parameters of a group instead of several for each.
     return torch.optim.AdamW(groups, lr=params["lr"], betas=params["betas"], eps=params["eps"], fused=True)
 
 

@@ -26,7 +26,7 @@ def weights(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 
 def fp32_masters(deepspeed: DeepSpeedEngine) -> list[Tensor]:
-    """The flat fp32 partitions that ZeRO's optimizer updates; none at stage 0."""
+    """The flat fp32 partitions that ZeRO's optimizer updates; empty at stage 0."""
     stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
     if stage == 0:
         return []
@@ -41,15 +41,15 @@ def moments(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 def gradients(deepspeed: DeepSpeedEngine) -> list[Tensor]:
     """The tensors of gradients; complete between the last backward pass of a step and its update."""
-    held = [parameter.grad for parameter in deepspeed.module.parameters() if parameter.grad is not None]
+    tensors = [parameter.grad for parameter in deepspeed.module.parameters() if parameter.grad is not None]
     zero = deepspeed.optimizer
     # ZeRO keeps gradients here instead of in ``parameter.grad``; the names depend on stage and offload.
     for name in ("averaged_gradients", "all_grad_tensors"):
         for group in getattr(zero, name, {}).values():
-            held += [gradient for gradient in group or () if gradient is not None]
+            tensors += [gradient for gradient in group or () if gradient is not None]
     if hasattr(zero, "grad_partitions_flat_buffer"):
-        held.append(zero.grad_partitions_flat_buffer)
-    return held
+        tensors.append(zero.grad_partitions_flat_buffer)
+    return tensors
 
 
 def create_moments(deepspeed: DeepSpeedEngine) -> None:

@@ -143,6 +143,7 @@ class OffloadedExperts:
                     '"update": "next_forward"'
                 )
         elif math.isfinite(norm):
+            # The same factor as DeepSpeed's for the other parameters.
             clip = max(1.0, (norm + 1e-6) / self._max_norm) if self._max_norm > 0 else 1.0
             self.runtime.step(learning_rate * self._setup.learning_rate_scale, 1.0 / (clip * loss_scale))
         else:
@@ -193,7 +194,7 @@ class OffloadedExperts:
             )
             return memory_map(runtime, plan, "the first step", traffic)
         if self._num_steps == _MEASURED_STEPS:
-            assert runtime.plan is not None
+            assert runtime.plan is not None  # the first step has made it
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
             if isinstance(runtime.device, SimulatedDevice):
                 # The measurements end here. From now on the simulated device assumes the measured non-model memory,
@@ -238,6 +239,7 @@ class OffloadedExperts:
     def _average(self, gradient: Tensor) -> None:
         """Sums over the ranks with the same experts and divides by the number of all ranks, as DeepSpeed does."""
         dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
+        # All ranks, not only those of the group: the loss is multiplied by the number of all ranks.
         gradient.div_(dist.get_world_size())
 
     def close(self) -> None:

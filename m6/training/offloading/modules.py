@@ -135,6 +135,7 @@ class _Streamed(nn.Module):
         self._streamed = StreamedExperts(self._compute, provider, stack)
 
     def forward(self, rows: Tensor, counts: Tensor, pairs: Pairs | None = None) -> Tensor:
+        # The experts are no submodule, so train() and eval() of the model do not reach them.
         experts = self._compute.experts.train(self.training)
         tokens = rows
         if pairs is not None:

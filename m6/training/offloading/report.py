@@ -56,6 +56,7 @@ def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffi
             f"in {up / device.rates.upload:.3f} and {down / device.rates.download:.3f} s"
         )
     if device.pageable_bytes:
+        # An estimate: pageable chunks are taken to move as often as pinned ones.
         slow = device.pageable_bytes / (device.pageable_bytes + device.pinned_bytes) * plan.moved_bytes
         more = slow * (1 / device.rates.pageable - 1 / device.rates.upload)
         lines.append(f"  what could not be pinned costs about {more:.3f} s more per step")

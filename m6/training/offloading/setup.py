@@ -103,6 +103,7 @@ def prepare(
     gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), shared)
     optimizer, scale = expert_optimizer(config)
     device = _device(settings, torch_device, world_size)
+    # Only a GPU has memory that the dry trace does not see.
     dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
     host_budget_bytes = _host_budget(settings, world_size)
     places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)

@@ -57,6 +57,7 @@ class ExpertHealth:
             return {}
         sizes = [value.numel() for sums in self._layers for value in sums]
         device = self._layers[0].num_tokens.device
+        # The dispatchers count from the start of the process.
         sent = self._sent()
         increments = [now - before for now, before in zip(sent, self._sent_before, strict=True)]
         # One flat tensor, so that the report costs one collective.

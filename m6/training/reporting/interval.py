@@ -55,6 +55,7 @@ class IntervalReport:
                 targets[name] = targets.get(name, 0.0) + count
         pictures = sum(outcome.pictures for outcome in outcomes)
         pairs = sum(outcome.token_pairs for outcome in outcomes)
+        # Padding and recomputation are no useful work: the FLOPs count only what the model needs.
         speed = training_flops(self._config.model, tokens, sum(targets.values()), pictures, pairs) / elapsed
         entry = {
             "step": step,

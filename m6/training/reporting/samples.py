@@ -58,7 +58,7 @@ class SampleGrids:
                 codebook_size=self.image_tokenizer.codebook_size,
                 sampling=self.sampling,
             )
-        if not self.runtime.is_main:
+        if not self.runtime.is_main:  # it has only helped the layers that communicate
             return None
         grid = picture_grid(paint(self.image_tokenizer, codes), self.settings.num_images)
         file = self.folder / f"step_{step:08d}.png"

@@ -42,9 +42,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
-    if precision == "bf16" and any(part in name for part in _WITHOUT_BF16):
+    if precision == "bf16" and any(model in name for model in _WITHOUT_BF16):
         return None
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+    return next((flops for model, flops in _PEAK_FLOPS.items() if model in name), None)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -25,7 +25,7 @@ class LayerGradients(contextlib.ExitStack):
     Each use gets a view of the weight, and a hook on the view receives the gradient of this use. Autograd adds the
     gradients up as it would without views, so the training step does not change.
 
-    Of a tensor with more than ``sample_size`` elements, only that many elements at fixed random places are kept, and
+    Of a tensor with more than ``sample_size`` elements, only that many elements at fixed random indices are kept, and
     the correlation is an estimate. The samples are fp32, and their memory does not grow with the model's width. It
     works with every ZeRO stage and with activation checkpointing.
     """
@@ -36,13 +36,13 @@ class LayerGradients(contextlib.ExitStack):
         self._sample_size = sample_size
         self._layer: int | None = None  # in its forward pass; None during recomputation
         self._gradients: list[dict[str, Tensor]] = []
-        self._places: dict[str, Tensor | None] = {}
+        self._indices: dict[str, Tensor | None] = {}
         self._experts: dict[str, nn.Parameter] = {}
         self._replaced: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     def __enter__(self) -> LayerGradients:
         super().__enter__()
-        seen: set[nn.Module] = set()
+        hooked: set[nn.Module] = set()
         for block in self._blocks:
             gradients = {}
             for path, parameter in block.named_parameters():
@@ -54,10 +54,10 @@ class LayerGradients(contextlib.ExitStack):
             self._hook(block.register_forward_pre_hook(self._enter_block))
             self._hook(block.register_forward_hook(self._leave_block, always_call=True))
             for path, module in block.named_modules():
-                if module not in seen and next(module.parameters(recurse=False), None) is not None:
-                    seen.add(module)
+                if module not in hooked and next(module.parameters(recurse=False), None) is not None:
+                    hooked.add(module)
                     self._hook(module.register_forward_pre_hook(functools.partial(self._use_views, path)))
-                    # Before the other hooks: that of ZeRO stage 3 needs the original parameters.
+                    # Before the other hooks: the hook of ZeRO stage 3 needs the original parameters.
                     self._hook(module.register_forward_hook(self._use_parameters, prepend=True, always_call=True))
         return self
 
@@ -87,7 +87,7 @@ class LayerGradients(contextlib.ExitStack):
             tensors = [g for layer in self._gradients for p, g in layer.items() if (p in self._experts) == experts]
             if not tensors:
                 continue
-            flat = torch.cat(tensors)
+            flat = torch.cat(tensors)  # one collective for all layers
             dist.all_reduce(flat, group=_group("expert_data_parallel", self._experts) if experts else None)
             for tensor, total in zip(tensors, flat.split([len(t) for t in tensors]), strict=True):
                 tensor.copy_(total)
@@ -96,14 +96,14 @@ class LayerGradients(contextlib.ExitStack):
         self.callback(handle.remove)
 
     def _sample(self, path: str, parameter: nn.Parameter) -> Tensor:
-        """Returns zeros for the sampled elements of a gradient; the first call for a path chooses their places."""
+        """Returns zeros for the sampled elements of a gradient; the first call for a path chooses their indices."""
         numel = full_numel(parameter)
-        if path not in self._places:
-            places = None
+        if path not in self._indices:
+            indices = None
             if numel > self._sample_size:
-                generator = torch.Generator().manual_seed(numel)  # the same places for all layers and on all ranks
-                places = torch.randint(numel, (self._sample_size,), generator=generator).to(parameter.device)
-            self._places[path] = places
+                generator = torch.Generator().manual_seed(numel)  # the same indices for all layers and on all ranks
+                indices = torch.randint(numel, (self._sample_size,), generator=generator).to(parameter.device)
+            self._indices[path] = indices
         return torch.zeros(min(numel, self._sample_size), device=parameter.device)
 
     def _enter_block(self, block: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -128,12 +128,12 @@ class LayerGradients(contextlib.ExitStack):
                 module._parameters[name] = self._replaced.pop((module, name))
 
     def _keep(self, gradients: dict[str, Tensor], path: str, gradient: Tensor) -> None:
-        flat, places, kept = gradient.detach().reshape(-1), self._places[path], gradients[path]
+        flat, indices, sample = gradient.detach().reshape(-1), self._indices[path], gradients[path]
         # Scaled so that the expected norm of the sample is the norm of the whole gradient.
-        if places is None:
-            kept += flat
+        if indices is None:
+            sample += flat
         else:
-            kept.add_(flat.index_select(0, places), alpha=(len(flat) / len(places)) ** 0.5)
+            sample.add_(flat.index_select(0, indices), alpha=(len(flat) / len(indices)) ** 0.5)
 
 
 @torch.no_grad()

@@ -88,6 +88,7 @@ class Stage:
         """
         if not self.is_pseudo or self.settings is None or self._rule is None:
             return
+        # The rule sees every step, since it counts them; switch_step ends the stage in any case.
         decision = self._rule.observe(loss, self._within_groups(correlations))
         if _decision_of_main_rank(decision) or step >= self.settings.switch_step:
             self.switch_step = step

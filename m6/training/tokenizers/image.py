@@ -154,6 +154,7 @@ def _train(
     options, bad = settings.optimizer, BadPictures(settings.data.max_bad_row_share)
     batches = TrainingBatches(pictures, options.batch_size, options.seed)
     steps = range(trainer.step, options.total_steps)
+    # With a generator of its own, the loader does not draw its seed from the global one.
     loader: Iterable[Any] = DataLoader(
         batches, batch_size=None, sampler=steps, num_workers=settings.data.num_workers, generator=torch.Generator()
     )

@@ -46,6 +46,7 @@ class PerceptualLoss(nn.Module):
 
     def _features(self, pixels: Tensor) -> list[Tensor]:
         trunk = self.trunk
+        # The network expects values in [-1, 1].
         x = trunk._swish(trunk._bn0(trunk._conv_stem(2 * pixels - 1)))
         features = []
         for number, block in enumerate(trunk._blocks[: _STAGES[-1]], start=1):

@@ -86,6 +86,7 @@ def train_text_tokenizer(
         )
     except RuntimeError as error:
         raise UserError(f"vocab_size {vocab_size} does not suit the text: {_explain(str(error))}") from None
+    # save_pretrained does not write atomically: it writes elsewhere, and each finished file is moved into place.
     with tempfile.TemporaryDirectory() as folder:
         model_file = Path(folder, MODEL_FILE)
         model_file.write_bytes(buffer.getvalue())
@@ -140,6 +141,6 @@ def _explain(message: str) -> str:
         (r"<= (\d+)", "it suffices for at most {} pieces"),
         (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes need at least {} pieces"),
     ):
-        if found := re.search(pattern, message):
-            return text.format(found.group(1))
+        if match := re.search(pattern, message):
+            return text.format(match.group(1))
     return message

@@ -124,7 +124,7 @@ def test_what_cannot_be_delinked_is_told_and_left_alone(make_trainer: MakeTraine
     refuse("real is already Real: delinked after 1 steps", tmp_path / "real")
     plain = make_trainer("plain")
     plain.train()
-    refuse("has no m6.pseudo_to_real: its layers share nothing", plain.run.root)
+    refuse("has no m6.pseudo_to_real: its layers share no weights", plain.run.root)
     shutil.rmtree(root / "checkpoints")
     refuse("checkpoints holds no complete checkpoint")
 
