@@ -155,7 +155,8 @@ def on_main_rank(runtime: Runtime, work: Callable[[], None]) -> None:
             work()
         except (UserError, OSError) as error:
             problem = [(isinstance(error, (StorageError, OSError)), str(error))]
-    torch.distributed.broadcast_object_list(problem, src=0)
+    if runtime.world_size > 1:
+        torch.distributed.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         is_storage, message = problem[0]
         raise (StorageError if is_storage else UserError)(message)

@@ -339,8 +339,8 @@ def pretrain(
             run.restart()
         run.open(config, runtime.world_size)
 
-    on_main_rank(runtime, open_run)
     try:
+        on_main_rank(runtime, open_run)
         trainer = Trainer(config, run, runtime, stop_flag, profile)
         try:
             return trainer.train()

@@ -124,7 +124,7 @@ def test_data_without_rows(pretrain: Callable[..., str], data: Path, tmp_path: P
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: Path, monkeypatch, code: int):
-    """Before the first byte; test_training_checkpoint.py has the full disk during a run."""
+    """Before the first byte; test_checkpointing.py has the full disk during a run."""
     monkeypatch.setattr("m6.runs.processes.start", lambda: Runtime(0, 1, 0, torch.device("cpu")))
 
     def fail(descriptor: int) -> None:
@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: 
     root = tmp_path / "new"
     config = tmp_path / "config.json"
     assert user_error("pretrain", config, "--run-dir", root) == f"{root} cannot be written: {os.strerror(code)}"
-    assert contents(root) == {}, "the folder itself is all that there is"
+    assert contents(root) == {"new/lock": b""}, "the released lock is all that there is"
 
 
 def test_a_precision_that_the_machine_has_not(pretrain: Callable[..., str], tmp_path: Path, monkeypatch):

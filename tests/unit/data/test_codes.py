@@ -12,6 +12,7 @@ from m6.data.codes import Codes, codes_folder, write_codes
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
 from m6.errors import UserError
+from m6.files import sha256
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from m6.tokenizers.processor import decode_picture
 from tests.fixtures.command import m6, user_error
@@ -32,7 +33,7 @@ def manifest(tmp_path):
 
 
 def damage(manifest, split, rows):
-    """Replaces the pictures of rows of tiny_shapes, as a disk or a careless tool would."""
+    """Replaces the pictures of rows of tiny_shapes by ones that a source might have brought."""
     path = manifest.files("tiny_shapes", split)[0]
     table = pq.read_table(path)
     images = table["image"].to_pylist()
@@ -40,6 +41,8 @@ def damage(manifest, split, rows):
         images[row] = image
     table = table.set_column(table.schema.get_field_index("image"), "image", pa.array(images, pa.binary()))
     pq.write_table(table, path)
+    shard = manifest.split("tiny_shapes", split).shards[0]
+    shard.bytes, shard.sha256 = path.stat().st_size, sha256(path)
 
 
 def bomb():
