@@ -26,7 +26,7 @@ LEVELS = {
         {"cli"},
     ),
     "m6.training": (
-        {"expert_groups", "fake_batch", "schedule", "tokenizers"},
+        {"expert_groups", "fake_batch", "meta_model", "schedule", "tokenizers"},
         {"offloading"},
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation"},

@@ -10,12 +10,12 @@ from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import Sharing, divide_gradients, share_layers
+from m6.model.sharing import Sharing, divide_gradients
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
 from m6.training.engine.optimizer import build_optimizer
+from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
-from moe.expert_parallel import apply_expert_parallelism
 
 
 def build_model(
@@ -34,12 +34,7 @@ def build_model(
         the model, and its offloaded experts, if the run offloads them.
     """
     training = config.m6.training
-    with torch.device("meta"):
-        model = M6ForConditionalGeneration(config.model)
-    if training.ep_size > 1:
-        apply_expert_parallelism(model, training.ep_size)
-    if sharing is not None:
-        share_layers(model, sharing)
+    model = build_meta_model(config, sharing)
     offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing)
     model.to_empty(device=device)
     model.tie_weights()

@@ -14,11 +14,15 @@ from m6.config.offload_checks import offloads_states
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import Sharing, share_layers
+from m6.model.sharing import Sharing
+from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of
+from m6.planning.cost.memory import BUCKET_NUMEL
+from m6.planning.machine.fake_world import FakeWorld, fake_tensors
+from m6.planning.prediction import predict_memory
+from m6.training.fake_batch import fake_batch
+from m6.training.meta_model import build_meta_model
 from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
-from moe.expert_parallel import apply_expert_parallelism
 from offload import (
     CudaDevice,
     Device,
@@ -188,12 +192,6 @@ def dry_trace(
     Returns:
         the trace of all micro-batches of the step, and the traffic of activations.
     """
-    from m6.planning.cost.batch_shape import full_row, scale_batch
-    from m6.planning.cost.memory import BUCKET_NUMEL
-    from m6.planning.machine.fake_world import FakeWorld, fake_tensors
-    from m6.planning.prediction import predict_memory
-    from m6.training.fake_batch import fake_batch
-
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     training, shape = config.m6.training, scale_batch(full_row(config), config.deepspeed.micro_batch_size)
 
@@ -210,16 +208,10 @@ def dry_trace(
             self._world.restart_peak()
             return peak
 
-    with torch.device("meta"):
-        model = M6ForConditionalGeneration(config.model)
-    if training.ep_size > 1:
-        apply_expert_parallelism(model, training.ep_size)
-    if sharing is not None:
-        share_layers(model, sharing)
+    model = build_meta_model(config, sharing)
     constant = predict_memory(config, world_size, shape, sharing).optimizer_state
-    if (
-        config.deepspeed.zero_stage > 0
-    ):  # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model
+    if config.deepspeed.zero_stage > 0:
+        # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model.
         section = config.deepspeed.keys["zero_optimization"]
         constant += int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
     uses = experts_of(model)

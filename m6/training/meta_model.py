@@ -1,0 +1,26 @@
+"""The model before it has memory: where the building of an engine and the trace of a step begin."""
+
+from __future__ import annotations
+
+import torch
+
+from m6.config.run import RunConfig
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.sharing import Sharing, share_layers
+from moe.expert_parallel import apply_expert_parallelism
+
+
+def build_meta_model(config: RunConfig, sharing: Sharing | None = None) -> M6ForConditionalGeneration:
+    """Builds this rank's part of the model on the meta device: its own experts only, and shared layers only once.
+
+    Args:
+        config: of the run.
+        sharing: what the layers of the Pseudo model share; None: the Real model.
+    """
+    with torch.device("meta"):
+        model = M6ForConditionalGeneration(config.model)
+    if config.m6.training.ep_size > 1:
+        apply_expert_parallelism(model, config.m6.training.ep_size)
+    if sharing is not None:
+        share_layers(model, sharing)
+    return model
