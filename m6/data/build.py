@@ -229,6 +229,8 @@ def check_row(row: Row, kind: SourceKind, settings: BuildSettings) -> tuple[Row,
     Returns:
         The converted row, and the reason why it cannot be used; None if it can.
     """
+    # Names of files may hold bytes that are not UTF-8, which neither Parquet nor JSON can write.
+    row = dataclasses.replace(row, id=_printable(row.id), group=_printable(row.group))
     if row.problem:
         return row, row.problem
     row = dataclasses.replace(row, text=clean(row.text))
@@ -246,3 +248,7 @@ def check_row(row: Row, kind: SourceKind, settings: BuildSettings) -> tuple[Row,
         return dataclasses.replace(row, image=encode(row.image, settings.image_size)), None
     except BadPicture as problem:
         return row, str(problem)
+
+
+def _printable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")

@@ -1,5 +1,6 @@
 """The user's own pictures: a folder with captions, or WebDataset tar files."""
 
+import codecs
 import csv
 import itertools
 import json
@@ -15,6 +16,7 @@ from m6.data.sources.packages import tree_sha256
 from m6.errors import UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
+MAX_LINE_BYTES = 8 << 20  # of metadata.jsonl; a longer line is skipped without being held
 MAX_MEMBER_BYTES = 64 << 20  # larger members of a tar file are not read into memory
 
 
@@ -86,18 +88,16 @@ class PictureFolder(LocalSource):
     def _metadata_rows(self) -> Iterator[Row]:
         assert self._metadata is not None
         column = self._options.text_column
-        # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
-        with self._metadata.open(encoding="utf-8-sig", newline="") as file:
-            entries: Iterable[Any] = csv.DictReader(file) if self._metadata.suffix == ".csv" else map(_parse, file)
-            for number, entry in enumerate(entries):
-                if entry is None:
-                    identity = f"{self.name}/{self._metadata.name}:{number + 1}"
-                    yield Row(identity, identity, problem="invalid JSON")
-                    continue
-                if number == 0:
-                    require_column(column, entry, self._metadata)
-                    require_column("file_name", entry, self._metadata)
-                yield self._row(str(entry.get("file_name")), entry.get(column))
+        read = _csv_entries if self._metadata.suffix == ".csv" else _json_entries
+        for number, entry in enumerate(read(self._metadata), start=1):
+            if isinstance(entry, str):
+                identity = f"{self.name}/{self._metadata.name}:{number}"
+                yield Row(identity, identity, problem=entry)
+                continue
+            if number == 1:
+                require_column(column, entry, self._metadata)
+                require_column("file_name", entry, self._metadata)
+            yield self._row(str(entry.get("file_name")), entry.get(column))
 
     def _row(self, file_name: str, text: object) -> Row:
         identity = f"{self.name}/{file_name}"
@@ -153,10 +153,37 @@ def refusal(folder: Path, path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "not a regular file"
 
 
-def _parse(line: str | bytes) -> dict[str, Any] | None:
+def _json_entries(file: Path) -> Iterator[dict[str, Any] | str]:
+    """Yields each line of a JSONL file as an object, or as the reason why it is none."""
+    with file.open("rb") as lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                while (rest := lines.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield "line too long"
+                continue
+            yield _parse(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+
+
+def _csv_entries(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a CSV file; UserError for one that is not CSV in UTF-8."""
+    limit = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            yield from csv.DictReader(lines)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8") from None
+    except csv.Error as error:
+        raise UserError(f"{file} is not a CSV file that can be read: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return None
     return entry if isinstance(entry, dict) else None
 

@@ -149,7 +149,7 @@ def tree_sha256(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     # Names without folders: the same files in another place are the same data.
     for name, checksum in sorted((path.name, files.sha256(path)) for path in paths):
-        digest.update(f"{checksum}  {name}\n".encode())
+        digest.update(f"{checksum}  {name}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     import datasets
 
 
+# What Hugging Face Datasets lets through of damaged files: an empty JSONL ends in StopIteration, features that are not
+# an object in TypeError.
+_READ_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, StopIteration, RecursionError)
+
+
 class LocalTable(LocalSource):
     """Parquet or JSONL files with a text column and an optional image column.
 
@@ -95,7 +100,7 @@ def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
         data = datasets.load_dataset(path, streaming=True, **arguments)
         # JSON has no schema: the columns are found by reading the first rows.
         return data if data.features is not None else data._resolve_features()
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
 
 
@@ -132,7 +137,7 @@ def _table_rows(
     for number in itertools.count():
         try:
             entry = next(entries, None)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
             raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
         if entry is None:
             return

@@ -28,11 +28,14 @@ def passages(document: str, limit: int) -> Iterator[str]:
         if len(passage) + len(sentence.rstrip()) > limit:
             yield from _unless_only_marks(passage)
             passage = ""
-        while len(sentence.rstrip()) > limit:
-            cut = 1 + max(sentence.rfind(mark, 0, limit) for mark in "，,、：: ") or limit
-            yield from _unless_only_marks(sentence[:cut])
-            sentence = sentence[cut:]
-        passage += sentence
+        # By positions: to shorten the text at each cut would copy it, which is quadratic in a text without sentences.
+        begin, end = 0, len(sentence.rstrip())
+        while end - begin > limit:
+            last = max(sentence.rfind(mark, begin, begin + limit) for mark in "，,、：: ")
+            cut = last + 1 if last >= 0 else begin + limit
+            yield from _unless_only_marks(sentence[begin:cut])
+            begin = cut
+        passage += sentence[begin:]
     yield from _unless_only_marks(passage)
 
 

@@ -5,14 +5,19 @@ import json
 import os
 import random
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
+from m6.data.build import BuildSettings, build
 from m6.data.sources import Row, SourceOptions, find_source
+from m6.data.sources.text import _SENTENCE, _unless_only_marks, clean, passages
 from m6.errors import UserError
 
 
@@ -145,3 +150,92 @@ def test_rows_without_a_text_are_counted(tmp_path: Path):
     ]
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
     assert set(problems(read(tmp_path / "numbers.parquet")).values()) == {"the text is int"}
+
+
+GOOD = b'{"file_name": "good.png", "text": "\xe5\xa5\xbd"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"[" * 100_000 + b"\n", "invalid JSON"),
+        (b'{"file_name": "good.png", "text": "\xff\xfe"}\n', "invalid JSON"),
+        (b"\x00\x01\n", "invalid JSON"),
+        (b"[1, 2]\n", "invalid JSON"),
+        (b'{"text": "' + b"x" * (9 << 20) + b'"}\n', "line too long"),
+    ],
+    ids=["deep", "not UTF-8", "binary", "a list", "long"],
+)
+def test_a_bad_line_of_metadata_costs_one_row(folder: Path, line: bytes, problem: str):
+    (folder / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + line + GOOD)
+    assert [row.problem for row in read(folder)] == [None, problem, None]
+
+
+@pytest.mark.parametrize(
+    "content", ["file_name,text\ngood.png,caf\u00e9\n".encode("latin-1"), "file_name,text\n".encode("utf-16")]
+)
+def test_a_csv_in_another_encoding_is_one_clean_message(folder: Path, content: bytes):
+    (folder / "metadata.csv").write_bytes(content)
+    with pytest.raises(UserError, match=r"metadata\.csv is not UTF-8 \(byte 0x.*save it as UTF-8"):
+        read(folder)
+
+
+def test_fields_of_a_csv(folder: Path):
+    (folder / "metadata.csv").write_text(f"file_name,text\ngood.png,{'好' * 70_000}\n")
+    assert [len(row.text) for row in read(folder)] == [70_000]
+    (folder / "metadata.csv").write_text(f"file_name,text\ngood.png,{'x' * (9 << 20)}\n")
+    with pytest.raises(UserError, match="is not a CSV file that can be read: field larger"):
+        read(folder)
+
+
+def test_an_empty_table(tmp_path: Path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError, match="mine"):
+        read(tmp_path / "empty.jsonl")
+
+
+def test_parquet_whose_features_are_no_object(tmp_path: Path):
+    table = pa.table({"text": ["好"]}).replace_schema_metadata({b"huggingface": b'{"info": {"features": [1]}}'})
+    pq.write_table(table, tmp_path / "odd.parquet")
+    with pytest.raises(UserError, match="mine"):
+        read(tmp_path / "odd.parquet")
+
+
+@pytest.mark.timeout(60)
+def test_a_text_without_sentences_is_cut_in_linear_time():
+    text = "字" * 3_000_000
+    cut = list(passages(text, 256))
+    assert "".join(cut) == text
+    assert {len(passage) for passage in cut[:-1]} == {256}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab，。 \n！", max_size=400), st.integers(1, 50))
+def test_cutting_by_positions_is_cutting_by_copies(text: str, limit: int):
+    assert list(passages(text, limit)) == list(by_copies(text, limit))
+
+
+def by_copies(document: str, limit: int) -> Iterator[str]:
+    """The slow, obvious way: shortens the sentence at each cut."""
+    passage = ""
+    for sentence in _SENTENCE.findall(clean(document)):
+        if len(passage) + len(sentence.rstrip()) > limit:
+            yield from _unless_only_marks(passage)
+            passage = ""
+        while len(sentence.rstrip()) > limit:
+            cut = 1 + max(sentence.rfind(mark, 0, limit) for mark in "，,、：: ") or limit
+            yield from _unless_only_marks(sentence[:cut])
+            sentence = sentence[cut:]
+        passage += sentence
+    yield from _unless_only_marks(passage)
+
+
+def test_names_that_are_not_utf_8_are_listed(folder: Path, tmp_path: Path):
+    name = os.fsdecode(b"\xff\xfe.png")
+    (folder / name).write_bytes(b"no picture")
+    source = find_source(f"mine={folder}", SourceOptions(cache=tmp_path, licence="private"))
+    settings = BuildSettings(max_bad_share=1.0, validation_share=0.0, test_share=0.0)
+    manifest, _ = build([source], tmp_path / "out", settings)
+    assert manifest.sources["mine"].skipped == {"empty text": 1}
+    [listed] = (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()
+    assert json.loads(listed)["id"] == "mine/\\udcff\\udcfe.png"
