@@ -15,6 +15,8 @@ from m6.errors import UserError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN_CHARACTERS = 80
+MAX_NUMBER = 1e18
+"""No size, count or rate of a run comes near; larger numbers overflow where they are used."""
 # pydantic adds the member of a union that it tried to the location of an error. These are the plain names of members.
 _UNION_MEMBERS = ("float", "constrained-float")
 
@@ -79,7 +81,9 @@ def parse_json(text: str) -> Any:
         UserError: a duplicate key, or NaN, Infinity or a number that overflows.
         ValueError: the text is not JSON.
     """
-    return json.loads(text, object_pairs_hook=_no_duplicates, parse_float=_finite, parse_constant=_finite)
+    return json.loads(
+        text, object_pairs_hook=_no_duplicates, parse_float=_number, parse_int=_integer, parse_constant=_number
+    )
 
 
 def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None:
@@ -140,11 +144,20 @@ def _dotted(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
     value = float(text)
+    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
     if not math.isfinite(value):
-        raise UserError(f"{text} is not a finite number")
+        raise UserError(f"{shown} is not a finite number")
+    if abs(value) > MAX_NUMBER:
+        raise UserError(f"{shown} is larger than any number of a run; expected at most {MAX_NUMBER:g}")
     return value
+
+
+def _integer(text: str) -> int:
+    # Longer ones are slow to convert, and Python refuses thousands of digits.
+    _number(text)
+    return int(text)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,20 +171,21 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _apply_override(document: dict[str, Any], override: str) -> None:
     """Sets one value of the document in place; missing sections are created."""
     key, separator, text = override.partition("=")
+    shown = override if len(override) <= _SHOWN_CHARACTERS else f"{override[:_SHOWN_CHARACTERS]}..."
     if not separator or not key:
-        raise UserError(f"--set {override}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
+        raise UserError(f"--set {shown}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
     try:
         value = parse_json(text)
     except UserError as error:
-        raise UserError(f"--set {override}: {error}") from None
+        raise UserError(f"--set {shown}: {error}") from None
     except (ValueError, RecursionError):
         value = text  # not JSON: a plain string, so that names and paths need no quotes
     *parents, last = key.split(".")
     if not all((*parents, last)):
-        raise UserError(f"--set {override}: an empty name in {key}")
+        raise UserError(f"--set {shown}: an empty name in {key}")
     node = document
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise UserError(f"--set {override}: {parent} is not a section")
+            raise UserError(f"--set {shown}: {parent} is not a section")
     node[last] = value

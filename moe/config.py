@@ -10,6 +10,21 @@ from moe.payload import Payload
 _TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
 
 
+# Far above what any layer needs, and small enough that products of them do not overflow.
+_LARGEST: dict[str, float] = {
+    "num_experts": 2**20,
+    "num_shared_experts": 2**10,
+    "min_capacity": 2**30,
+    "capacity_factor": 1e6,
+    "eval_capacity_factor": 1e6,
+    "aux_loss_weight": 1e6,
+    "z_loss_weight": 1e6,
+    "balance_bias_rate": 1e6,
+    "ranks_per_node": 2**16,
+}
+_SMALLEST_FACTOR = 1e-9
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """How a layer routes tokens, how it computes and exchanges them, and which losses it adds.
@@ -106,10 +121,15 @@ class MoEConfig:
         for name in ("num_experts", "num_prototypes", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name, largest in _LARGEST.items():
+            if (getattr(self, name) or 0) > largest:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at most {largest}")
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
-            if factor is not None and not 0 < factor < math.inf:
-                raise ValueError(f"{name} is {factor}; expected a positive number, or none to drop no token")
+            if factor is not None and not _SMALLEST_FACTOR <= factor < math.inf:
+                raise ValueError(
+                    f"{name} is {factor}; expected at least {_SMALLEST_FACTOR:g}, or none to drop no token"
+                )
         for name in ("min_capacity", "num_shared_experts", "aux_loss_weight", "z_loss_weight", "balance_bias_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number that is not negative")

@@ -1,6 +1,7 @@
 """``m6 data``: builds data folders, trains text tokenizers, encodes pictures to image codes."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -23,7 +24,7 @@ def _usable_cores() -> int:
 def _parse_limit(text: str) -> tuple[str, int]:
     """Parses ``N`` or ``SOURCE=N`` to the source (empty for ``N``) and the number of rows."""
     source, _, rows = text.rpartition("=")
-    if not rows.isdigit():
+    if not re.fullmatch("[0-9]{1,15}", rows):  # str.isdigit also takes digits that int does not
         raise UserError(f"--limit {text}: expected N or SOURCE=N, as in 500 or emoji=500")
     return source, int(rows)
 

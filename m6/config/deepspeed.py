@@ -61,8 +61,8 @@ class _Aio(Section):
 class _Keys(Section):
     """The keys that are accepted and passed on to DeepSpeed."""
 
-    train_batch_size: PositiveInt
-    train_micro_batch_size_per_gpu: PositiveInt
+    train_batch_size: PositiveInt = Field(le=10**9)
+    train_micro_batch_size_per_gpu: PositiveInt = Field(le=10**6)
     gradient_accumulation_steps: PositiveInt | None = None
     gradient_clipping: float = Field(ge=0)
     optimizer: _Optimizer

@@ -155,7 +155,10 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
     limits = []
     if field is not None and annotation in (int, float):
         limits = [
-            f"{sign} {getattr(b, name)}" for b in field.metadata for name, sign in _BOUNDS.items() if hasattr(b, name)
+            f"{sign} {getattr(bound, name):,}"
+            for name, sign in _BOUNDS.items()
+            for bound in field.metadata
+            if hasattr(bound, name)
         ]
     return " ".join([_TYPES[annotation], ", ".join(limits)]).strip()
 

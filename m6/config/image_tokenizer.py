@@ -48,8 +48,8 @@ class LossSettings(Section):
 class ImageTokenizerOptimizer(Section):
     """AdamW with a linear warm-up, then a cosine decay to a tenth of the peak."""
 
-    total_steps: PositiveInt = Field(description="optimizer steps of the whole run")
-    batch_size: PositiveInt = Field(description="pictures per step")
+    total_steps: PositiveInt = Field(le=10**12, description="optimizer steps of the whole run")
+    batch_size: PositiveInt = Field(le=10**6, description="pictures per step")
     learning_rate: PositiveFloat = Field(description="peak learning rate")
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up from 0")
     gradient_clipping: PositiveFloat = Field(1.0, description="largest norm of the gradient")

@@ -13,7 +13,7 @@ from m6.validation import Section
 ModuleKind = Literal["expert", "attention", "ffn", "norm", "router", "embedding"]
 TensorKind = Literal["parameter", "gradient", "optimizer_state", "activation"]
 Place = Literal["device", "stream", "host", "auto"]
-Mib = Annotated[float, Field(gt=0)]
+Mib = Annotated[float, Field(gt=0, le=2**30)]
 STORED_TENSORS: tuple[TensorKind, ...] = ("parameter", "gradient", "optimizer_state")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -136,7 +137,9 @@ def _parse_layers(text: str, rule_key: str) -> set[int]:
     layers: set[int] = set()
     for part in text.split(","):
         begin, dash, end = part.strip().partition("-")
-        if not begin.isdigit() or (dash and not end.isdigit()) or (dash and int(end) < int(begin)):
+        numbers = [begin, end] if dash else [begin]
+        # Of few digits: a range of 10^12 layers would fill the memory.
+        if not all(re.fullmatch("[0-9]{1,5}", number) for number in numbers) or int(numbers[-1]) < int(begin):
             raise UserError(f'{rule_key}.layers: expected numbers and ranges such as "0-11,14", found {text!r}')
         layers.update(range(int(begin), int(end if dash else begin) + 1))
     return layers

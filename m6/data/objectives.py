@@ -41,7 +41,7 @@ class ObjectiveSettings(Section):
     """Settings of every objective."""
 
     weight: float = Field(
-        default=1.0, ge=0, description="share of samples relative to the other objectives; 0 turns it off"
+        default=1.0, ge=0, le=10**9, description="share of samples relative to the other objectives; 0 turns it off"
     )
 
 
@@ -50,7 +50,7 @@ class MaskingSettings(ObjectiveSettings):
 
     mask_ratio: float = Field(default=0.15, gt=0, lt=1, description="share of the text's tokens that are masked")
     mean_span_length: float = Field(
-        default=3.0, ge=1, description="mean number of tokens that one <mask> replaces: 1 + Poisson(mean - 1)"
+        default=3.0, ge=1, le=10**6, description="mean number of tokens that one <mask> replaces: 1 + Poisson(mean - 1)"
     )
 
 
@@ -64,7 +64,10 @@ class TaskSettings(ObjectiveSettings):
     """Settings of every fine-tuning objective."""
 
     weight: float = Field(
-        default=0.0, ge=0, description="share of samples relative to the other objectives; 0 (the default): off"
+        default=0.0,
+        ge=0,
+        le=10**9,
+        description="share of samples relative to the other objectives; 0 (the default): off",
     )
 
 

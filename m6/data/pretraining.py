@@ -56,7 +56,9 @@ class DataSettings(Section):
     sources: dict[str, float] | None = Field(
         default=None, description="relative weight of each source; absent: all sources, in proportion to their rows"
     )
-    sequence_length: int = Field(default=512, gt=0, description="tokens in a row, pictures and padding included")
+    sequence_length: int = Field(
+        default=512, gt=0, le=2**24, description="tokens in a row, pictures and padding included"
+    )
     packing: bool = Field(default=True, description="whether a row can hold several samples")
     num_workers: int = Field(
         default=2, ge=0, description="processes that prepare micro-batches; 0: the training process prepares them"

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 
 PatchEncoderName = Literal["linear", "resnet", "efficientnet_lite0"]
 
-_SIZES = (
-    "text_vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "image_size",
-    "patch_size",
-    "moe_layer_frequency",
-)
+# The largest value of each size: far above any model, and small enough to compute with.
+_SIZES = {
+    "text_vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "num_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "ffn_hidden_size": 2**24,
+    "max_position_embeddings": 2**24,
+    "image_size": 2**14,
+    "patch_size": 2**14,
+    "moe_layer_frequency": 10_000,
+}
+_SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
 # Keys that transformers adds when it loads a configuration.
 _TRANSFORMERS_KEYS = {
     "model_type",
@@ -104,15 +106,17 @@ class M6Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_ranges(self) -> None:
-        for name in _SIZES:
+        for name, largest in _SIZES.items():
             value = getattr(self, name)
             # Not isinstance: a bool is an int.
             if type(value) is not int or value < 1:
                 raise UserError(f"{name} must be a positive integer, found {value!r}")
-        for name in ("image_vocab_size", "code_grid_size"):
+            _check_largest(name, value, largest)
+        for name, largest in _SIZES_FROM_0.items():
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise UserError(f"{name} must be an integer of at least 0, found {value!r}")
+            _check_largest(name, value, largest)
         for name in ("hidden_dropout", "attention_dropout"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < 1:
@@ -213,3 +217,8 @@ class M6Config(PreTrainedConfig):
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_largest(name: str, value: int, largest: int) -> None:
+    if value > largest:
+        raise UserError(f"{name} is {value}; expected at most {largest}")

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.files import write_json
-from m6.formatting import format_mib, markdown_table
+from m6.formatting import format_bytes, format_mib, markdown_table
+from m6.model.counting import num_parameters
 from m6.model.sharing import Sharing
-from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
 from m6.planning.machine.detection import detect_cluster
 from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
@@ -36,6 +38,17 @@ _VALIDATION_HEADER = (
 )
 
 
+_KEYS_OF_PARTS = {
+    "embeddings": "m6.model.text_vocab_size",
+    "patch_encoder": "m6.model.patch_size",
+    "attention": "m6.model.hidden_size",
+    "ffn": "m6.model.ffn_hidden_size",
+    "experts": "m6.moe.num_experts",
+    "router": "m6.moe.num_experts",
+    "norms": "m6.model.hidden_size",
+}
+
+
 def predict_memory(
     config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None
 ) -> MemoryFootprint:
@@ -49,6 +62,31 @@ def predict_memory(
         UserError: the run does not fit ``world_size``.
     """
     return MemoryModel(config, Profile(), batch, sharing)(layout_of(config, world_size))
+
+
+def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> None:
+    """Raises UserError if this machine can never hold the run, before anything is allocated.
+
+    Counted are weights, gradients and optimizer state alone, which are exact, against all memory that there is.
+
+    Args:
+        ranks_per_node: of the run, which share the memory of a host.
+    """
+    footprint = predict_memory(config, world_size, full_row(config))
+    on_gpu = torch.cuda.is_available()
+    needed = footprint.resident + (0 if on_gpu else footprint.host)
+    ranks = 1 if on_gpu else ranks_per_node
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total
+    if ranks * needed > memory:
+        counts = num_parameters(config.model)
+        part = max(_KEYS_OF_PARTS, key=counts.__getitem__)
+        holder = "the GPU of a rank" if on_gpu else f"each of the {ranks} ranks of this machine"
+        raise UserError(
+            f"{_KEYS_OF_PARTS[part]}: {holder} would hold {format_bytes(needed)} of weights, gradients and optimizer "
+            f"state, most of it for the {part.replace('_', ' ')}, but there are {format_bytes(memory)} in all. Make "
+            "the model smaller, or take more ranks, a higher ZeRO stage, m6.training.ep_size or m6.offload; m6 plan "
+            "shows what fits"
+        )
 
 
 def describe_memory(footprint: MemoryFootprint) -> str:

@@ -143,6 +143,11 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def ranks_of_this_node() -> int:
+    """How many ranks the launcher starts on a node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+
+
 def on_main_rank(runtime: Runtime, work: Callable[[], None]) -> None:
     """Does ``work`` on the main rank; what goes wrong there is raised on every rank.
 

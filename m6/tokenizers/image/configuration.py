@@ -20,11 +20,11 @@ class ImageTokenizerConfig(Section):
     """
 
     model_type: Literal["m6_image_tokenizer"] = Field("m6_image_tokenizer", description="the format of config.json")
-    image_size: PositiveInt = Field(64, description="side of a picture in pixels")
+    image_size: PositiveInt = Field(64, le=2**14, description="side of a picture in pixels")
     patch_size: PositiveInt = Field(2, description="pixels that the first convolution folds into one position")
     channels: list[PositiveInt] = Field([64, 128], min_length=1, description="width of each level, finest first")
     num_res_blocks: PositiveInt = Field(1, description="residual blocks of each level, in encoder and decoder")
-    codebook_size: PositiveInt = Field(1024, description="number of codes")
+    codebook_size: PositiveInt = Field(1024, le=2**24, description="number of codes")
     codebook_dim: PositiveInt = Field(
         8, description="width of a code vector; few dimensions and unit length keep all codes in use (arXiv 2110.04627)"
     )

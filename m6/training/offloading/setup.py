@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of
 from m6.planning.cost.memory import BUCKET_NUMEL
 from m6.planning.machine.fake_world import FakeWorld, fake_tensors
 from m6.planning.prediction import predict_memory
+from m6.runs.processes import ranks_of_this_node
 from m6.training.fake_batch import fake_batch
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
@@ -267,7 +267,7 @@ def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
         UserError: the configured budget exceeds the available memory.
     """
     # Ranks of this host: set by torchrun and deepspeed, or by srun.
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+    ranks = ranks_of_this_node()
     available = available_bytes()
     share = None if available is None else int(0.95 * available) // ranks
     if not isinstance(settings.host_budget_mib, str):

@@ -46,7 +46,7 @@ def test_every_key_is_there_with_a_meaning():
 @pytest.mark.parametrize(
     ("path", "key", "kind", "default"),
     [
-        ("m6.training", "total_steps", "integer > 0", "required"),
+        ("m6.training", "total_steps", "integer > 0, ≤ 1,000,000,000,000", "required"),
         ("m6.training", "activation_checkpointing", "boolean", "`false`"),
         ("m6.schedule", "decay_steps", "integer > 0 or null", "`null`"),
         ("m6.schedule", "final_lr_ratio", "number ≥ 0, ≤ 1", "`0.1`"),
