@@ -108,17 +108,21 @@ class RunDirectory:
         """Whether an attempt came as far as a step: before that a folder is free for another run."""
         return self.metrics.exists() or (self.root / "progress").exists() or self.checkpoints.exists()
 
-    def check_never_saved(self) -> None:
-        """Raises UserError if the run has completed a checkpoint; for a run whose folder of checkpoints holds none.
+    def check_never_saved(self, problems: list[str]) -> None:
+        """Raises UserError if the run has completed a checkpoint; for a run that has no checkpoint to resume from.
 
-        The checkpoints may lie on another disk that is not mounted, and a run must not begin anew unasked.
+        The checkpoints may lie on a disk that is not mounted, and a run must not begin anew unasked.
+
+        Args:
+            problems: of the checkpoints that are there.
         """
         file = self.root / LAST_CHECKPOINT
         if file.exists():
+            reasons = f" ({'; '.join(problems)})" if problems else ""
             raise UserError(
                 f"{self.root} was saved as {file.read_text(encoding='utf-8').strip()}, but {self.checkpoints} holds no "
-                "whole checkpoint: bring it back, or begin again at step 0 with --restart, which keeps what is there "
-                "under another name"
+                f"whole checkpoint{reasons}: bring it back, or begin again at step 0 with --restart, which keeps what "
+                "is there under another name"
             )
 
     def restart(self) -> None:

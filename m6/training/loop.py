@@ -71,6 +71,8 @@ class Trainer:
         self.data = open_data(config)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
         self.checkpoint, self.problems = open_newest(run.checkpoints)
+        if self.checkpoint is None:
+            run.check_never_saved(self.problems)
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
         self._build_engine()
@@ -184,8 +186,6 @@ class Trainer:
     def _resume(self) -> None:
         for problem in self.problems:
             self._print(f"warning: checkpoint not used: {problem}")
-        if self.checkpoint is None:
-            self.run.check_never_saved()
         if self.checkpoint is not None:
             state = self.checkpoint.state
             if state["tokenizer"] != self.data.tokenizer.fingerprint:

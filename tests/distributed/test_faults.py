@@ -145,8 +145,8 @@ def fault_on_rank_1(document: dict[str, Any], root: Path, fault: str) -> None:
     trainer = open_trainer(document, root)
     backward, count = trainer.engine.backward, trainer.train_step._count
 
-    def poisoned(loss: torch.Tensor, **arguments: Any) -> None:
-        backward(loss * float("nan") if trainer.step + 1 in (2, 4, 5) else loss, **arguments)
+    def poisoned(loss: torch.Tensor) -> None:
+        backward(loss * float("nan") if trainer.step + 1 in (2, 4, 5) else loss)
 
     def signalled(micro_batches: list[Any]) -> Any:
         if trainer.step + 1 == 2:
@@ -201,8 +201,13 @@ def test_what_happens_to_one_rank_happens_to_all(make: Callable[..., dict[str, A
 
     assert [path.name for path in complete_checkpoints(tmp_path / "signal" / "checkpoints")][-1] == "step_00000002"
     damaged = damage_last_shard_of_rank_1(tmp_path / "signal")
-    run_distributed(train_all, 2, [(stages[1], tmp_path / "signal", STEPS)])
+    with pytest.raises(RuntimeError, match=r"was saved as step_00000002, .*corrupt.*--restart"):
+        run_distributed(train_all, 2, [(stages[1], tmp_path / "signal", STEPS)])
     assert damaged.with_name(f"corrupt_{damaged.name}").exists()
+    from m6.runs.directory import RunDirectory
+
+    RunDirectory(tmp_path / "signal").restart()
+    run_distributed(train_all, 2, [(stages[1], tmp_path / "signal", STEPS)])
     assert [entry["step"] for entry in entries(tmp_path / "signal") if "loss" in entry] == list(range(1, STEPS + 1))
     assert (tmp_path / "signal" / "DONE").exists()
 

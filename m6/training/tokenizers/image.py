@@ -134,18 +134,23 @@ def train_image_tokenizer(
             cannot be used.
     """
     _check_out(settings, out)
-    with FolderLock(out / "lock", out):
-        return _train(settings, out, device, stopped)
-
-
-def _train(
-    settings: ImageTokenizerTraining, out: Path, device: torch.device, stopped: Callable[[], bool]
-) -> Measures | None:
     manifest = Manifest.load(settings.data.path)
     pictures, held_out = (
         PictureSet(manifest, settings.data.sources, split, settings.model.image_size)
         for split in ("train", settings.report.split)
     )
+    with FolderLock(out / "lock", out):
+        return _train(settings, pictures, held_out, out, device, stopped)
+
+
+def _train(
+    settings: ImageTokenizerTraining,
+    pictures: PictureSet,
+    held_out: PictureSet,
+    out: Path,
+    device: torch.device,
+    stopped: Callable[[], bool],
+) -> Measures | None:
     trainer = ImageTokenizerTrainer(settings, device)
     folder = out / "training"
     load_state(folder, trainer)

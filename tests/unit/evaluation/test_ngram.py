@@ -138,9 +138,9 @@ def test_arrays_and_lists_are_the_same():
         ([], 2, "no sequences"),
         ([[BOS, 1], []], 2, "empty"),
         ([[BOS, 10]], 2, "vocab_size 10"),
-        ([[BOS, 1, BOS, 2]], 2, "begin with 7"),
-        ([[BOS, 1], [3, 1]], 2, "begin with 7"),
-        ([[BOS], [BOS]], 2, "go on"),
+        ([[BOS, 1, BOS, 2]], 2, "7 occurs only at the start"),
+        ([[BOS, 1], [3, 1]], 2, "7 occurs only at the start"),
+        ([[BOS], [BOS]], 2, "two tokens or more"),
         ([[BOS, 1]], 0, "order is 0"),
     ],
 )

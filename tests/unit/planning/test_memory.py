@@ -42,12 +42,19 @@ def states_of_engine(config: RunConfig) -> dict[str, int]:
     accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
     engine, data = build_engine(config, runtime), open_data(config)
     batches = [data.micro_batch(index * runtime.world_size + runtime.rank) for index in range(accumulation)]
+    backward = engine.backward
+    gradients: list[int] = []
+
+    def measured_backward(loss: torch.Tensor) -> None:
+        backward(loss)
+        gradients.append(engine.gradient_bytes())
+
+    engine.backward = measured_backward  # type: ignore[method-assign]
     engine.begin_step(0.0)
     engine.accumulate(batches, lambda _, output: output.target_losses.sum() + output.aux_loss, range(accumulation))
-    gradients = engine.gradient_bytes()
     engine.update()
     held = engine.state_bytes()
-    sums = torch.tensor([held["weights"], gradients, held["optimizer_state"]])
+    sums = torch.tensor([held["weights"], max(gradients), held["optimizer_state"]])
     dist.all_reduce(sums, dist.ReduceOp.MAX)
     return dict(zip(("weights", "gradients", "optimizer_state"), sums.tolist(), strict=True))
 

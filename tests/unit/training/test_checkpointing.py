@@ -132,14 +132,15 @@ def test_damage_that_comes_back_keeps_every_copy(make_trainer: MakeTrainer):
     ]
 
 
-def test_with_nothing_whole_the_run_begins_anew(make_trainer: MakeTrainer):
+def test_with_nothing_whole_the_run_begins_anew_only_if_asked_to(make_trainer: MakeTrainer):
     trainer = make_trainer()
     trainer.train()
     for folder in complete_checkpoints(trainer.run.checkpoints):
         damage(folder)
+    with pytest.raises(UserError, match=r"was saved as step_00000004, .*step_00000004.*; .*step_00000002.*--restart"):
+        make_trainer()
+    trainer.run.restart()
     trainer = make_trainer()
-    assert trainer.checkpoint is None
-    assert [problem.split("/")[-2] for problem in trainer.problems] == ["step_00000004", "step_00000002"]
     trainer.train()
     assert steps(trainer) == [1, 2, 3, 4]
 

@@ -12,6 +12,7 @@ from m6.data.manifest import Manifest
 from m6.data.pictures import PictureSet, TrainingBatches
 from m6.errors import UserError
 from m6.evaluation.reconstruction import CodebookUse, psnr
+from m6.files import sha256
 from m6.tokenizers.image import load_image_tokenizer
 from m6.training.tokenizers.image import ImageTokenizerTrainer, lr_factor, train_image_tokenizer
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
@@ -202,6 +203,10 @@ def test_bad_pictures_are_counted_and_too_many_are_an_error(tmp_path):
     images[7] = images[7][:70]
     column = table.schema.get_field_index("image")
     pq.write_table(table.set_column(column, "image", pa.array(images)), path)
+    manifest = Manifest.load(folder)
+    shard = manifest.split("tiny_shapes", "train").shards[0]
+    shard.bytes, shard.sha256 = path.stat().st_size, sha256(path)
+    manifest.save(folder)
     train_image_tokenizer(settings(folder), tmp_path / "some", CPU)
     last = (tmp_path / "some/training/metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["bad_pictures"] >= 1
