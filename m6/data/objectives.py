@@ -1,7 +1,6 @@
 """The objectives of M6 (arXiv 2103.00823). Each maps a row to a source and a target sequence.
 
 Pretraining (section 3.3):
-
     text_denoising        corrupted text            -> the text
     language_modelling    nothing                   -> the text
     image_captioning      picture                   -> the text
@@ -33,8 +32,7 @@ from m6.validation import Section
 MIN_TEXT_TOKENS = 8
 # Tokens reserved for an answer; a row with a longer answer is a bad row.
 MAX_ANSWER_TOKENS = 16
-# The answers of image_text_matching.
-MATCH, NO_MATCH = "是", "不是"
+MATCH, NO_MATCH = "是", "不是"  # the answers of image_text_matching
 
 
 class ObjectiveSettings(Section):

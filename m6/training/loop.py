@@ -96,8 +96,7 @@ class Trainer:
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
         stopped = False
-        # None: tqdm shows the bar only in a terminal.
-        hidden = None if self.runtime.is_main else True
+        hidden = None if self.runtime.is_main else True  # None: tqdm shows the bar only in a terminal
         with tqdm(total=total, initial=self.step, unit="step", desc=self.run.root.name, disable=hidden) as progress:
             while self.step < total and not stopped:
                 begin = time.perf_counter()
