@@ -9,7 +9,7 @@ from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyV
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
-from m6.data.sources.local import PictureFolder, WebDataset, refusal
+from m6.data.sources.local import PictureFolder, WebDataset, unreadable_reason
 from m6.data.sources.poetry import Poetry
 from m6.data.sources.reviews import Reviews
 from m6.data.sources.tables import HubTable, LocalTable
@@ -81,7 +81,7 @@ def _inside(folder: Path, suffix: str) -> list[Path]:
     """Returns the files of a folder with a suffix; UserError for a link out of the folder or a pipe or device."""
     files = sorted(folder.rglob(f"*{suffix}"))
     for file in files:
-        if problem := refusal(folder, file):
+        if problem := unreadable_reason(folder, file):
             raise UserError(f"{file} is not read ({problem}); remove it, or name what it points to as a source")
     return files
 

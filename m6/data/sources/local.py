@@ -62,8 +62,10 @@ class PictureFolder(LocalSource):
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
         self._folder = folder
         self._pictures = sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURE_SUFFIXES)
-        captions = [file for file in sorted(folder.rglob("*.txt")) if refusal(folder, file) is None]
-        metadata = [f for f in (folder / "metadata.jsonl", folder / "metadata.csv") if refusal(folder, f) is None]
+        captions = [file for file in sorted(folder.rglob("*.txt")) if unreadable_reason(folder, file) is None]
+        metadata = [
+            f for f in (folder / "metadata.jsonl", folder / "metadata.csv") if unreadable_reason(folder, f) is None
+        ]
         if not self._pictures or not (captions or metadata):
             raise UserError(
                 f"{folder}: expected pictures with metadata.jsonl, metadata.csv or .txt files beside them, "
@@ -71,7 +73,7 @@ class PictureFolder(LocalSource):
             )
         self._metadata = metadata[0] if metadata else None
         # Only files that are read count in the checksum; opening a named pipe or a device could block forever.
-        pictures = [file for file in self._pictures if refusal(folder, file) is None]
+        pictures = [file for file in self._pictures if unreadable_reason(folder, file) is None]
         super().__init__(name, [*pictures, *([self._metadata] if self._metadata else captions)], options)
 
     def rows(self) -> Iterator[Row]:
@@ -81,7 +83,7 @@ class PictureFolder(LocalSource):
             return
         for picture in self._pictures:
             caption = picture.with_suffix(".txt")
-            readable = refusal(self._folder, caption) is None
+            readable = unreadable_reason(self._folder, caption) is None
             text = caption.read_text(encoding="utf-8", errors="replace") if readable else ""
             yield self._row(picture.relative_to(self._folder).as_posix(), text)
 
@@ -102,7 +104,7 @@ class PictureFolder(LocalSource):
     def _row(self, file_name: str, text: object) -> Row:
         identity = f"{self.name}/{file_name}"
         picture = self._folder / file_name
-        problem = refusal(self._folder, picture)
+        problem = unreadable_reason(self._folder, picture)
         if problem is not None:
             return Row(identity, identity, problem=problem)
         return Row(identity, identity, text if isinstance(text, str) else "", picture.read_bytes())
@@ -139,7 +141,7 @@ class WebDataset(LocalSource):
         return Row(identity, identity, text if isinstance(text, str) else "", images[0])
 
 
-def refusal(folder: Path, path: Path) -> str | None:
+def unreadable_reason(folder: Path, path: Path) -> str | None:
     """Returns why a file of a source is not read: it is missing, lies outside of the folder, or is no regular file."""
     # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from m6.data.manifest import Origin, SourceKind
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import LocalSource, refusal, require_column
+from m6.data.sources.local import LocalSource, require_column, unreadable_reason
 from m6.data.sources.text import passages
 from m6.errors import UserError
 
@@ -174,7 +174,7 @@ def _picture_bytes(value: object, folder: Path | None) -> bytes | None:
     # A data set of the Hub (no folder) must not name local files.
     if isinstance(value, str) and folder is not None:
         picture = folder / value
-        return picture.read_bytes() if refusal(folder, picture) is None else None
+        return picture.read_bytes() if unreadable_reason(folder, picture) is None else None
     return value if isinstance(value, bytes) else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from m6.data.pictures import decode_batch
-from m6.data.sources.local import refusal
+from m6.data.sources.local import unreadable_reason
 from m6.errors import UserError
 from m6.generation.folder import CAPTIONS_NAME
 
@@ -59,7 +59,7 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
         files.append(str(file))
         captions.append(str(caption))
     # Another program may have written the list: its names must not lead out of the folder.
-    paths = [folder / file if refusal(folder, folder / file) is None else None for file in files]
+    paths = [folder / file if unreadable_reason(folder, folder / file) is None else None for file in files]
     contents = [path.read_bytes() if path is not None else None for path in paths]
     pixels, good, bad = decode_batch(contents, image_size)
     skipped = {files[index]: reason for index, reason in bad.items()}
