@@ -32,7 +32,7 @@ class FolderLock:
     """The right to write a folder.
 
     Args:
-        file: the lock file, in the folder or beside it; it stays, empty, when the lock is released.
+        file: the lock file, in the folder or beside it; it goes when the lock is released.
         folder: what the lock protects, for messages.
     """
 
@@ -47,6 +47,16 @@ class FolderLock:
             FolderInUse: another process holds the lock.
             StorageError: the lock file cannot be written.
         """
+        descriptor = self._open()
+        while not _is_at(descriptor, self._file):  # its owner removed it after we opened it
+            os.close(descriptor)
+            descriptor = self._open()
+        owner = {"pid": os.getpid(), "host": platform.node(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, (json.dumps(owner) + "\n").encode())
+        self._descriptor = descriptor
+
+    def _open(self) -> int:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -66,15 +76,13 @@ class FolderLock:
                 f"{self._folder}",
                 file=sys.stderr,
             )
-        owner = {"pid": os.getpid(), "host": platform.node(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, (json.dumps(owner) + "\n").encode())
-        self._descriptor = descriptor
+        return descriptor
 
     def release(self) -> None:
         """Gives the lock back; does nothing if it is not held."""
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
+            # Removed while it is still locked: who opened it before notices, and opens it again.
+            self._file.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -84,6 +92,13 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _describe(content: bytes) -> str:

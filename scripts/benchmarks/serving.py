@@ -24,7 +24,7 @@ from record import Recorder, spread
 from m6.config.run import load_config
 from m6.model import M6ForConditionalGeneration, initialize_parameters
 from m6.serving.batcher import Batcher, Task
-from m6.serving.batching import Plan, cost_grid, measure_costs, plan_by_arrival, plan_by_length
+from m6.serving.batching import BatchPlanner, cost_grid, measure_costs, plan_by_arrival, plan_by_length
 from m6.serving.tasks import Captioning, CaptionJob
 from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
 
@@ -46,7 +46,7 @@ def skewed_lengths(rng: np.random.Generator, number: int) -> list[int]:
     return np.where(long, rng.integers(36, LONGEST + 1, number), rng.integers(4, 13, number)).tolist()
 
 
-async def drain(task: Task, plan: Plan, jobs: Sequence[Any]) -> tuple[float, int]:
+async def drain(task: Task, plan: BatchPlanner, jobs: Sequence[Any]) -> tuple[float, int]:
     """CPU seconds until all jobs that arrive at once are done, and the number of batches."""
     async with Batcher({"task": (task, plan)}, len(jobs)) as batcher:
         begin = time.process_time()
@@ -54,7 +54,9 @@ async def drain(task: Task, plan: Plan, jobs: Sequence[Any]) -> tuple[float, int
         return time.process_time() - begin, batcher.counters.batches
 
 
-def measure(task: Task, plans: dict[str, Plan], make_jobs: Callable[[], list[Any]], rounds: int) -> dict[str, Any]:
+def measure(
+    task: Task, plans: dict[str, BatchPlanner], make_jobs: Callable[[], list[Any]], rounds: int
+) -> dict[str, Any]:
     """{plan: {"seconds": [rounds], "batches": [rounds]}}, the plans in turn, in another order each round."""
     results: dict[str, Any] = {name: {"seconds": [], "batches": []} for name in plans}
     for index in range(rounds):
@@ -87,7 +89,7 @@ def main() -> None:
     )
     task = WholeLength(model, processor, LONGEST)
     costs = measure_costs(task.run_synthetic, *cost_grid(1, LONGEST, MAX_BATCH_SIZE), clock=time.process_time)
-    plans: dict[str, Plan] = {
+    plans: dict[str, BatchPlanner] = {
         "by length (dynamic programming)": functools.partial(
             plan_by_length, seconds=costs, max_batch_size=MAX_BATCH_SIZE
         ),

@@ -111,11 +111,11 @@ def test_a_run_delinked_elsewhere_goes_on_as_if_it_were_here(folder: Path, refer
 def diverging_ranks() -> None:
     """Every rank sees other correlations; all must take the main rank's decision."""
     from m6.runs.processes import start
-    from m6.training.stages.stage import _agreed
+    from m6.training.stages.stage import _decision_of_main_rank
 
     rank = start().rank
-    assert _agreed(rank == 0) is True
-    assert _agreed(rank != 0) is False
+    assert _decision_of_main_rank(rank == 0) is True
+    assert _decision_of_main_rank(rank != 0) is False
 
 
 def test_all_ranks_decide_alike():

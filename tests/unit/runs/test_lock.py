@@ -54,7 +54,7 @@ def test_a_second_process_is_told_who_the_owner_is(tmp_path: Path, start_owner: 
     owner.wait()
     with FolderLock(tmp_path / "lock", tmp_path):
         pass
-    assert (tmp_path / "lock").read_text() == ""
+    assert not (tmp_path / "lock").exists()
 
 
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path, start_owner: Callable[..., subprocess.Popen]):
@@ -101,3 +101,19 @@ def test_a_file_system_without_locks_is_named(
     lock.acquire()
     assert "has no locks" in capsys.readouterr().err
     lock.release()
+
+
+def test_a_lock_file_that_its_owner_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who opened the file just before its owner removed it must not own a file that no one else will find."""
+    open_file, opened = FolderLock._open, []
+
+    def open_and_lose(self: FolderLock) -> int:
+        opened.append(open_file(self))
+        if len(opened) == 1:
+            (tmp_path / "lock").unlink()
+        return opened[-1]
+
+    monkeypatch.setattr(FolderLock, "_open", open_and_lose)
+    with FolderLock(tmp_path / "lock", tmp_path):
+        assert len(opened) == 2
+        assert os.path.samestat(os.fstat(opened[-1]), (tmp_path / "lock").stat())
