@@ -19,6 +19,7 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="most requests in the queue; others get status 429")] = 64,
     deadline: Annotated[float, typer.Option(min=0.001, help="longest time of a request in seconds")] = 60.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest caption in tokens")] = 48,
+    threads: Annotated[Optional[int], typer.Option(min=1, help="CPU threads; default: PyTorch's choice")] = None,  # noqa: UP045
     guidance: Annotated[float, typer.Option(min=0.0, help="pictures: classifier-free guidance; 1: none")] = 3.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="pictures: 0 is deterministic")] = 1.0,
     top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k most likely codes")] = None,  # noqa: UP045
@@ -28,7 +29,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serves a model over HTTP, with a demo page, until Ctrl-C or SIGTERM."""
-    for package in ("fastapi", "uvicorn"):
+    for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
     from m6.generation.text_to_image import Sampling
@@ -42,5 +43,6 @@ def serve(
         max_waiting=max_waiting,
         deadline_s=deadline,
         max_new_tokens=max_new_tokens,
+        threads=threads,
         sampling=Sampling(guidance, temperature, top_k, top_p),
     )

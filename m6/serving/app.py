@@ -1,37 +1,49 @@
 """The HTTP interface. Status codes of requests that fail:
 
-422  bad input; the body names the problem
-429  the queue is full; the header Retry-After says when to try again
+408  the body was not sent in time
+413  the body is too large
+422  bad input; the answer names the problem
+429  the queue, or the memory for bodies, is full; the header Retry-After says when to try again
 503  the service is stopping
 504  the deadline passed
 """
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from m6.data.sources.pictures import BadPicture, encode_bitmap
 from m6.errors import UserError
-from m6.serving.batcher import Batcher, DeadlinePassed, QueueFull, Stopping
+from m6.serving.batcher import Batcher, QueueFull, Stopping
+from m6.serving.intake import (
+    MAX_BODY_BYTES,
+    BadInput,
+    BodyTooLarge,
+    BodyTooSlow,
+    Intake,
+    TooManyBodies,
+    uploaded_file,
+)
 from m6.serving.tasks import Captioning, CaptionJob, Drawing, DrawJob
 from m6.validation import describe
 
-MAX_BODY_BYTES = 16 << 20
-# Pictures decoded at the same time: a file of 16 MiB can take 200 MB when decoded.
-MAX_CONCURRENT_DECODES = 2
+MAX_TEXT_BYTES = 64 << 10
+
+Result = TypeVar("Result")
 
 
-class BadInput(ValueError):
-    """Invalid input from a client; the message says what is wrong."""
+class DeadlinePassed(Exception):
+    """A request was not completed in time. What of it still waited is not run."""
 
 
 class DrawRequest(BaseModel):
@@ -45,7 +57,13 @@ class DrawRequest(BaseModel):
 
 
 def create_app(
-    batcher: Batcher, captioning: Captioning, drawing: Drawing | None = None, *, deadline_s: float
+    batcher: Batcher,
+    captioning: Captioning,
+    drawing: Drawing | None = None,
+    *,
+    deadline_s: float,
+    model_name: str,
+    background: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> FastAPI:
     """Makes the HTTP application.
 
@@ -54,15 +72,22 @@ def create_app(
             stops it.
         captioning: task of the lane "caption".
         drawing: task of the lane "generate"; None if the model cannot generate pictures.
-        deadline_s: longest time of a request in seconds. A request can choose a shorter one.
+        deadline_s: longest time of a request in seconds, from its headers to its answer. A request can choose a
+            shorter one.
+        model_name: what the demo page calls the model.
+        background: runs beside the requests, at most until the service stops.
     """
+    intake = Intake()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with batcher:
+            work = asyncio.create_task(background()) if background else None
             yield
+            if work is not None:
+                work.cancel()
+        intake.close()
 
-    decoding = asyncio.Semaphore(MAX_CONCURRENT_DECODES)
     app = FastAPI(title="m6-recipes", lifespan=lifespan)
     # FastAPI evaluates annotations, and this one depends on deadline_s. So this file must not import annotations from
     # __future__, which would turn them into strings.
@@ -70,13 +95,26 @@ def create_app(
         float, Query(alias="deadline_s", gt=0, le=deadline_s, description="seconds until the request is given up")
     ]
 
+    async def within(seconds: float, answer: Awaitable[Result]) -> Result:
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        except asyncio.TimeoutError:
+            batcher.counters.expired += 1
+            raise DeadlinePassed(f"not done within {seconds:g} seconds") from None
+
     @app.get("/", response_class=HTMLResponse)
     def page() -> str:
         return files("m6.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "tasks": batcher.tasks, **batcher.status()}
+        return {"status": "ok", "model": model_name, "tasks": batcher.tasks, **batcher.status()}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, bool]:
+        if batcher.stopping:
+            raise Stopping("the service is stopping")
+        return {"ready": True}
 
     @app.post("/caption")
     async def caption(
@@ -84,36 +122,49 @@ def create_app(
         max_new_tokens: Annotated[int, Query(ge=1, le=captioning.max_new_tokens)] = captioning.max_new_tokens,
         deadline: Deadline = deadline_s,
     ) -> dict[str, str]:
-        """Captions a picture. The body of the request is a PNG, JPEG, WebP, GIF, BMP or TIFF file."""
-        data = await _read_body(request)
-        async with decoding:  # in a thread: decoding a large picture would block the event loop
-            picture = await asyncio.to_thread(open_picture, data, captioning.model.config.image_size)
-        return {"text": await batcher.submit("caption", CaptionJob(picture, max_new_tokens), deadline)}
+        """Captions a picture: PNG, JPEG, WebP, GIF, BMP or TIFF, as the body or as the only file of a form."""
+        content_type, image_size = request.headers.get("content-type", ""), captioning.model.config.image_size
+
+        async def answer() -> str:
+            async with intake.body(request, MAX_BODY_BYTES) as body:
+                picture = await intake.run(open_picture, content_type, body, image_size)
+            return await batcher.submit("caption", CaptionJob(picture, max_new_tokens))
+
+        return {"text": await within(deadline, answer())}
 
     if drawing is not None:
 
         @app.post("/generate", response_class=Response)
         async def generate(request: Request, deadline: Deadline = deadline_s) -> Response:
             """Generates a picture of the ``text`` in the JSON body. The response is a PNG file."""
-            try:
-                body = DrawRequest.model_validate_json(await _read_body(request))
-                job = DrawJob(body.text, body.seed, body.index)
-                drawing.check(job)  # before the job is queued, so that a bad one cannot fail a batch
-            except ValidationError as error:
-                raise BadInput(describe(error, DrawRequest, "")) from None
-            except UserError as error:
-                raise BadInput(str(error)) from None
-            return Response(await batcher.submit("generate", job, deadline), media_type="image/png")
 
-    statuses = {BadInput: 422, QueueFull: 429, Stopping: 503, DeadlinePassed: 504}
+            async def answer() -> bytes:
+                async with intake.body(request, MAX_TEXT_BYTES) as body:
+                    # Before the job is queued, so that a bad one cannot fail a batch.
+                    job = await intake.run(read_drawing, drawing, body)
+                return await batcher.submit("generate", job)
+
+            return Response(await within(deadline, answer()), media_type="image/png")
+
+    statuses = {
+        ClientDisconnect: 400,  # nobody reads the answer
+        BodyTooSlow: 408,
+        BodyTooLarge: 413,
+        BadInput: 422,
+        QueueFull: 429,
+        TooManyBodies: 429,
+        Stopping: 503,
+        DeadlinePassed: 504,
+    }
     for kind, status in statuses.items():
         app.add_exception_handler(kind, _answer_with(status))
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     return app
 
 
-def open_picture(data: bytes, image_size: int) -> Image.Image:
+def open_picture(content_type: str, body: bytes, image_size: int) -> Image.Image:
     """Converts a client's picture as training pictures are converted; BadInput if it is damaged or too large."""
+    data = uploaded_file(content_type, body)
     try:
         return Image.open(io.BytesIO(encode_bitmap(data, image_size)))
     except BadPicture as problem:
@@ -123,18 +174,21 @@ def open_picture(data: bytes, image_size: int) -> Image.Image:
     raise BadInput(f"the body of the request is not a usable picture: {reason}")
 
 
-async def _read_body(request: Request) -> bytes:
-    # Read in parts: the size must be checked before the whole body is in memory.
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BadInput(f"the body of the request is larger than {MAX_BODY_BYTES >> 20} MiB")
-    return bytes(body)
+def read_drawing(drawing: Drawing, body: bytes) -> DrawJob:
+    """Converts the body of a request to ``/generate``; BadInput if it is none, or if its text is empty or too long."""
+    try:
+        values = DrawRequest.model_validate_json(body)
+        return drawing.job(values.text, values.seed, values.index)
+    except ValidationError as error:
+        raise BadInput(describe(error, DrawRequest, "")) from None
+    except UserError as error:
+        raise BadInput(str(error)) from None
 
 
 def _answer_with(status: int) -> Any:
-    headers = {"Retry-After": "1"} if status == 429 else None
+    headers = {"Retry-After": "1"} if status == 429 else {}
+    # The client may still be sending: without this header the connection would stay open until it has sent all.
+    headers |= {"Connection": "close"} if status in (408, 413, 429, 504) else {}
 
     def answer(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status, headers)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from m6.serving.batching import BatchPlanner
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +29,6 @@ class Task(Protocol):
 
 class QueueFull(Exception):
     """The queue holds ``max_waiting`` requests."""
-
-
-class DeadlinePassed(Exception):
-    """A request was not completed in time. If it was still waiting, it is not run."""
 
 
 class Stopping(Exception):
@@ -78,7 +76,9 @@ class Batcher:
         self._lanes = dict(lanes)
         self._waiting: list[_Request] = []
         self._arrived = asyncio.Event()
-        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.stopping = False
         # One thread: two batches at the same time would compete for the same device.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
 
@@ -90,7 +90,7 @@ class Batcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Waits for the running batch. Waiting requests end with Stopping."""
-        self._stopping = True
+        self.stopping = True
         for request in self._waiting:
             _fail(request, Stopping("the service is stopping"))
         self._waiting.clear()
@@ -107,41 +107,46 @@ class Batcher:
         """Returns the length of the queue, its limit and the counters."""
         return {"waiting": len(self._waiting), "max_waiting": self.max_waiting, **asdict(self.counters)}
 
-    async def submit(self, task: str, job: Any, deadline_s: float) -> Any:
-        """Queues a job and returns its result.
+    async def submit(self, task: str, job: Any) -> Any:
+        """Queues a job and returns its result. A job that still waits when its caller is cancelled is not run.
 
         Args:
             task: name of the lane.
             job: argument of the lane's task.
-            deadline_s: longest time to wait for the result in seconds.
 
         Raises:
             QueueFull: the queue is full; raised immediately.
-            DeadlinePassed: the job was not done within ``deadline_s``.
             Stopping: the service is shutting down.
             Exception: the exception that the task raised for the job's batch.
         """
-        if self._stopping:
+        if self.stopping:
             raise Stopping("the service is stopping")
         if len(self._waiting) >= self.max_waiting:
             self.counters.rejected += 1
             raise QueueFull(f"the queue is full: {self.max_waiting} requests are waiting")
         request = _Request(task, job, self._lanes[task][0].length(job))
         self._waiting.append(request)
+        self._idle.clear()
         self._arrived.set()
         try:
-            return await asyncio.wait_for(request.answer, deadline_s)
-        except asyncio.TimeoutError:
-            self.counters.expired += 1
-            raise DeadlinePassed(f"not done within {deadline_s:g} seconds") from None
-        finally:  # also if the client disconnects and the request is cancelled
-            if request in self._waiting:  # not in a batch yet: it must not be run for nobody
+            return await request.answer
+        finally:
+            if request in self._waiting:
                 self._waiting.remove(request)
+
+    async def when_idle(self, function: Callable[[], Result]) -> Result:
+        """Calls a function in the model's thread once no request waits or runs. Later requests wait for its end."""
+        await self._idle.wait()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def replan(self, lane: str, plan: BatchPlanner) -> None:
+        """Replaces the batch planner of a lane."""
+        self._lanes[lane] = (self._lanes[lane][0], plan)
 
     async def _serve(self) -> None:
         """Runs batches until the service stops."""
         loop = asyncio.get_running_loop()
-        while not self._stopping:
+        while not self.stopping:
             await self._arrived.wait()
             self._arrived.clear()  # before the queue is read, so that no arrival is missed
             while self._waiting:
@@ -162,6 +167,7 @@ class Batcher:
                     if not request.answer.done():  # otherwise its deadline passed
                         request.answer.set_result(result)
                         self.counters.done += 1
+            self._idle.set()
 
     def _take_batch(self) -> list[_Request]:
         """Removes the batch with the oldest request from the queue."""

@@ -65,18 +65,28 @@ def measure_costs(
         repeats: runs per point; the least time is taken. One run before all others warms up.
         clock: returns seconds.
     """
-    # The least of several times is closest to the time without interference by other processes.
     seconds = np.empty((len(lengths), len(batch_sizes)))
     run(lengths[0], batch_sizes[0])
     for row, length in enumerate(lengths):
         for column, batch_size in enumerate(batch_sizes):
-            times = []
-            for _ in range(repeats):
-                begin = clock()
-                run(length, batch_size)
-                times.append(clock() - begin)
-            seconds[row, column] = min(times)
+            seconds[row, column] = least_seconds(run, length, batch_size, repeats, clock)
     return CostTable(lengths, batch_sizes, seconds)
+
+
+def least_seconds(
+    run: Callable[[int, int], object],
+    length: int,
+    batch_size: int,
+    repeats: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Returns the least time of several runs: it is the closest to the time without interference."""
+    times = []
+    for _ in range(repeats):
+        begin = clock()
+        run(length, batch_size)
+        times.append(clock() - begin)
+    return min(times)
 
 
 def cost_grid(shortest: int, longest: int, max_batch_size: int) -> tuple[list[int], list[int]]:

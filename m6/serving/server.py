@@ -1,4 +1,4 @@
-"""``m6 serve``: loads a model, measures the cost of batches, and serves until it is stopped."""
+"""``m6 serve``: loads a model and serves it until it is stopped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import torch
 import uvicorn
 
 from m6.checkpoints.loading import IMAGE_TOKENIZER, is_exported, load_run_model
@@ -16,8 +17,10 @@ from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.text_to_image import Sampling
 from m6.runs.processes import default_device
 from m6.serving.app import create_app
-from m6.serving.batcher import Batcher, Task
-from m6.serving.batching import BatchPlanner, cost_grid, measure_costs, plan_by_length
+from m6.serving.batcher import Batcher
+from m6.serving.batching import plan_by_arrival
+from m6.serving.connections import BoundedProtocol
+from m6.serving.costs import MeasuredTask, plan_by_costs
 from m6.serving.tasks import Captioning, Drawing
 
 
@@ -31,6 +34,7 @@ def serve(
     deadline_s: float,
     max_new_tokens: int,
     sampling: Sampling,
+    threads: int | None = None,
 ) -> None:
     """Serves the model of a run or of an exported folder until SIGTERM or Ctrl-C.
 
@@ -45,12 +49,15 @@ def serve(
         deadline_s: longest time of a request in seconds.
         max_new_tokens: longest caption in tokens.
         sampling: how image codes are drawn.
+        threads: CPU threads of the model; None: PyTorch's choice.
 
     Raises:
         UserError: the folder holds no model, or the address cannot be used.
     """
     # The port is bound before the slow loading, so an address in use is reported at once.
     with _bind(host, port) as listener:
+        if threads is not None:
+            torch.set_num_threads(threads)
         device = default_device()
         drawing = None
         if _has_image_tokenizer(folder):
@@ -59,28 +66,45 @@ def serve(
         else:
             model, processor = load_run_model(folder, device)
             captioning = Captioning(model, processor, max_new_tokens)
-        print(f"measuring what batches of up to {max_batch_size} requests cost", flush=True)
-        lanes: dict[str, tuple[Task, BatchPlanner]] = {"caption": (captioning, _plan(captioning, max_batch_size))}
+        tasks: dict[str, MeasuredTask] = {"caption": captioning}
         if drawing is not None:
-            lanes["generate"] = (drawing, _plan(drawing, max_batch_size))
-        app = create_app(Batcher(lanes, max_waiting), captioning, drawing, deadline_s=deadline_s)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(deadline_s) + 1)
-        print(f"serving {folder} at http://{host}:{listener.getsockname()[1]}", flush=True)
+            tasks["generate"] = drawing
+        plan = functools.partial(plan_by_arrival, max_batch_size=max_batch_size)
+        batcher = Batcher({name: (task, plan) for name, task in tasks.items()}, max_waiting)
+        background = functools.partial(plan_by_costs, batcher, tasks, max_batch_size)
+        app = create_app(
+            batcher, captioning, drawing, deadline_s=deadline_s, model_name=folder.resolve().name, background=background
+        )
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=int(deadline_s) + 1,
+        )
         # After shutdown, uvicorn raises the signal that stopped it again, which would end this process with an error.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, f"serving {folder} at http://{host}:{listener.getsockname()[1]}").run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does."""
+
+    def __init__(self, config: uvicorn.Config, message: str) -> None:
+        super().__init__(config)
+        self._message = message
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._message, flush=True)
 
 
 def _has_image_tokenizer(folder: Path) -> bool:
     if is_exported(folder):
         return (folder / IMAGE_TOKENIZER).is_dir()
     return load_config(folder / "config.json").m6.data.image_tokenizer is not None
-
-
-def _plan(task: Captioning | Drawing, max_batch_size: int) -> BatchPlanner:
-    costs = measure_costs(task.run_synthetic, *cost_grid(1, task.max_length, max_batch_size))
-    return functools.partial(plan_by_length, seconds=costs, max_batch_size=max_batch_size)
 
 
 def _bind(host: str, port: int) -> socket.socket:

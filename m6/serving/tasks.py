@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -58,6 +58,10 @@ class Captioning:
         """Largest length of a job, in decoding steps."""
         return self.max_new_tokens
 
+    def identity(self) -> dict[str, Any]:
+        """Returns what the cost of a batch depends on: the model."""
+        return {"task": "caption", "model": self.model.config.to_dict(), "type": str(self.model.dtype)}
+
     def length(self, job: CaptionJob) -> int:
         """Returns the most decoding steps of a job."""
         return job.max_new_tokens
@@ -107,6 +111,8 @@ class DrawJob:
     text: str
     seed: int
     index: int
+    num_tokens: int
+    """tokens of the text"""
 
 
 class Drawing:
@@ -127,14 +133,26 @@ class Drawing:
         """Upper bound of a job's length in tokens."""
         return self.pipeline.model.config.max_position_embeddings
 
-    def check(self, job: DrawJob) -> None:
-        """Raises UserError if the text is empty or too long for the model."""
+    def identity(self) -> dict[str, Any]:
+        """Returns what the cost of a batch depends on: the models and the way codes are drawn."""
+        model, image_tokenizer = self.pipeline.model, self.pipeline.image_tokenizer
+        return {
+            "task": "generate",
+            "model": model.config.to_dict(),
+            "type": str(model.dtype),
+            "image_tokenizer": image_tokenizer.config_document(),
+            "sampling": asdict(self.sampling),
+        }
+
+    def job(self, text: str, seed: int, index: int) -> DrawJob:
+        """Returns the job of a text; UserError if the text is empty or too long for the model."""
         tokenizer, num_codes = self.pipeline.processor.tokenizer, self.pipeline.image_tokenizer.num_codes
-        check_captions(self.pipeline.model.config, tokenizer, [job.text], num_codes)
+        check_captions(self.pipeline.model.config, tokenizer, [text], num_codes)
+        return DrawJob(text, seed, index, len(tokenizer.encode_ids(text)))
 
     def length(self, job: DrawJob) -> int:
         """Returns the tokens of a job's text."""
-        return len(self.pipeline.processor.tokenizer.encode_ids(job.text))
+        return job.num_tokens
 
     def run(self, jobs: Sequence[DrawJob]) -> list[bytes]:
         """Returns the PNG file of each job."""
@@ -153,7 +171,7 @@ class Drawing:
     def run_synthetic(self, length: int, batch_size: int) -> None:
         """Runs a batch of texts of ``length`` tokens, to measure its time."""
         # The tokenizer encodes each digit as one token.
-        self.run([DrawJob("7" * length, 0, index) for index in range(batch_size)])
+        self.run([DrawJob("7" * length, 0, index, length) for index in range(batch_size)])
 
 
 def _png(picture: Image.Image) -> bytes:

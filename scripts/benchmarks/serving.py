@@ -37,7 +37,7 @@ class WholeLength(Captioning):
     """Descriptions that end where their request says and not before: an untrained model ends at random."""
 
     def run(self, jobs: Sequence[CaptionJob]) -> list[str]:
-        return self._describe(jobs, max(job.max_new_tokens for job in jobs))
+        return self._caption(jobs, max(job.max_new_tokens for job in jobs))
 
 
 def skewed_lengths(rng: np.random.Generator, number: int) -> list[int]:
@@ -50,7 +50,7 @@ async def drain(task: Task, plan: BatchPlanner, jobs: Sequence[Any]) -> tuple[fl
     """CPU seconds until all jobs that arrive at once are done, and the number of batches."""
     async with Batcher({"task": (task, plan)}, len(jobs)) as batcher:
         begin = time.process_time()
-        await asyncio.gather(*(batcher.submit("task", job, 3600) for job in jobs))
+        await asyncio.gather(*(batcher.submit("task", job) for job in jobs))
         return time.process_time() - begin, batcher.counters.batches
 
 

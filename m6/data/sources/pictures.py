@@ -9,6 +9,7 @@ from m6.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 50_000_000  # 200 MB when decoded; a larger picture is taken for a decompression bomb
+MAX_SIDE = 65_535  # JPEG's limit. Decoders take memory and time for each row, so a picture of 1 x 50,000,000 costs 1 GB
 
 
 class BadPicture(Exception):
@@ -44,7 +45,7 @@ def encode_bitmap(data: bytes, image_size: int) -> bytes:
 
 def _encode(data: bytes, image_size: int) -> bytes:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        if image.width * image.height > MAX_PIXELS:
+        if max(image.size) > MAX_SIDE or image.width * image.height > MAX_PIXELS:
             raise BadPicture("image too large")
         kind = image.format
         fits = image.width == image.height <= image_size and image.mode == "RGB"
@@ -52,8 +53,12 @@ def _encode(data: bytes, image_size: int) -> bytes:
         image.load()
         if fits and kind in ("PNG", "JPEG", "WEBP") and not image.getexif() and "transparency" not in image.info:
             return data
-        picture = ImageOps.exif_transpose(image).convert("RGBA")
-    picture.thumbnail((image_size, image_size), Image.Resampling.LANCZOS)
+        ImageOps.exif_transpose(image, in_place=True)
+        # A copy of a large picture is avoided where its colours can be resized as they are.
+        as_it_is = image.mode in ("RGB", "RGBA") and "transparency" not in image.info
+        picture: Image.Image = image if as_it_is else image.convert("RGBA")
+        picture.thumbnail((image_size, image_size), Image.Resampling.LANCZOS)
+        picture = picture.convert("RGBA")
     side = max(picture.size)
     canvas = Image.new("RGB", (side, side), "white")
     canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)

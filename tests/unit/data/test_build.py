@@ -8,7 +8,7 @@ from PIL import Image
 from m6.data.build import BuildSettings, assign_split, build, check_row
 from m6.data.manifest import Manifest, Origin
 from m6.data.sources.base import Row, interleave
-from m6.data.sources.pictures import BadPicture, encode
+from m6.data.sources.pictures import MAX_SIDE, BadPicture, encode
 from m6.data.verification import verify_shards
 from m6.errors import UserError
 
@@ -286,6 +286,12 @@ def test_a_decompression_bomb_is_refused(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)  # Pillow itself refuses twice this number
     with pytest.raises(BadPicture, match="image too large"):
         encode(picture((90, 90)), 64)
+
+
+def test_a_picture_of_few_pixels_with_a_side_that_no_camera_makes_is_refused():
+    encode(picture((1, MAX_SIDE)), 64)
+    with pytest.raises(BadPicture, match="image too large"):
+        encode(picture((1, MAX_SIDE + 1)), 64)
 
 
 def test_spread_takes_the_same_share_of_each_part():

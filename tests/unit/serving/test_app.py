@@ -26,7 +26,6 @@ from m6.checkpoints.loading import load_run_model
 from m6.generation.captioning import caption
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.text_to_image import Sampling
-from m6.serving import app as app_module
 from m6.serving.app import create_app
 from m6.serving.batcher import Batcher
 from m6.serving.batching import plan_by_arrival
@@ -76,7 +75,7 @@ def with_client(task: Captioning, scenario: Callable[[httpx.AsyncClient], Awaita
 
     async def main() -> Any:
         batcher = Batcher(lanes, options["max_waiting"])
-        app = create_app(batcher, task, options["drawing"], deadline_s=options["deadline_s"])
+        app = create_app(batcher, task, options["drawing"], deadline_s=options["deadline_s"], model_name="tiny")
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://m6")
         async with app.router.lifespan_context(app), client:
@@ -139,13 +138,10 @@ BAD = {
     "half a picture": (PICTURES[0][:60], "corrupt image"),
     "bomb": (png_bomb(), "image too large"),
     "drawing": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "corrupt image"),
-    "large body": (b"x" * 2000, "larger than 0 MiB"),
 }
 
 
-def test_bad_input_is_explained_and_the_service_goes_on(captioning: Captioning, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 1000)
-
+def test_bad_input_is_explained_and_the_service_goes_on(captioning: Captioning):
     async def scenario(client: httpx.AsyncClient) -> None:
         for body, reason in BAD.values():
             answer = await client.post("/caption", content=body)
@@ -266,7 +262,6 @@ def test_a_process_answers_and_ends_cleanly(run: Path):
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("measuring")
             line = process.stdout.readline()
             address = re.fullmatch(r"serving .* at (http://127\.0\.0\.1:\d+)\n", line)
             if address is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from m6.serving.batcher import Batcher, DeadlinePassed, QueueFull, Stopping
+from m6.serving.batcher import Batcher, QueueFull, Stopping
 from m6.serving.batching import BatchPlanner, plan_by_arrival, plan_by_length
 
 LONG = 30.0  # seconds that no test waits for
@@ -53,13 +53,13 @@ def run(scenario: Any, *, max_waiting: int = 8, plan: BatchPlanner = BY_ARRIVAL)
 
 async def occupied(batcher: Batcher, task: Doubling) -> asyncio.Task[int]:
     """Sends a job that runs until the gate opens."""
-    first = asyncio.create_task(batcher.submit("double", 1, LONG))
+    first = asyncio.create_task(batcher.submit("double", 1))
     await asyncio.to_thread(task.entered.wait, LONG)
     return first
 
 
-async def waiting(batcher: Batcher, *jobs: int, deadline_s: float = LONG) -> list[asyncio.Task[int]]:
-    tasks = [asyncio.create_task(batcher.submit("double", job, deadline_s)) for job in jobs]
+async def waiting(batcher: Batcher, *jobs: int) -> list[asyncio.Task[int]]:
+    tasks = [asyncio.create_task(batcher.submit("double", job)) for job in jobs]
     await asyncio.sleep(0)
     return tasks
 
@@ -86,29 +86,13 @@ def test_a_full_queue_refuses_at_once():
         await occupied(batcher, task)
         rest = await waiting(batcher, 2, 3)
         with pytest.raises(QueueFull, match="2 requests are waiting"):
-            await batcher.submit("double", 4, LONG)
+            await batcher.submit("double", 4)
         task.gate.set()
         assert await asyncio.gather(*rest) == [4, 6]
-        assert await batcher.submit("double", 4, LONG) == 8
+        assert await batcher.submit("double", 4) == 8
         assert batcher.status()["rejected"] == 1
 
     run(scenario, max_waiting=2)
-
-
-def test_what_waited_past_its_deadline_never_runs():
-    async def scenario(batcher: Batcher, task: Doubling) -> None:
-        first = await occupied(batcher, task)
-        (late,) = await waiting(batcher, 2, deadline_s=0.01)
-        with pytest.raises(DeadlinePassed, match=r"0\.01 seconds"):
-            await late
-        assert batcher.status()["waiting"] == 0
-        task.gate.set()
-        assert await first == 2
-        assert await batcher.submit("double", 3, LONG) == 6
-        assert task.batches == [[1], [3]]
-        assert batcher.status()["expired"] == 1
-
-    run(scenario)
 
 
 def test_a_cancelled_request_leaves_the_queue():
@@ -117,6 +101,7 @@ def test_a_cancelled_request_leaves_the_queue():
         gone, stays = await waiting(batcher, 2, 3)
         gone.cancel()
         await asyncio.wait([gone])
+        assert batcher.status()["waiting"] == 1
         task.gate.set()
         assert await stays == 6
         assert task.batches == [[1], [3]]
@@ -128,9 +113,36 @@ def test_a_batch_that_fails_ends_its_own_requests_only():
     async def scenario(batcher: Batcher, task: Doubling) -> None:
         task.gate.set()
         with pytest.raises(RuntimeError, match="unlucky"):
-            await batcher.submit("double", 13, LONG)
-        assert await batcher.submit("double", 3, LONG) == 6
+            await batcher.submit("double", 13)
+        assert await batcher.submit("double", 3) == 6
         assert batcher.status()["failed"] == 1
+
+    run(scenario)
+
+
+def test_other_work_of_the_model_waits_until_no_request_waits():
+    async def scenario(batcher: Batcher, task: Doubling) -> None:
+        first = await occupied(batcher, task)
+        (second,) = await waiting(batcher, 2)
+        work = asyncio.create_task(batcher.when_idle(lambda: list(task.batches)))
+        await asyncio.sleep(0.05)
+        assert not work.done()
+        task.gate.set()
+        assert await work == [[1], [2]]
+        assert await asyncio.gather(first, second) == [2, 4]
+        assert await batcher.when_idle(lambda: 5) == 5
+
+    run(scenario)
+
+
+def test_a_lane_gets_another_plan():
+    async def scenario(batcher: Batcher, task: Doubling) -> None:
+        first = await occupied(batcher, task)
+        rest = await waiting(batcher, 2, 3)
+        batcher.replan("double", functools.partial(plan_by_arrival, max_batch_size=1))
+        task.gate.set()
+        await asyncio.gather(first, *rest)
+        assert task.batches == [[1], [2], [3]]
 
     run(scenario)
 
@@ -146,7 +158,7 @@ def test_stopping_finishes_what_runs_and_ends_what_waits():
         with pytest.raises(Stopping):
             await second
         with pytest.raises(Stopping):
-            await batcher.submit("double", 3, LONG)
+            await batcher.submit("double", 3)
         assert task.batches == [[1]]
 
     asyncio.run(asyncio.wait_for(main(), LONG))
