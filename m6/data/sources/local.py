@@ -91,12 +91,14 @@ class PictureFolder(LocalSource):
         assert self._metadata is not None
         column = self._options.text_column
         read = _csv_entries if self._metadata.suffix == ".csv" else _json_entries
+        checked = False
         for number, entry in enumerate(read(self._metadata), start=1):
             if isinstance(entry, str):
                 identity = f"{self.name}/{self._metadata.name}:{number}"
                 yield Row(identity, identity, problem=entry)
                 continue
-            if number == 1:
+            if not checked:
+                checked = True
                 require_column(column, entry, self._metadata)
                 require_column("file_name", entry, self._metadata)
             yield self._row(str(entry.get("file_name")), entry.get(column))
@@ -167,13 +169,15 @@ def _json_entries(file: Path) -> Iterator[dict[str, Any] | str]:
             yield _parse(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
 
 
-def _csv_entries(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a CSV file; UserError for one that is not CSV in UTF-8."""
+def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:
+    """Yields the rows of a CSV file, or what is wrong with one; UserError for a file that is not CSV in UTF-8."""
     limit = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            yield from csv.DictReader(lines)
+            for entry in csv.DictReader(lines):
+                # Fields beyond the header are under the key None.
+                yield "more fields than columns" if None in entry else entry
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8") from None
     except csv.Error as error:

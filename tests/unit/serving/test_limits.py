@@ -8,54 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
 from m6.serving import app as app_module
 from m6.serving import connections, intake
-from m6.serving.app import create_app
-from m6.serving.batcher import Batcher
-from m6.serving.batching import plan_by_arrival
+from tests.fixtures.services import serve
 
 PICTURE = b"a picture"
-
-
-class Config:
-    image_size = 8
-
-
-class Model:
-    config = Config()
-
-
-class Echo:
-    """A captioning task without a model: the caption is the picture's bytes."""
-
-    model, max_new_tokens = Model(), 8
-
-    def length(self, job: Any) -> int:
-        return 1
-
-    def run(self, jobs: Any) -> list[str]:
-        return [job.picture.decode() for job in jobs]
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server whose pictures are what the client sends."""
     monkeypatch.setattr(app_module, "open_picture", lambda kind, body, size: intake.uploaded_file(kind, body))
-    task = Echo()
-    batcher = Batcher({"caption": (task, lambda lengths: plan_by_arrival(lengths, 4))}, 8)
-    app = create_app(batcher, task, deadline_s=20.0, model_name="echo")  # type: ignore[arg-type]
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, http=connections.BoundedProtocol, ws="none", log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield listener.getsockname()
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with serve() as where:
+        yield where
 
 
 def connect(address: tuple[str, int]) -> socket.socket:

@@ -1,0 +1,34 @@
+"""How long the fuzzers look: a minute for all of them in the fast lane, and longer where slow tests run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from m6.errors import UserError
+
+_NO_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+def long_and_short(short: int, long: int) -> Callable[[Any], Any]:
+    """Parametrizes a test over the number of its examples; the larger one is slow.
+
+    The test calls ``search(number, function)`` with its ``number``.
+    """
+    return pytest.mark.parametrize("number", [short, pytest.param(long, marks=pytest.mark.slow)])
+
+
+def search(number: int, function: Callable[..., None]) -> None:
+    """Runs a function that is decorated with ``given`` on a number of examples."""
+    # The short lane is the same every time, so that it never fails by chance; the long one always looks elsewhere.
+    settings(max_examples=number, derandomize=number < 1000, **_NO_LIMITS)(function)()  # type: ignore[arg-type]
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """Returns the message with which an action refuses its input; empty if it accepts it."""
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return ""
