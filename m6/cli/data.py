@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -42,7 +42,7 @@ def build(
     image_size: Annotated[int, typer.Option(help="Longest side of a stored picture, in pixels.")] = 64,
     passage_chars: Annotated[int, typer.Option(help="Longest passage or caption, in characters.")] = 256,
     limit: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(help="Use only the first N rows of each source, or of one: SOURCE=N. Can be repeated."),
     ] = None,
     validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
@@ -124,7 +124,7 @@ def codes(
         str, typer.Option(help="Folder of an image tokenizer, or the name of a VQModel on the Hub.")
     ],
     source: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
+        list[str] | None,
         typer.Option(help="A source to encode; can be repeated; default: all with pictures and captions."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures encoded at once.")] = 64,

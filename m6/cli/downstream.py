@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ from m6.errors import UserError
 
 def downstream(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    out: Annotated[Optional[Path], typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="most test rows of each source")] = 200,
 ) -> None:
     """Scores a fine-tuned run on captioning, classification and matching, with baselines on the same rows."""

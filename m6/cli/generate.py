@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,37 +19,37 @@ def generate(
     run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
     prompt: Annotated[str, typer.Argument(help="the caption of the pictures, or the beginning of a text")] = "",
     image: Annotated[
-        Optional[list[Path]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
+        list[Path] | None,
         typer.Option(help="a picture to caption; can be repeated"),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="generate pictures: one PNG to write, with all pictures in a grid"),
     ] = None,
     out_dir: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help=f"generate pictures: folder for PNG files and {CAPTIONS_NAME}; must not exist or be empty"),
     ] = None,
     captions: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="generate pictures of many captions: a text file with one caption per line"),
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="pictures per caption")] = 1,
     candidates: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=1, help="pictures generated per caption, of which the --num with the best scores are kept"),
     ] = None,
     guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance; 1: no guidance")] = 3.0,
-    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k most likely codes")] = None,  # noqa: UP045
+    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
     top_p: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="pictures generated at once")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest text in tokens")] = 48,
     num_beams: Annotated[int, typer.Option(min=1, help="beams for a text; 1: greedy")] = 1,
     temperature: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(min=0.0, help="0: deterministic; default: 0 for texts, 1 for pictures"),
     ] = None,
     seed: int = 0,

@@ -12,37 +12,36 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
+from m6 import __version__
+from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
 from m6.errors import StorageError, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # disk full, quota exceeded, read-only file system
-ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, for example configs/m6_smoke.json")]
-Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer evaluates the annotation on Python 3.10
-    typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),
-]
-NewRunFolder = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
-]
-Restart = Annotated[
-    bool,
-    typer.Option("--restart", help="begin at step 0; the files of the old run are kept under another name"),
-]
-RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"m6-recipes {__version__}")
+        raise typer.Exit
 
 
 @app.callback(help="Pretrain M6-style multimodal mixture-of-experts transformers.")
-def _launched(local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0) -> None:
+def _launched(
+    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Accepts --local_rank, which the deepspeed launcher passes; the rank is read from the environment."""
 
 
@@ -51,10 +50,7 @@ def pretrain(
     config: ConfigFile,
     run: NewRunFolder = None,
     overrides: Overrides = None,
-    profile: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="profile that `m6 plan calibrate` wrote, to predict the time of a step"),
-    ] = None,
+    profile: ProfileFile = None,
     restart: Restart = False,
 ) -> None:
     """Pretrains a model, or resumes the run in the folder.
@@ -183,10 +179,10 @@ def delink(
 def evaluate(
     run: RunFolder,
     batches: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=1, help="micro-batches per objective; default: as many as during training"),
     ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Markdown report; default RUN/report.md")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="Markdown report; default RUN/report.md")] = None,
 ) -> None:
     """Compares the validation loss of each objective with unigram, bigram and 5-gram models."""
     from m6.evaluation.report import write_report
@@ -214,14 +210,14 @@ def submit(
         Path, typer.Option(help="JSON with the nodes and limits of the job: see configs/jobs, or m6 plan --out")
     ],
     run: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--run-dir", help="folder of the run, which all nodes share; default runs/NAME of the JSON"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything and print the command only")] = False,
     chain: Annotated[int, typer.Option(min=1, help="number of consecutive jobs, instead of one that requeues")] = 1,
     array: Annotated[int, typer.Option(min=0, help="like --chain, as one job array with this many tasks")] = 0,
     init: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--init", help="as in m6 finetune: the run or exported model that gives the initial weights"),
     ] = None,
     overrides: Overrides = None,
@@ -252,7 +248,7 @@ def plot(
         bool, typer.Option("--memory", help="device memory over a step of a run with offloaded experts")
     ] = False,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="PNG to write; default RUN/curves.png, RUN/experts.png or RUN/memory.png"),
     ] = None,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,24 +12,24 @@ def evaluate_pictures(
     generated: Annotated[Path, typer.Argument(help="folder of PNG files with captions.jsonl, from generate --out-dir")],
     data: Annotated[Path, typer.Option(help='the data folder with real pictures, made by "m6 data build"')],
     source: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(help="a source of real pictures; can be repeated; default: all with pictures and captions"),
     ] = None,
     held_out_style: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="drawing style that the judge is not trained on: the last part of the ids, such as twemoji"),
     ] = None,
     judge: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="folder of the judge; an existing judge is used, a new one is saved there"),
     ] = None,
     judge_steps: Annotated[int, typer.Option(min=1, help="training steps of the judge, 32 pictures each")] = 1500,
     inception: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="weights of Inception-v3 in torch-fidelity's format: also FID and KID on its features"),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="Markdown report; the same name with .json gets the numbers; default GENERATED/report.md"),
     ] = None,
 ) -> None:

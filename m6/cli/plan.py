@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from m6.cli.options import ConfigFile, Overrides, ProfileFile
+
 if TYPE_CHECKING:
     from m6.planning.machine.cluster import Cluster
     from m6.planning.search.planner import Planner
@@ -29,15 +31,12 @@ class _PlanGroup(TyperGroup):
 
 app = typer.Typer(no_args_is_help=True, cls=_PlanGroup)
 
-ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON")]
 ClusterFile = Annotated[
     Path, typer.Option("--cluster", help="a cluster's JSON, or the name of one in configs/clusters")
 ]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON")]
 Forced = Annotated[
     list[str] | None, typer.Option("--force", help="NAME=VALUE that the layout must have, such as zero_stage=2")
 ]
-ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
 Stage = Annotated[
     Literal["pseudo", "real"], typer.Option(help="pseudo: the first stage of m6.pseudo_to_real, with shared weights")
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -19,12 +19,12 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="most requests in the queue; others get status 429")] = 64,
     deadline: Annotated[float, typer.Option(min=0.001, help="longest time of a request in seconds")] = 60.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest caption in tokens")] = 48,
-    threads: Annotated[Optional[int], typer.Option(min=1, help="CPU threads; default: PyTorch's choice")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: PyTorch's choice")] = None,
     guidance: Annotated[float, typer.Option(min=0.0, help="pictures: classifier-free guidance; 1: none")] = 3.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="pictures: 0 is deterministic")] = 1.0,
-    top_k: Annotated[Optional[int], typer.Option(min=1, help="draw from the k most likely codes")] = None,  # noqa: UP045
+    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
     top_p: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
 ) -> None:

@@ -1,0 +1,24 @@
+"""Arguments that several commands have, with one name and one explanation each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, for example configs/m6_smoke.json")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),
+]
+RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
+NewRunFolder = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
+]
+Restart = Annotated[
+    bool,
+    typer.Option("--restart", help="begin at step 0; the files of the old run are kept under another name"),
+]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
