@@ -65,8 +65,8 @@ def _check_module(name: str) -> None:
         getattr(importlib.import_module(package), type_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"torch_autocast.lower_precision_safe_modules: {name!r} cannot be imported ({error}); expected a class such as "
-            '"torch.nn.Linear"'
+            f"torch_autocast.lower_precision_safe_modules: {name!r} cannot be imported ({error}); expected a class "
+            'such as "torch.nn.Linear"'
         ) from None
 
 
