@@ -28,8 +28,8 @@ from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_r
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json
+from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
-from m6.runs.lock import FolderLock
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.training.tokenizers.sheet import draw_sheet
