@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from m6.checkpoints.loading import (
 from m6.config.run import load_config
 from m6.errors import UserError, nearest
 from m6.files import sync, write_json
+from m6.lock import new_folder
 from m6.model import M6Config, M6ForConditionalGeneration
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,26 +52,21 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
     config = load_config(run_dir / "config.json")
     reader = open_newest_checkpoint(run_dir)
     processor = run_processor(config, reader)
-    temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        model_config = copy.deepcopy(config.model)
-        model_config.architectures, model_config.dtype = [M6ForConditionalGeneration.__name__], dtype
-        _write_weights(temporary, reader, model_config, DTYPES[dtype], max_shard_bytes)
-        model_config.save_pretrained(temporary)
-        processor.save_pretrained(temporary)
-        if reader.state.get("image_tokenizer") is not None:
-            load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
-        mode = (temporary / "config.json").stat().st_mode
-        for file in (path for path in temporary.rglob("*") if path.is_file()):
-            file.chmod(mode)  # safetensors makes files that only their owner may read
-            sync(file)
-        os.replace(temporary, out)
-        sync(out.absolute().parent)
+        with new_folder(out.absolute()) as temporary:
+            model_config = copy.deepcopy(config.model)
+            model_config.architectures, model_config.dtype = [M6ForConditionalGeneration.__name__], dtype
+            _write_weights(temporary, reader, model_config, DTYPES[dtype], max_shard_bytes)
+            model_config.save_pretrained(temporary)
+            processor.save_pretrained(temporary)
+            if reader.state.get("image_tokenizer") is not None:
+                load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
+            mode = (temporary / "config.json").stat().st_mode
+            for file in (path for path in temporary.rglob("*") if path.is_file()):
+                file.chmod(mode)  # safetensors makes files that only their owner may read
+                sync(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_weights(

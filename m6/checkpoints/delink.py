@@ -17,9 +17,9 @@ from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.files import sync, write_text
+from m6.lock import FolderLock
 from m6.model.sharing import Sharing
 from m6.runs.directory import RunDirectory
-from m6.runs.lock import FolderLock
 from m6.runs.processes import Runtime, on_main_rank
 
 # Shards and pieces into which the weights and moments of one layer are divided. The shard that is collected, the copy

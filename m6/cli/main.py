@@ -92,11 +92,10 @@ def _train(
     answer_sigquit()
     from m6.config.checks import check_world_size
     from m6.config.run import load_config
-    from m6.model.patch_encoders import check_patch_encoder
     from m6.planning.prediction import check_memory
     from m6.runs.directory import RunDirectory
+    from m6.runs.machine import check_machine
     from m6.runs.processes import ranks_of_this_node, start, world_size_of_environment
-    from m6.runs.trackers import check_trackers
 
     # All checks come before anything is written.
     if init is None:
@@ -106,10 +105,8 @@ def _train(
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()))
     check_world_size(settings, world_size_of_environment())
-    settings.deepspeed.check_device()
+    check_machine(settings)
     check_memory(settings, world_size_of_environment(), ranks_of_this_node())
-    check_trackers(settings.m6.logging)
-    check_patch_encoder(settings.model.patch_encoder)
     from m6.planning.machine.profile import load_profile
 
     calibration = None if profile is None else load_profile(profile)

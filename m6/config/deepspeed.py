@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from m6.config.deepspeed_ignored import check_accepted, zero_stage
 from m6.errors import UserError, nearest
 from m6.validation import Section, describe, validate
 
+_LARGEST_SCALE_POWER = 62  # DeepSpeed holds the loss scale as an integer, PyTorch as one of 64 bits
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -81,66 +83,6 @@ class _Keys(Section):
 
 
 PASSED_ON = frozenset(_Keys.model_fields)
-
-_CPU_ADAM = "DeepSpeed accepts it only with its own CPU Adam"
-_OWN_CHECKPOINTS = "DeepSpeed's checkpoints are not used; use m6.checkpoint"
-_OWN_DATA = "the data pipeline is m6.data"
-_OWN_GRADIENTS = "gradients are normalised by the tokens of the global batch"
-_OWN_METRICS = "RUN/metrics.jsonl holds every metric"
-_UNSUPPORTED = "not supported by the M6 model"
-
-# Keys of DeepSpeed that would be ignored here or would contradict the section "m6", and what to use instead.
-REFUSED = {
-    "activation_checkpointing": "DeepSpeed does not apply it to the model; use m6.training.activation_checkpointing",
-    "amp": "use bf16, fp16 or torch_autocast",
-    "bf16.bf16_master_weights_and_grads": _CPU_ADAM,
-    "bf16.bf16_optimizer_states": _CPU_ADAM,
-    "bf16.check_grad_overflow": "a step with non-finite gradients is always skipped, see m6.training.max_skipped_steps",
-    "bf16.immediate_grad_update": "DeepSpeed ignores it at ZeRO stages 1 to 3",
-    "checkpoint": "use m6.checkpoint",
-    "csv_monitor": _OWN_METRICS,
-    "curriculum_learning": _OWN_DATA,
-    "data_efficiency": _OWN_DATA,
-    "data_types": "gradients have the precision of fp16 or bf16; another type would change DeepSpeed's optimizer",
-    "elasticity": "set train_batch_size; the accumulation adapts to the world size",
-    "expert_parallel": "use m6.training.ep_size",
-    "fp16.auto_cast": "the model casts its inputs itself",
-    "fp16.fp16_master_weights_and_grads": _CPU_ADAM,
-    "gradient_predivide_factor": _OWN_GRADIENTS,
-    "pipeline": _UNSUPPORTED,
-    "prescale_gradients": _OWN_GRADIENTS,
-    "scheduler": "use m6.schedule",
-    "tensor_parallel": _UNSUPPORTED,
-    "tensorboard": "use m6.logging.tensorboard",
-    "timers": _OWN_METRICS,
-    "use_data_before_expert_parallelism": "an expert-parallel group always consists of consecutive ranks",
-    "wandb": "use m6.logging.wandb",
-    "zero_allow_untested_optimizer": f"the supported optimizers are {' and '.join(OPTIMIZERS)}",
-    "zero_force_ds_cpu_optimizer": f"the supported optimizers are PyTorch's {' and '.join(OPTIMIZERS)}",
-    "zero_optimization.compute_grad_norm": "the norm is always computed, as a metric and to find non-finite gradients",
-    "zero_optimization.cpu_offload": "deprecated; use zero_optimization.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "deprecated; use zero_optimization.offload_param",
-    "zero_optimization.cpu_offload_use_pin_memory": "deprecated; use pin_memory in the offload sections",
-    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
-    "zero_optimization.legacy_stage1": "removed from DeepSpeed",
-    "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
-    "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _OWN_CHECKPOINTS,
-    "zero_optimization.zenflow": "our checkpoints cannot hold its state",
-}
-
-# Keys of zero_optimization that stages 0 to 2 ignore, in addition to those that begin with stage3_.
-STAGE_3_ONLY = {
-    "offload_param", "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear",
-    "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
-}  # fmt: skip
-# Keys of zero_optimization.offload_optimizer that stages 0 to 2 ignore.
-_STAGE_3_OFFLOAD = {
-    "ratio", "super_offload", "cpuadam_cores_perc", "nvme_path", "buffer_count", "pipeline_read", "pipeline_write",
-    "fast_init",
-}  # fmt: skip
 
 
 class DeepSpeedSettings(BaseModel):
@@ -238,7 +180,7 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         UserError: a key is unknown, wrong, missing, or would be silently ignored.
     """
     for key in keys:
-        _check_accepted(key)
+        check_accepted(key)
         if key not in PASSED_ON:  # DeepSpeed itself ignores unknown top-level keys
             raise UserError(f"{key}: unknown key{nearest(key, PASSED_ON | {'m6'})}")
     if "gradient_clipping" not in keys:
@@ -246,11 +188,12 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
             "gradient_clipping: missing; DeepSpeed's default of 1.0 would clip, so state the value (0: no clipping)"
         )
     settings = validate(_Keys, keys, "")
-    stage = _zero_stage(settings.zero_optimization)
+    stage = zero_stage(settings.zero_optimization)
     sections = _deepspeed_sections(keys)
     precision = _precision(sections, stage)
     optimizer_params = _optimizer_params(settings.optimizer, stage)
     _check_aio(settings, sections["zero_optimization"])
+    _check_values(settings, sections)
     return DeepSpeedSettings(
         train_batch_size=settings.train_batch_size,
         micro_batch_size=settings.train_micro_batch_size_per_gpu,
@@ -262,11 +205,6 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         optimizer_params=optimizer_params,
         keys=keys,
     )
-
-
-def _check_accepted(key: str) -> None:
-    if key in REFUSED:
-        raise UserError(f"{key}: not used here: {REFUSED[key]}")
 
 
 def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +224,7 @@ def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
     sections = {}
     for name, model in models.items():
         for key, value in keys.get(name, {}).items():
-            _check_accepted(f"{name}.{key}")
+            check_accepted(f"{name}.{key}")
             if value == "auto":  # for Hugging Face's Trainer, which fills in the value; DeepSpeed drops the key
                 raise UserError(f'{name}.{key}: "auto" would be ignored; write a value, or leave the key out')
         try:
@@ -308,30 +246,6 @@ def _precision(sections: dict[str, Any], stage: int) -> str:
     return enabled[0] if enabled else "fp32"
 
 
-def _zero_stage(section: dict[str, Any]) -> int:
-    """The ZeRO stage; UserError if the stage ignores a key of the section."""
-    stage = section.get("stage", 0)
-    # Not isinstance: a bool is an int, and ``true`` must not mean stage 1.
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
-        raise UserError(f"zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
-    for key in section:
-        if stage < 3 and (key in STAGE_3_ONLY or key.startswith("stage3_")):
-            raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage {stage}; it needs stage 3")
-        if stage == 0 and key != "stage" and key not in REFUSED:
-            raise UserError(f"zero_optimization.{key}: DeepSpeed ignores it at stage 0; it needs stage 1 or more")
-    offload = section.get("offload_optimizer")
-    if stage < 3 and isinstance(offload, dict):
-        for key in offload:
-            if key in _STAGE_3_OFFLOAD:
-                raise UserError(f"zero_optimization.offload_optimizer.{key}: needs stage 3, found {stage}")
-        if offload.get("device") == "nvme":
-            raise UserError(
-                f'zero_optimization.offload_optimizer.device: "nvme" is treated as "cpu" at stage {stage}; '
-                "it needs stage 3"
-            )
-    return stage
-
-
 def _optimizer_params(section: _Optimizer, stage: int) -> dict[str, Any]:
     if section.type not in OPTIMIZERS:
         raise UserError(f"optimizer.type: unknown optimizer {section.type!r}{nearest(section.type, OPTIMIZERS)}")
@@ -341,6 +255,19 @@ def _optimizer_params(section: _Optimizer, stage: int) -> dict[str, Any]:
             "has no rows and columns, so the second moment would not be factored"
         )
     return validate(_OPTIMIZER_PARAMS[section.type], section.params, "optimizer.params").model_dump()
+
+
+def _check_values(settings: _Keys, sections: dict[str, Any]) -> None:
+    """Raises UserError for values that DeepSpeed accepts here and fails on when it builds its engine."""
+    zero, power = sections["zero_optimization"], sections["fp16"].initial_scale_power
+    if zero.allgather_bucket_size % 2:
+        raise UserError(
+            f"zero_optimization.allgather_bucket_size: expected a multiple of 2, found {zero.allgather_bucket_size}"
+        )
+    if power > _LARGEST_SCALE_POWER:
+        raise UserError(f"fp16.initial_scale_power: expected at most {_LARGEST_SCALE_POWER}, found {power}")
+    if zero.zero_quantized_weights and settings.torch_autocast is not None and settings.torch_autocast.enabled:
+        raise UserError("zero_optimization.zero_quantized_weights cannot be combined with torch_autocast; use bf16")
 
 
 def _check_aio(settings: _Keys, zero: Any) -> None:

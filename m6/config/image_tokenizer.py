@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from m6.errors import UserError
 from m6.tokenizers.image.configuration import ImageTokenizerConfig
 from m6.validation import Section, read_document, validate
+
+# The smallest side of a picture from which the networks of the loss compute a feature.
+_SMALLEST_SIDES = {"perceptual": 16, "adversarial": 8}
 
 
 class PictureSettings(Section):
@@ -73,6 +76,15 @@ class ImageTokenizerTraining(Section):
     loss: LossSettings = LossSettings()
     optimizer: ImageTokenizerOptimizer
     report: ReportSettings = ReportSettings()
+
+    @model_validator(mode="after")
+    def _fits(self) -> ImageTokenizerTraining:
+        for name, side in _SMALLEST_SIDES.items():
+            if getattr(self.loss, name) and self.model.image_size < side:
+                raise UserError(
+                    f"loss.{name} needs a model.image_size of at least {side}, found {self.model.image_size}"
+                )
+        return self
 
 
 def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> ImageTokenizerTraining:

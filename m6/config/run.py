@@ -13,10 +13,18 @@ from typing import Any
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
-from m6.config.sections import M6Settings, PseudoToRealSettings
+from m6.config.sections import M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.validation import check_keys, read_document, validate
+
+# Keys of m6.pseudo_to_real that belong to one rule of the switch.
+_SWITCH_KEYS = {
+    "plateau_window_steps": "loss_plateau",
+    "plateau_improvement": "loss_plateau",
+    "correlation_threshold": "gradient_correlation",
+    "correlation_checks": "gradient_correlation",
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,14 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
             f"{model.max_position_embeddings}"
         )
-    schedule, total = settings.schedule, settings.training.total_steps
+    _check_schedule(settings.schedule, settings.training.total_steps)
+    if settings.pseudo_to_real is not None:
+        _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
+    _check_pictures(settings)
+    return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+
+
+def _check_schedule(schedule: ScheduleSettings, total: int) -> None:
     if schedule.warmup_steps + (schedule.decay_steps or 0) > total:
         raise UserError(
             f"m6.schedule: warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps or 0} "
@@ -100,10 +115,12 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         raise UserError(
             f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
         )
-    if settings.pseudo_to_real is not None:
-        _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
-    _check_pictures(settings)
-    return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+    for key, has_effect in (
+        ("power", schedule.decay == "polynomial"),
+        ("final_lr_ratio", schedule.decay != "constant"),
+    ):
+        if key in schedule.model_fields_set and not has_effect:
+            raise UserError(f'm6.schedule.{key}: "decay": "{schedule.decay}" ignores it; leave it out')
 
 
 def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: M6Settings) -> None:
@@ -120,6 +137,11 @@ def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: 
             'm6.pseudo_to_real.rewarm_steps belongs to "learning_rate": "rewarm" and is required there; '
             f'learning_rate is "{settings.learning_rate}"'
         )
+    for key, switch in _SWITCH_KEYS.items():
+        if key in settings.model_fields_set and settings.switch != switch:
+            raise UserError(
+                f'm6.pseudo_to_real.{key}: "switch": "{settings.switch}" ignores it; it belongs to "{switch}"'
+            )
     try:
         settings.sharing(model.num_layers).check(model)
     except UserError as error:
@@ -130,6 +152,11 @@ def _check_pictures(settings: M6Settings) -> None:
     generates_pictures = settings.objectives.text_to_image.weight > 0
     if generates_pictures and settings.data.image_tokenizer is None:
         raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to generate")
+    if settings.data.image_tokenizer is not None and not generates_pictures:
+        raise UserError(
+            "m6.data.image_tokenizer: only m6.objectives.text_to_image reads image codes, and its weight is 0; give it "
+            "a weight, or leave the image tokenizer out"
+        )
     if settings.samples is not None and not generates_pictures:
         raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
 

@@ -147,7 +147,9 @@ class LoggingSettings(Section):
 
     interval_steps: PositiveInt = Field(10, description="steps between lines of RUN/metrics.jsonl")
     wandb: Literal["off", "offline", "online"] = Field(
-        "off", description="Weights & Biases; offline writes to RUN/wandb for a later sync"
+        "off",
+        description="Weights & Biases; offline writes to RUN/wandb for a later sync; unless this is off, the variable "
+        "WANDB_MODE takes precedence",
     )
     wandb_project: str = Field("m6-recipes", description="project name in Weights & Biases")
     tensorboard: bool = Field(False, description="event files in RUN/tensorboard")

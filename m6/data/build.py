@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -34,6 +32,7 @@ from m6.data.sources.base import Row, Source
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
 from m6.errors import UserError, nearest
+from m6.lock import new_folder
 
 LISTED_SKIPS = 100  # skipped rows per source that skipped.jsonl lists; the manifest counts all of them
 CHUNK_ROWS = 32  # rows sent to a worker process at once, which amortises the cost of pickling
@@ -107,15 +106,9 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
     origins = {source.name: source.origin() for source in sources}
     # max_bad_share decides only whether the build fails, so it is no part of the data set's identity.
     recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share" and value != {}}
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
-        if existing is not None and _is_same_data(existing, recipe, origins):
-            return existing, False
-        raise UserError(f"{out} is not empty and is not this data set; choose another folder or remove it")
-
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    if (existing := _existing(out, recipe, origins)) is not None:
+        return existing, False
+    with new_folder(out) as partial:
         entries: dict[str, SourceEntry] = {}
         with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skipped:
             for source in sources:
@@ -124,12 +117,18 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
                 entries[source.name] = SourceEntry(
                     kind=source.kind, licence=licence, origin=origins[source.name], splits=splits, skipped=counts
                 )
-        manifest = Manifest(recipe=recipe, sources=entries)
-        manifest.save(partial)
-        os.replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        Manifest(recipe=recipe, sources=entries).save(partial)
     return Manifest.load(out), True
+
+
+def _existing(out: Path, recipe: dict[str, Any], origins: dict[str, list[Origin]]) -> Manifest | None:
+    """The manifest of ``out`` if it is this data set, None if there is nothing; UserError if it is something else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
+    if existing is not None and _is_same_data(existing, recipe, origins):
+        return existing
+    raise UserError(f"{out} is not empty and is not this data set; choose another folder or remove it")
 
 
 def assign_split(group: str, validation_share: float, test_share: float) -> Split:

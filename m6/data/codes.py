@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from tqdm import tqdm
 from m6 import files
 from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, SPLITS, Manifest, Shard, SplitEntry
 from m6.errors import UserError, nearest
+from m6.lock import new_folder
 
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
@@ -96,9 +96,7 @@ def write_codes(
     # The checksums of the data shards tell whether the pictures are still those that were encoded.
     if existing is not None and existing.data.items() >= shards.items():
         return folder, existing
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(folder) as partial:
         entries, skipped = {}, {}
         with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skip_list:
             for name in names:
@@ -125,9 +123,6 @@ def write_codes(
         )
         files.write_json(partial / MANIFEST_NAME, written.model_dump())
         shutil.rmtree(folder, ignore_errors=True)  # old codes, of fewer sources or of pictures that have changed
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder, written
 
 

@@ -27,6 +27,7 @@ _SIZES = {
     "patch_size": 2**14,
     "moe_layer_frequency": 10_000,
 }
+_EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one is gone before the last layer
 _SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
 # Keys that transformers adds when it loads a configuration.
 _TRANSFORMERS_KEYS = {
@@ -138,6 +139,11 @@ class M6Config(PreTrainedConfig):
             )
         if self.image_size % self.patch_size:
             raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
+        if self.patch_encoder == "efficientnet_lite0" and self.patch_size < _EFFICIENTNET_SMALLEST_SIDE:
+            raise UserError(
+                f'patch_encoder "efficientnet_lite0" needs a patch_size of at least {_EFFICIENTNET_SMALLEST_SIDE}, '
+                f"found {self.patch_size}"
+            )
         if self.moe is not None:
             if self.moe_layer_frequency > self.num_layers:
                 raise UserError(

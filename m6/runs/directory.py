@@ -32,7 +32,7 @@ from typing import Any
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
-from m6.runs.lock import FolderLock
+from m6.lock import FolderLock
 from m6.runs.snapshot import SNAPSHOT, git
 
 # Of the environment only these are recorded: a list of what is secret would never be complete.

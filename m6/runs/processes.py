@@ -138,6 +138,12 @@ def world_size_of_environment() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def is_main_of_environment() -> bool:
+    """Whether the launcher made this process rank 0; needs no process group."""
+    _complete_environment()
+    return int(os.environ["RANK"]) == 0
+
+
 def default_device() -> torch.device:
     """The current GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from m6.config.sections import LoggingSettings
-from m6.errors import UserError
+from m6.errors import StorageError, UserError, nearest
 from m6.runs.directory import RunDirectory
 
+_ONLINE, _OFFLINE = ("online", "run", "shared"), ("offline", "dryrun", "disabled")  # values of WANDB_MODE
 
-def check_trackers(settings: LoggingSettings) -> None:
-    """Raises UserError if the package of a configured tracker is not installed; imports nothing."""
+
+def check_trackers(settings: LoggingSettings, with_credentials: bool) -> None:
+    """Checks that the configured trackers can start.
+
+    Args:
+        with_credentials: whether to look for an API key too, which only the process that writes metrics needs.
+
+    Raises:
+        UserError: a package or an API key is missing, or WANDB_MODE is no mode.
+    """
     for package, enabled in (("wandb", settings.wandb != "off"), ("tensorboard", settings.tensorboard)):
         if enabled and importlib.util.find_spec(package) is None:
             raise UserError(f'm6.logging.{package} needs the package {package}: pip install "m6-recipes[tracking]"')
+    mode = _wandb_mode(settings)
+    if mode not in ("off", *_ONLINE, *_OFFLINE):
+        raise UserError(f"WANDB_MODE is {mode!r}{nearest(mode, (*_ONLINE, *_OFFLINE))}")
+    if with_credentials and mode in _ONLINE:
+        _check_wandb_key()
+
+
+def _wandb_mode(settings: LoggingSettings) -> str:
+    """The mode of Weights & Biases: a machine without a network may set WANDB_MODE, and wandb.init would ignore it."""
+    return settings.wandb if settings.wandb == "off" else os.environ.get("WANDB_MODE") or settings.wandb
+
+
+def _check_wandb_key() -> None:
+    import wandb
+
+    # wandb 0.31.0 keeps these for itself; its public login() also asks the server, and waits for one that is away.
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib.wbauth import authenticate_session
+
+    remedy = 'run "wandb login", set WANDB_API_KEY, or use "offline"'
+    try:
+        host = wandb_setup.singleton().settings.base_url
+        found = authenticate_session(host=host, source="m6", prompt=False, update_session=False)
+    except wandb.errors.Error as error:
+        raise UserError(f'm6.logging.wandb "online": {error}; {remedy}') from None
+    if found is None:
+        raise UserError(f'm6.logging.wandb "online": there is no API key; {remedy}')
 
 
 class Trackers:
@@ -26,6 +63,9 @@ class Trackers:
     Args:
         run: the folder of metrics.jsonl and of the trackers' files.
         document: the run's JSON, which Weights & Biases shows.
+
+    Raises:
+        StorageError: Weights & Biases cannot be reached.
     """
 
     def __init__(self, run: RunDirectory, settings: LoggingSettings, document: dict[str, Any]) -> None:
@@ -36,15 +76,18 @@ class Trackers:
         if settings.wandb != "off":
             import wandb
 
-            self._wandb = wandb.init(
-                project=settings.wandb_project,
-                name=run.root.name,
-                id=run.root.name,
-                resume="allow",  # the next attempt at the run continues the same curves
-                mode=settings.wandb,
-                dir=str(run.root),
-                config=document,
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=settings.wandb_project,
+                    name=run.root.name,
+                    id=run.root.name,
+                    resume="allow",  # the next attempt at the run continues the same curves
+                    mode=_wandb_mode(settings),  # type: ignore[arg-type]  # check_trackers refused other values
+                    dir=str(run.root),
+                    config=document,
+                )
+            except wandb.errors.Error as error:  # no network, or a key that the server does not know
+                raise StorageError(f"m6.logging.wandb: {error}") from None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -94,7 +94,7 @@ def plan_submission(
         f"--job-name=m6_{run.name}",
         f"--comment={run}",
         *job.options(),
-        f"--output={run}/slurm/%x_{'%A_%a' if array else '%j'}.log",
+        f"--output={str(run).replace('%', '%%')}/slurm/%x_{'%A_%a' if array else '%j'}.log",
         "--open-mode=append",
         "--no-requeue" if is_consecutive else "--requeue",
         f"--export=ALL,M6_ROOT={snapshot},RUN_DIR={run}",
@@ -136,8 +136,11 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription) -> None:
     from m6.checkpoints.initial import check_initial_weights
     from m6.runs.data import open_data
 
-    if any(character in str(run) for character in ",\n"):
-        raise UserError(f"{run}: a folder with a comma or line break in its name cannot be passed to Slurm's --export")
+    if any(character in str(run) for character in ",\n\\"):
+        raise UserError(
+            f"{run}: Slurm's --export takes no folder with a comma or a line break in its name, and its --output none "
+            "with a backslash"
+        )
     RunDirectory(run).check(config)
     for name, meaning in (("DONE", "the run is finished"), ("STOP", "a user stopped the run; remove the file")):
         if (run / name).exists():

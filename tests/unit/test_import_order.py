@@ -13,6 +13,7 @@ LEVELS = {
     "m6": (
         {"errors"},
         {"files", "formatting", "validation"},
+        {"lock"},
         {"tokenizers"},
         {"model"},
         {"data"},

@@ -1,7 +1,12 @@
 """Converts picture files to small square ones that are safe to decode."""
 
 import io
+import re
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -10,6 +15,10 @@ from m6.errors import UserError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 50_000_000  # 200 MB when decoded; a larger picture is taken for a decompression bomb
 MAX_SIDE = 65_535  # JPEG's limit. Decoders take memory and time for each row, so a picture of 1 x 50,000,000 costs 1 GB
+# An element that others refer to is drawn again for each of them, and references may nest. In a drawing without
+# references cairosvg makes about 300 calls for an element, and 3 for a byte of the file.
+_CALLS, _CALLS_PER_BYTE = 1_000_000, 10
+_REFERENCES = re.compile(rb"href|url|&|\\|@import")  # also as they may be written with entities and escapes
 
 
 class BadPicture(Exception):
@@ -78,9 +87,39 @@ def _render(svg: bytes, size: int) -> bytes:
     except OSError:
         raise UserError("cairosvg needs the cairo library: apt-get install libcairo2") from None
 
+    options = {"output_width": size, "output_height": size, "background_color": "white"}
     try:  # without unsafe=True, cairosvg opens no other files or URLs and expands no XML entities
-        png: bytes = cairosvg.svg2png(bytestring=svg, output_width=size, output_height=size, background_color="white")
+        if not _REFERENCES.search(svg):
+            png: bytes = cairosvg.svg2png(bytestring=svg, **options)
+            return png
+        with _limited_calls(_CALLS + _CALLS_PER_BYTE * len(svg)):
+            png = cairosvg.svg2png(bytestring=svg, **options)
+    except _TooManyCalls:
+        raise BadPicture("drawing too complex") from None
     except Exception:
         # cairosvg has no exception type of its own: bad XML, numbers and sizes raise different types.
         raise BadPicture("corrupt image") from None
     return png
+
+
+class _TooManyCalls(BaseException):
+    """Not an Exception, which cairosvg may catch."""
+
+
+@contextmanager
+def _limited_calls(limit: int) -> Iterator[None]:
+    """A context in which this thread may make so many calls: unlike seconds, they are equal on all machines."""
+    number = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal number
+        number += event == "call"
+        if number > limit:
+            raise _TooManyCalls
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)

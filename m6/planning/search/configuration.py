@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from m6.config.checks import check_world_size
+from m6.config.deepspeed_ignored import without_ignored
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
@@ -95,11 +96,7 @@ def _offloads(section: dict[str, Any] | None) -> bool:
 def _zero_section(given: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
     """``given`` for the layout's ZeRO stage, without the keys that this stage ignores (the validation refuses them)."""
     dropped = {"stage", "offload_optimizer", "offload_param"}
-    section = {key: value for key, value in given.items() if key not in dropped and layout.zero_stage > 0}
-    if layout.zero_stage < 3:
-        from m6.config.deepspeed import STAGE_3_ONLY
-
-        section = {k: v for k, v in section.items() if not k.startswith("stage3_") and k not in STAGE_3_ONLY}
+    section = without_ignored({key: value for key, value in given.items() if key not in dropped}, layout.zero_stage)
     section["stage"] = layout.zero_stage
     if layout.offload_optimizer:
         section["offload_optimizer"] = dict(given.get("offload_optimizer") or _OFFLOAD)

@@ -28,7 +28,8 @@ from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_r
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json
-from m6.runs.lock import FolderLock
+from m6.lock import FolderLock
+from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.training.tokenizers.sheet import draw_sheet
@@ -130,10 +131,12 @@ def train_image_tokenizer(
         the measures on held-out pictures; None if the training was stopped.
 
     Raises:
-        UserError: ``out`` holds a run with other settings or other files, another process trains there, or the pictures
-            cannot be used.
+        UserError: ``out`` holds a run with other settings or other files, another process trains there, a package is
+            missing, or the pictures cannot be used.
     """
     _check_out(settings, out)
+    if settings.loss.perceptual:
+        check_patch_encoder("efficientnet_lite0")
     manifest = Manifest.load(settings.data.path)
     pictures, held_out = (
         PictureSet(manifest, settings.data.sources, split, settings.model.image_size)

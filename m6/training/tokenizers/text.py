@@ -15,7 +15,7 @@ import sentencepiece
 
 from m6.errors import UserError
 from m6.files import atomic_path, write_json
-from m6.runs.lock import FolderLock
+from m6.lock import FolderLock
 
 if TYPE_CHECKING:
     from m6.data.manifest import Manifest

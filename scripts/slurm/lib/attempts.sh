@@ -45,7 +45,7 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     M6_ATTEMPT_DIR=$RUN_DIR/slurm/attempts/$ATTEMPT
     # Neither jobs that share a node nor an attempt and what is left of the one before it share a port.
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + 10#$ATTEMPT) % 10000))
-    export M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=$M6_ATTEMPT_DIR/nccl.%h.%p.log
+    export M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=${M6_ATTEMPT_DIR//%/%%}/nccl.%h.%p.log
     mkdir "$M6_ATTEMPT_DIR"
     log "attempt $ATTEMPT on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks, from step $(newest_checkpoint), config $CONFIG"
     scontrol show job "$SLURM_JOB_ID" >"$M6_ATTEMPT_DIR/job.txt" || true

@@ -6,8 +6,8 @@ run_step() { # run_step COMMAND...
     REPEATER=
     STEP_STARTED=$(date +%s)
     [[ -z $STOP_ASKED ]] || return 0
-    # In the background, for a trap would not run while srun is in the foreground.
-    srun --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 --wait=60 --output="$M6_ATTEMPT_DIR/rank_%5t.log" \
+    # In the background, for a trap would not run while srun is in the foreground. In --output, %% stands for a percent sign.
+    srun --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 --wait=60 --output="${M6_ATTEMPT_DIR//%/%%}/rank_%5t.log" \
         "${SRUN_OPTIONS[@]}" bash "$M6_ROOT/scripts/slurm/lib/rank.sh" "$@" &
     STEP_PID=$!
     pass_on_stop # one that came before the line above

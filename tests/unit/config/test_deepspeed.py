@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from m6.config.deepspeed import REFUSED, split_deepspeed
+from m6.config.deepspeed import split_deepspeed
+from m6.config.deepspeed_ignored import REFUSED
 from m6.errors import UserError
 
 BASE: dict[str, Any] = {
@@ -16,6 +17,7 @@ BASE: dict[str, Any] = {
 }
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
 BF16 = {"enabled": True}
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 
 
 def keys(**changes: Any) -> dict[str, Any]:
@@ -28,11 +30,11 @@ def zero(stage: int, **section: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
 def test_a_key_that_would_be_ignored_says_what_to_use(key: str):
-    section, _, inner = key.rpartition(".")
-    # Stage 3, where no key of zero_optimization is refused for its stage.
-    changes = (
-        {section: {inner: True, **({"stage": 3} if section == "zero_optimization" else {})}} if section else {key: {}}
-    )
+    *sections, inner = key.split(".")
+    changes: dict[str, Any] = {inner: True if sections else {}}
+    for section in reversed(sections):
+        # Stage 3, where no key of zero_optimization is refused for its stage.
+        changes = {section: {**changes, **({"stage": 3} if section == "zero_optimization" else {})}}
     with pytest.raises(UserError) as caught:
         split_deepspeed(keys(**changes))
     assert str(caught.value) == f"{key}: not used here: {REFUSED[key]}"
@@ -46,11 +48,13 @@ IGNORED = [
     (zero(2, zero_quantized_gradients=True), "zero_quantized_gradients: DeepSpeed ignores it at stage 2"),
     (zero(0, overlap_comm=True), "overlap_comm: DeepSpeed ignores it at stage 0"),
     (zero(0, offload_optimizer={"device": "cpu"}), "offload_optimizer: DeepSpeed ignores it at stage 0"),
-    (zero(2, offload_optimizer={"super_offload": True}), "offload_optimizer.super_offload: needs stage 3, found 2"),
     (zero(1, offload_optimizer={"device": "nvme"}), 'offload_optimizer.device: "nvme" is treated as "cpu" at stage 1'),
-    (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: needs stage 3, found 2"),
-    (zero(2, offload_optimizer={"nvme_path": "/tmp"}), "offload_optimizer.nvme_path: needs stage 3, found 2"),
+    (zero(2, offload_optimizer={"nvme_path": "/tmp"}), 'nvme_path: DeepSpeed ignores it with "device": "none"'),
     (keys(aio={"block_size": 1}), "aio: DeepSpeed ignores it"),
+    (zero(3, round_robin_gradients=True), "round_robin_gradients: DeepSpeed ignores it at stage 3; it needs stage 1"),
+    (zero(3, offload_param={"device": "cpu", "max_in_cpu": 1}), 'offload_param.max_in_cpu: DeepSpeed ignores it with'),
+    (zero(3, offload_optimizer={"device": "cpu", "fast_init": True}), 'fast_init: DeepSpeed ignores it with'),
+    (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param.nvme_path: missing"),
     (zero(2, reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: "auto" would be ignored'),
     (keys(bf16=BF16), "bf16.enabled needs zero_optimization.stage 1 or more"),
     (keys(fp16=BF16), "fp16.enabled needs zero_optimization.stage 1 or more"),
@@ -72,6 +76,9 @@ DEEP = [
     (zero(3, stage3_prefetch_bucketsize=1), 'did you mean "stage3_prefetch_bucket_size"?'),
     (zero(2, reduce_bucket_size="large"), "zero_optimization.reduce_bucket_size: input should be a valid integer"),
     (zero(2, reduce_bucket_size=0), "zero_optimization.reduce_bucket_size: input should be greater than 0, found 0"),
+    ({**zero(3, zero_quantized_weights=True), "torch_autocast": AUTOCAST}, "cannot be combined with torch_autocast"),
+    (keys(fp16={"initial_scale_power": 63}), "fp16.initial_scale_power: expected at most 62, found 63"),
+    (zero(2, allgather_bucket_size=1), "allgather_bucket_size: expected a multiple of 2, found 1"),
     (zero(2, offload_optimizer={"devise": "cpu"}), 'offload_optimizer.devise: unknown key; did you mean "device"?'),
     (zero(2, offload_optimizer={"device": "gpu"}), "offload_optimizer.device: input should be 'none', 'cpu' or 'nvme'"),
     (zero(2, offload_optimizer="cpu"), "zero_optimization.offload_optimizer: input should be"),
@@ -107,7 +114,7 @@ ACCEPTED = [
     ({**zero(2, contiguous_gradients=True, reduce_scatter=True, overlap_comm=False), "bf16": BF16}, 2, "bf16"),
     ({**zero(2, offload_optimizer={"device": "cpu", "pin_memory": False}), "fp16": BF16}, 2, "fp16"),
     (zero(3, offload_param={"device": "nvme", "nvme_path": "/scratch"}, sub_group_size=1e8), 3, "fp32"),
-    ({**zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), "bf16": {"enabled": False}}, 3, "fp32"),
+    ({**zero(3, offload_optimizer={"device": "cpu", "pin_memory": False}), "bf16": {"enabled": False}}, 3, "fp32"),
     (keys(optimizer=ADAFACTOR, torch_autocast={"enabled": True, "dtype": "bfloat16"}), 0, "fp32"),
     ({**zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "aio": {"queue_depth": 8}}, 3, "fp32"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from m6.config.deepspeed import REFUSED
+from m6.config.deepspeed_ignored import REFUSED
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout

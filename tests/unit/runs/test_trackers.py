@@ -6,8 +6,9 @@ import pytest
 from PIL import Image
 
 from m6.config.sections import LoggingSettings
+from m6.errors import StorageError, UserError
 from m6.runs.directory import RunDirectory
-from m6.runs.trackers import Trackers
+from m6.runs.trackers import Trackers, check_trackers
 
 
 @pytest.fixture
@@ -40,3 +41,57 @@ def test_pictures_reach_wandb(tmp_path: Path, picture: Path):
     trackers.close()
     [kept] = (run.root / "wandb").rglob("media/images/*.png")
     assert Image.open(kept).size == (6, 4)
+
+
+ONLINE = LoggingSettings(wandb="online")
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A user who never logged in to Weights & Biases."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return monkeypatch
+
+
+def test_wandb_online_needs_a_key(nobody: pytest.MonkeyPatch, tmp_path: Path):
+    with pytest.raises(UserError, match=r'm6\.logging\.wandb "online": there is no API key; run "wandb login"'):
+        check_trackers(ONLINE, with_credentials=True)
+    check_trackers(ONLINE, with_credentials=False)
+    nobody.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(UserError, match="WANDB_API_KEY invalid: API key must have 40"):
+        check_trackers(ONLINE, with_credentials=True)
+    nobody.delenv("WANDB_API_KEY")
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+    check_trackers(ONLINE, with_credentials=True)
+
+
+def test_the_mode_of_the_environment_wins(nobody: pytest.MonkeyPatch, tmp_path: Path):
+    nobody.setenv("WANDB_MODE", "online")
+    check_trackers(LoggingSettings(), with_credentials=True)
+    with pytest.raises(UserError, match="there is no API key"):
+        check_trackers(LoggingSettings(wandb="offline"), with_credentials=True)
+    nobody.setenv("WANDB_MODE", "offlin")
+    with pytest.raises(UserError, match="WANDB_MODE is 'offlin'; did you mean \"offline\""):
+        check_trackers(ONLINE, with_credentials=True)
+    nobody.setenv("WANDB_MODE", "disabled")
+    check_trackers(ONLINE, with_credentials=True)
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    trackers = Trackers(run, ONLINE, {})
+    trackers.write({"step": 7, "loss": 1.0})
+    trackers.close()
+    assert [path.name for path in run.root.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_service_that_cannot_be_reached_is_no_defect(nobody: pytest.MonkeyPatch, tmp_path: Path):
+    import wandb
+
+    def fail(**settings: object) -> None:
+        raise wandb.errors.CommError("no route")
+
+    nobody.setattr(wandb, "init", fail)
+    with pytest.raises(StorageError, match=r"m6\.logging\.wandb: no route"):
+        Trackers(RunDirectory(tmp_path), ONLINE, {})

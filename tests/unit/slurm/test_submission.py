@@ -87,6 +87,19 @@ def test_the_run_is_called_as_its_jobs_call_it(config: Path, cluster: Path, tmp_
     assert f"--comment={tmp_path / 'run'}" in shlex.split(outcome.stdout)
 
 
+def test_a_percent_sign_in_the_name_is_not_a_pattern_of_slurm(config: Path, cluster: Path, tmp_path: Path):
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / "50%j", "--dry-run")
+    command = shlex.split(outcome.stdout)
+    assert {f"--output={tmp_path}/50%%j/slurm/%x_%j.log", f"--comment={tmp_path}/50%j"} <= set(command)
+
+
+@pytest.mark.parametrize("name", ["a,b", "a\nb", "a\\b"])
+def test_names_that_slurm_cannot_take(config: Path, cluster: Path, tmp_path: Path, name: str):
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / name, "--dry-run")
+    assert outcome.code == 2
+    assert "takes no folder with a comma or a line break in its name" in outcome.stderr
+
+
 def test_what_is_submitted_is_recorded(config: Path, cluster: Path, tmp_path: Path, slurm: dict[str, str]):
     run = tmp_path / "run"
     arguments = ("submit", config, "--job", cluster, "--run-dir", run, "--set", "m6.training.total_steps=7")

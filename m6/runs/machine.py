@@ -1,0 +1,77 @@
+"""Checks that this machine has what a run's JSON asks for, before anything is written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+from m6.config.deepspeed import DeepSpeedSettings, prepare_deepspeed
+from m6.config.run import RunConfig
+from m6.errors import UserError
+from m6.model.patch_encoders import check_patch_encoder
+from m6.runs.processes import is_main_of_environment
+from m6.runs.trackers import check_trackers
+
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_NOT_IMPLEMENTED = "deepspeed_not_implemented"  # the operator that DeepSpeed 0.19.8 has in place of a missing one
+
+
+def check_machine(config: RunConfig) -> None:
+    """Checks the precision, the operators of DeepSpeed, folders, packages and credentials that a run needs.
+
+    Raises:
+        UserError: one of them is missing here; the message names the key that needs it.
+    """
+    config.deepspeed.check_device()
+    _check_operators(config.deepspeed)
+    for name in config.deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules", []):
+        _check_module(name)
+    check_trackers(config.m6.logging, with_credentials=is_main_of_environment())
+    check_patch_encoder(config.model.patch_encoder)
+
+
+def _check_operators(settings: DeepSpeedSettings) -> None:
+    zero = settings.keys.get("zero_optimization", {})
+    for key in _QUANTIZED:
+        if zero.get(key):
+            _check_operator(f"zero_optimization.{key}", "QuantizerBuilder")
+    uses_gds = settings.keys.get("aio", {}).get("use_gds", False)
+    for name in ("offload_param", "offload_optimizer"):
+        section = zero.get(name) or {}
+        if section.get("device") == "nvme":
+            _check_folder(f"zero_optimization.{name}.nvme_path", Path(section["nvme_path"]))
+            _check_operator(f'zero_optimization.{name}.device "nvme"', "AsyncIOBuilder", "; install libaio-dev")
+            if uses_gds:
+                _check_operator("aio.use_gds", "GDSBuilder")
+
+
+def _check_operator(key: str, name: str, remedy: str = "") -> None:
+    """Raises UserError if DeepSpeed has no operator of this name for the device, or cannot compile it here."""
+    prepare_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    builder = device.create_op_builder(name)
+    if builder is None or builder.NAME == _NOT_IMPLEMENTED:
+        raise UserError(f"{key}: DeepSpeed has no operator for it on the {device.device_name()} of this machine")
+    if not builder.is_compatible(verbose=False):
+        raise UserError(f"{key}: DeepSpeed cannot compile its operator {builder.NAME} on this machine{remedy}")
+
+
+def _check_module(name: str) -> None:
+    package, _, type_name = name.rpartition(".")
+    try:
+        getattr(importlib.import_module(package), type_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"torch_autocast.lower_precision_safe_modules: {name!r} cannot be imported ({error}); expected a class "
+            'such as "torch.nn.Linear"'
+        ) from None
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{key}: {folder} is {'a file' if folder.exists() else 'missing'}; expected a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{key}: {folder} cannot be written")
