@@ -41,9 +41,7 @@ PACKAGES = ("moe", "offload")
 # Files without tests of their own name; the tests that are about them.
 OTHER_TESTS = {
     "moe/activations.py": ("tests/unit/moe/kernels/test_experts_op.py", "tests/unit/moe/test_layer.py"),
-    "moe/collectives.py": ("tests/distributed/test_exchange.py",),
     "moe/dispatch.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/kernels/test_experts_op.py"),
-    "moe/exchange.py": ("tests/distributed/test_exchange.py",),
     "moe/experts.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/kernels/test_experts_op.py"),
     "moe/kernels/compiled.py": ("tests/unit/moe/kernels/test_products.py",),
     "moe/kernels/experts_op.py": ("tests/unit/moe/test_layer.py",),
@@ -185,10 +183,7 @@ def run_tests(tree: Path, tests: list[str]) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     pytest = importlib.import_module("pytest")
-    options = ["-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    # Some exchanges exist only on four ranks, whose tests are marked slow.
-    options += [] if "tests/distributed/test_exchange.py" in tests else ["-m", "not slow"]
-    os._exit(int(pytest.main([*options, *tests])))
+    os._exit(int(pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", *tests])))
 
 
 def outcome(tree: Path, tests: list[str], timeout_s: float) -> tuple[str, float]:

@@ -270,7 +270,9 @@ def test_experts_start_independent() -> None:
 def test_attributes_of_parameters_survive_moves_copies_and_loading() -> None:
     with torch.device("meta"):
         layer = MoELayer(8, 12, MoEConfig(num_experts=4))
+    layer.experts.w_out.requires_grad_(False)
     layer.experts.keep_local(2, 2, "ep_size_2")
+    assert [parameter.requires_grad for parameter in layer.experts.parameters()] == [True, False]
     layer.to_empty(device="cpu")
     copied = copy.deepcopy(layer)
     copied_again = copy.deepcopy(layer)

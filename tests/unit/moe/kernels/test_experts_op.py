@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe import MoEConfig, MoELayer
 from moe.kernels import experts_op as experts_op_module
 from moe.kernels import products
-from moe.kernels.experts_op import ExpertsFunction, experts_backward_op, experts_op
+from moe.kernels.experts_op import ExpertsFunction, Pairs, experts_backward_op, experts_op
 from moe.kernels.products import choose_products
 from moe.routing import Router, route
 
@@ -76,6 +76,63 @@ def test_dropout_of_hidden_units(activation: str, recompute: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weigh", [False, True])
+def test_the_error_of_a_sum_by_token_does_not_grow(dtype: torch.dtype, weigh: bool) -> None:
+    """Half a spacing of the type: 512 numbers near 1 are added in float32, and the sum is rounded."""
+    torch.manual_seed(0)
+    rows, gates = torch.rand(1024, 8).add(0.5).to(dtype), torch.rand(1024).add(0.5)
+    pairs = Pairs(
+        torch.arange(2).repeat(512), gates, torch.arange(1024).view(512, 2).T.reshape(-1), torch.arange(2) * 512
+    )
+    expected = (rows.double() * (gates.double()[:, None] if weigh else 1)).view(512, 2, 8).sum(0)
+    output = experts_op_module.sum_by_token(rows, pairs, weigh)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gates_of_16_bit_layers_have_float32_gradients(recompute: bool) -> None:
+    """<g, y> of 2,048 products of bfloat16 numbers: half a spacing of bfloat16 for y, and no more for the sum.
+
+    The numbers are powers of two or sums of few, so that y is exact and the tolerance is that of a sum in float32.
+    """
+    config = MoEConfig(num_experts=1, activation="relu", bias=True, recompute_activation=recompute)
+    layer = MoELayer(2048, 1, config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.experts.w_in.zero_().view(-1)[0] = 1.0
+        layer.experts.w_out.fill_(1.0)
+        layer.experts.b_in.zero_()
+        layer.experts.b_out.fill_(0.25)
+    x = torch.ones(2, 2048, dtype=torch.bfloat16)
+    gates = torch.ones(2, requires_grad=True)
+    pairs = Pairs(torch.arange(2), gates, torch.arange(2), torch.arange(2))
+    output = layer.experts(x, torch.tensor([2]), pairs)
+    (grad,) = torch.autograd.grad(output, gates, torch.full_like(x, 1.25))
+    assert grad.dtype == torch.float32
+    assert grad.tolist() == [2048 * 1.25 * 1.25] * 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rate", [0.2, 0.75])
+def test_the_rate_of_dropout(rate: float, shared: bool) -> None:
+    """Of 128,000 hidden units of value 1: their share is within 6 standard deviations, and their mean stays 1."""
+    config = MoEConfig(num_experts=2, num_shared_experts=1, activation="relu", expert_dropout=rate)
+    layer = MoELayer(64, 64, config)
+    with torch.no_grad():
+        for weight in (layer.experts.w_in, layer.experts.w_out, layer.shared.w_in, layer.shared.w_out):
+            weight.copy_(torch.eye(64))
+    torch.manual_seed(0)
+    compute = layer.shared if shared else lambda x: layer.experts(x, torch.tensor([1500, 500]))
+    x = torch.ones(2000, 64)
+    units = compute(x)
+    zero = (units == 0).float().mean().item()
+    assert zero == pytest.approx(rate, abs=6 * (rate * (1 - rate) / 128_000) ** 0.5)
+    torch.testing.assert_close(units[units != 0], torch.full_like(units[units != 0], 1 / (1 - rate)))
+    layer.eval()
+    assert torch.equal(compute(x), x)
 
 
 class Seen(TorchDispatchMode):
