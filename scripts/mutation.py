@@ -41,7 +41,7 @@ PACKAGES = ("moe", "offload")
 # Files without tests of their own name; the tests that are about them.
 OTHER_TESTS = {
     "moe/activations.py": ("tests/unit/moe/kernels/test_experts_op.py", "tests/unit/moe/test_layer.py"),
-    "moe/dispatch.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/kernels/test_experts_op.py"),
+    "moe/dispatch.py": ("tests/unit/moe/test_exchange.py", "tests/unit/moe/test_layer.py"),
     "moe/experts.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/kernels/test_experts_op.py"),
     "moe/kernels/compiled.py": ("tests/unit/moe/kernels/test_products.py",),
     "moe/kernels/experts_op.py": ("tests/unit/moe/test_layer.py",),
