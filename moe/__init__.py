@@ -1,6 +1,7 @@
 """Sparsely activated feed-forward layers: expert prototyping and top-k routing, with or without a capacity."""
 
 from moe.bias_balancer import BiasBalancer
+from moe.collect import collect_outputs
 from moe.config import MoEConfig
 from moe.expert_parallel import apply_expert_parallelism
 from moe.layer import MoELayer, MoEOutput
@@ -13,4 +14,5 @@ __all__ = [
     "MoEOutput",
     "RoutingStats",
     "apply_expert_parallelism",
+    "collect_outputs",
 ]

@@ -31,7 +31,7 @@ class BiasBalancer:
 
     def add(self, stats: Iterable["RoutingStats"]) -> None:
         """Adds the counts of one forward pass; does not wait for the device."""
-        counts = torch.stack([layer.chosen_counts for layer in stats])
+        counts = torch.cat([layer.chosen_counts for layer in stats])
         self._counts = counts if self._counts is None else self._counts + counts
 
     @torch.no_grad()
@@ -43,7 +43,8 @@ class BiasBalancer:
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
         totals: dict[Router, Tensor] = {}  # layers may share a router
-        for layer, own in zip(self.layers, counts, strict=True):
+        of_layers = counts.split([layer.config.num_experts for layer in self.layers])
+        for layer, own in zip(self.layers, of_layers, strict=True):
             totals[layer.router] = totals[layer.router] + own if layer.router in totals else own
         for router, total in totals.items():
             bias, config = router.balance_bias, router.config

@@ -168,20 +168,12 @@ class MoEConfig:
         """Returns the most tokens that one expert computes of ``num_tokens`` tokens; None: there is no limit.
 
         Under the rule "k" it is C = max(min_capacity, ceil(factor * K * T / E)): GShard (arXiv 2006.16668),
-        section 2.2, with M6-T's factor. The rule "1" leaves out K (M6-T, section 3.2).
-
-        Raises:
-            ValueError: there are tokens, but the capacity is 0.
+        section 2.2, with M6-T's factor. The rule "1" leaves out K (M6-T, section 3.2). It is at least 1 if there are
+        tokens.
         """
         factor = self.capacity_factor if training else self.eval_capacity_factor
         if factor is None:
             return None
         choices = self.experts_per_token if self.capacity_rule == "k" else 1
         slots = factor * choices * num_tokens / self.num_experts
-        capacity = max(self.min_capacity, math.ceil(round(slots, 6)))  # 1.1 * 100 / 10 gives 11.000000000000002
-        if self.min_capacity == 0 and num_tokens > 0 and capacity == 0:  # a compiler cannot ask how many tokens
-            raise ValueError(
-                f"{'' if training else 'eval_'}capacity_factor {factor} gives a capacity of 0 for {num_tokens} tokens "
-                f"and {self.num_experts} experts, and min_capacity is 0"
-            )
-        return capacity
+        return max(self.min_capacity, math.ceil(slots * (1 - 1e-12)))  # 1.1 * 100 / 10 gives 11.000000000000002

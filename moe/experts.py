@@ -1,5 +1,7 @@
 """The experts' feed-forward networks, with stacked weights."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,14 @@ class Experts(nn.Module):
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        config: MoEConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.parameter_attributes: dict[str, int | bool | str] = {
@@ -32,10 +41,11 @@ class Experts(nn.Module):
         }
         num_experts = config.num_experts
         inner_size = ACTIVATIONS[config.activation].inputs_per_unit * ffn_hidden_size
-        self.w_in = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
-        self.w_out = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
-        self.b_in = nn.Parameter(torch.empty(num_experts, inner_size)) if config.bias else None
-        self.b_out = nn.Parameter(torch.empty(num_experts, hidden_size)) if config.bias else None
+        empty = functools.partial(torch.empty, device=device, dtype=dtype)
+        self.w_in = nn.Parameter(empty(num_experts, inner_size, hidden_size))
+        self.w_out = nn.Parameter(empty(num_experts, hidden_size, ffn_hidden_size))
+        self.b_in = nn.Parameter(empty(num_experts, inner_size)) if config.bias else None
+        self.b_out = nn.Parameter(empty(num_experts, hidden_size)) if config.bias else None
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
         """Drops all experts but a range, whose gradients DeepSpeed averages only inside ``group_name``."""
@@ -72,13 +82,12 @@ class Experts(nn.Module):
         Raises:
             ValueError: the type of the rows differs from that of the weights.
         """
-        weights: list[Tensor | None] = [self.w_in, self.w_out, self.b_in, self.b_out]
+        weights = (self.w_in, self.w_out, self.b_in, self.b_out)
         dtype = autocast_dtype(rows)
-        if dtype is not None:
-            rows = rows.to(dtype)
-            weights = [weight if weight is None else weight.to(dtype) for weight in weights]
-        else:
+        if dtype is None:
             check_dtype(rows, self.w_in)
+        else:
+            rows = rows.to(dtype)  # the operator converts the weights, of which autograd would keep the copies
 
         mask = row_values
         if mask is None:
@@ -141,21 +150,28 @@ class SharedExperts(nn.Module):
     The parameters are those of ``Experts`` without the first dimension, and ``w_gate`` [1, D] with the gate.
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        config: MoEConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         width = config.num_shared_experts * ffn_hidden_size
         inner_size = ACTIVATIONS[config.activation].inputs_per_unit * width
-        self.w_in = nn.Parameter(torch.empty(inner_size, hidden_size))
-        self.w_out = nn.Parameter(torch.empty(hidden_size, width))
-        self.b_in = nn.Parameter(torch.empty(inner_size)) if config.bias else None
-        self.b_out = nn.Parameter(torch.empty(hidden_size)) if config.bias else None
-        self.w_gate = nn.Parameter(torch.empty(1, hidden_size)) if config.shared_expert_gate else None
+        empty = functools.partial(torch.empty, device=device, dtype=dtype)
+        self.w_in = nn.Parameter(empty(inner_size, hidden_size))
+        self.w_out = nn.Parameter(empty(hidden_size, width))
+        self.b_in = nn.Parameter(empty(inner_size)) if config.bias else None
+        self.b_out = nn.Parameter(empty(hidden_size)) if config.bias else None
+        self.w_gate = nn.Parameter(empty(1, hidden_size)) if config.shared_expert_gate else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes the output [..., D] of tokens [..., D]."""
-        if tokens.dtype != torch.float64:  # autocast leaves float64 unchanged
-            tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one converted copy for both linear maps
+        tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one converted copy for both linear maps
         hidden = nn.functional.linear(tokens, self.w_in, self.b_in)
         if self.config.activation == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)

@@ -36,20 +36,33 @@ class MoELayer(nn.Module):
         hidden_size: D.
         ffn_hidden_size: F.
         config: see ``MoEConfig``.
+        device, dtype: of the parameters, as in PyTorch's modules; None: PyTorch's defaults.
+
+    Attributes:
+        hidden_size, ffn_hidden_size, config: the arguments.
+        dispatcher: brings the tokens to the experts, see ``moe.dispatch``.
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, config: MoEConfig) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        config: MoEConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.router = Router(hidden_size, config)
-        self.experts = Experts(hidden_size, ffn_hidden_size, config)
-        self.shared = SharedExperts(hidden_size, ffn_hidden_size, config) if config.num_shared_experts else None
+        self.hidden_size, self.ffn_hidden_size, self.config = hidden_size, ffn_hidden_size, config
+        self.router = Router(hidden_size, config, device, dtype)
+        arguments = (hidden_size, ffn_hidden_size, config, device, dtype)
+        self.experts = Experts(*arguments)
+        self.shared = SharedExperts(*arguments) if config.num_shared_experts else None
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, deviation: float = 0.02, num_layers: int | None = None) -> None:
-        """Draws all matrices from a normal distribution, each expert's by themselves, and sets the biases to 0.
+        """Draws all matrices from a normal distribution, each expert's by themselves, and sets all biases to 0.
 
         Args:
             deviation: the standard deviation.
@@ -62,14 +75,17 @@ class MoELayer(nn.Module):
                 parameter.zero_()
             else:
                 parameter.normal_(std=deviation * (scale if name.endswith("w_out") else 1))
+        if self.router.balance_bias is not None:
+            self.router.balance_bias.zero_()
 
     def forward(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
         """Routes the tokens and computes them.
 
         Args:
             hidden_states: [..., D].
-            token_mask: bool [...], False at padding, which is neither routed nor counted; None: there is no padding.
-                A mask makes the host wait for the device once.
+            token_mask: bool or integers [...], False or 0 at padding, which is neither routed nor counted, as the
+                ``attention_mask`` of transformers' tokenizers; None: there is no padding. A mask makes the host wait
+                for the device once.
 
         Raises:
             ValueError: a shape, type or device does not fit the layer.
@@ -83,7 +99,7 @@ class MoELayer(nn.Module):
             real = token_mask.reshape(-1).nonzero().squeeze(-1)
             output, aux_loss, stats = self._forward(tokens.index_select(0, real))
             output = output.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)
-        return MoEOutput(output.unflatten(0, hidden_states.shape[:-1]), aux_loss, stats)
+        return MoEOutput(output.reshape(hidden_states.shape), aux_loss, stats)
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
         routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)
@@ -103,8 +119,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"hidden_states is on {hidden_states.device}, but the layer on {weight.device}")
         if token_mask is None:
             return
-        if token_mask.dtype != torch.bool:
-            raise ValueError(f"token_mask is {token_mask.dtype}; expected torch.bool, False at padding")
+        if token_mask.is_floating_point():  # such masks are added to scores: 0 is a token
+            raise ValueError(f"token_mask is {token_mask.dtype}; expected torch.bool or integers, 0 at padding")
         if token_mask.shape != hidden_states.shape[:-1] or token_mask.device != hidden_states.device:
             raise ValueError(
                 f"token_mask has the shape {tuple(token_mask.shape)} on {token_mask.device}; expected "

@@ -45,5 +45,7 @@ def z_loss(logits: Tensor) -> Tensor:
     Returns:
         A scalar.
     """
-    log_z = logits.logsumexp(-1)
+    # torch.logsumexp asks whether there are any tokens, which a compiler does not know with padding.
+    largest = logits.detach().amax(-1, keepdim=True)
+    log_z = (logits - largest).exp().sum(-1).log() + largest.squeeze(-1)
     return log_z.square().sum() / max(log_z.numel(), 1)

@@ -14,8 +14,10 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Returns autocast's data type for this tensor's kind of device; None if autocast is off."""
+    """Returns the type to which autocast converts this tensor; None if it is off, and for float64, which it leaves."""
     device_type = tensor.device.type
+    if tensor.dtype == torch.float64:
+        return None
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -58,11 +58,19 @@ class Router(nn.Module):
 
     balance_bias: Tensor | None
 
-    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MoEConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
-        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias_rate else None
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, device=device, dtype=dtype))
+        bias = None
+        if config.balance_bias_rate:
+            bias = torch.zeros(config.num_experts, device=device, dtype=torch.float32)
         self.register_buffer("balance_bias", bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -128,11 +136,10 @@ def route(
     """
     num_tokens, num_prototypes, _ = logits.shape
     scores = gating_scores(logits, config)
-    # The losses need probabilities that sum to 1 in each prototype, which only "softmax" scores do.
-    distribution = scores
-    if config.gating != "softmax":
-        distribution = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-    gates, experts = choose(scores, config, balance_bias)
+    # The losses need probabilities that sum to 1 in each prototype, which only "softmax" scores do. Scores are divided
+    # by sums of scores as logarithms, because all scores of a sum may be 0 in float32.
+    distribution = scores if config.gating == "softmax" else log_scores(logits, config).softmax(-1)
+    gates, experts = choose(logits, scores, config, balance_bias)
     routing, chosen_counts = sort_by_expert(gates, experts, config, training)
 
     aux_loss = logits.new_zeros(())
@@ -170,7 +177,17 @@ def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
     return logits.softmax(-1)
 
 
-def choose(scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def log_scores(logits: Tensor, config: MoEConfig) -> Tensor:
+    """Computes the logarithms of ``gating_scores``, which are finite where a score itself is too small for its type."""
+    if config.gating == "sigmoid":
+        # Not logsigmoid, whose gradient asks a compiler how many tokens there are. Above 40, log(1 + e^x) is x.
+        return -nn.functional.softplus(-logits, threshold=40)
+    if config.gating == "global_softmax":
+        return logits.flatten(1).log_softmax(-1).view_as(logits)
+    return logits.log_softmax(-1)
+
+
+def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Chooses the ``top_k`` experts of each prototype for every token.
 
     The bias is added to the scores for the choice only; the gates are the scores without it: auxiliary loss free
@@ -178,19 +195,21 @@ def choose(scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tu
     choices (GShard, arXiv 2006.16668, algorithm 1; DeepSeek-V3, equation 13).
 
     Args:
-        scores: [T, Z, M].
+        logits: [T, Z, M]; within a prototype they have the order of the scores, and fewer ties.
+        scores: [T, Z, M], the ``gating_scores`` of the logits.
         balance_bias: [E] or None.
 
     Returns:
         The gates and the experts' numbers in the whole layer, [T, Z, top_k] each, in descending order of the score.
     """
     with torch.no_grad():
-        biased = scores if balance_bias is None else scores + balance_bias.view(scores.shape[1:])
+        biased = logits if balance_bias is None else scores + balance_bias.view(scores.shape[1:])
         # max takes one pass, topk sorts.
         choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
-    gates = scores.gather(-1, choices)
     if config.normalize_gates:
-        gates = gates / gates.sum((1, 2), keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
+        gates = log_scores(logits, config).gather(-1, choices).flatten(1).softmax(-1).view_as(choices)
+    else:
+        gates = scores.gather(-1, choices)
     first_expert = torch.arange(0, config.num_experts, config.experts_per_prototype, device=scores.device)
     return gates, choices + first_expert[:, None]
 

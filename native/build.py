@@ -19,7 +19,7 @@ def load_library(source: Path, flags: Sequence[str], compilers: Sequence[str], w
     """Loads the shared library of a C++ file, which is compiled if the cache does not have it.
 
     The cache is ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``. Callers keep the result: each call asks the
-    compiler for its version.
+    compiler for its version. ``M6_RECIPES_BUILD=0`` in the environment forbids to compile, not to load from the cache.
 
     Args:
         source: the C++ file.
@@ -56,6 +56,8 @@ def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path
     checksum = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     library = cache / f"{source.stem}_{checksum}.so"
     if not library.exists():
+        if os.environ.get("M6_RECIPES_BUILD") == "0":
+            raise PermissionError(f"M6_RECIPES_BUILD is 0, and there is no {library}")
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             compiled = Path(folder) / library.name

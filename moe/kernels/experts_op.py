@@ -73,7 +73,8 @@ def compute_experts(
         tokens: [T, D] with ``source``, ``gates``, ``by_token`` and ``offsets`` as in ``Pairs``. If these are None:
             the rows themselves [R, D], sorted by expert, which are then not multiplied by gates.
         counts: [E] int64, the number of rows of each expert.
-        w_in, w_out, b_in, b_out: [E, H, D], [E, D, F], [E, H], [E, D]; H is F, or 2 F for swiglu.
+        w_in, w_out, b_in, b_out: [E, H, D], [E, D, F], [E, H], [E, D]; H is F, or 2 F for swiglu. They are converted to
+            the type of the tokens, in each pass again, so that no copy is kept in between.
         mask: bool [R, F], which hidden units dropout keeps; they are divided by 1 - ``dropout``.
         activation: a key of ``ACTIVATIONS``.
         recompute: whether the backward pass computes the activation again.
@@ -85,15 +86,16 @@ def compute_experts(
     """
     with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
+        w_in, w_out = w_in.to(tokens.dtype), w_out.to(tokens.dtype)
         rows = tokens if pairs is None else tokens.index_select(0, pairs.source)
         products = choose_products(rows, counts, w_in, w_out)
         h = products.forward(rows, w_in)
         if b_in is not None:
-            h += _spread(b_in, counts, len(rows))
+            h += _spread(b_in, counts, rows)
         a = _activate(h, mask, dropout, activation, w_out.shape[2])
         y = products.forward(a, w_out)
         if b_out is not None:
-            y += _spread(b_out, counts, len(rows))
+            y += _spread(b_out, counts, rows)
         if not save:
             h = y.new_empty(0)
         if not save or recompute:
@@ -126,42 +128,50 @@ def experts_backward_op(
     dropout: float,
     activation: str,
     recompute: bool,
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of tokens, gates, w_in, w_out, b_in and b_out; empty for an input that is None."""
+    """Returns the gradients of tokens, gates, w_in, w_out, b_in and b_out, each empty if it is not ``needed``."""
+    need_tokens, need_gates, need_w_in, need_w_out, need_b_in, need_b_out = needed
+    need_h = need_tokens or need_w_in or need_b_in
     with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
+        own_w_in, own_w_out = w_in.to(tokens.dtype), w_out.to(tokens.dtype)
         rows, g = tokens, grad.contiguous()
         if pairs is not None:
             rows, g = tokens.index_select(0, pairs.source), grad.index_select(0, pairs.source)
         scale = None if pairs is None else pairs.gates[:, None]
-        products = choose_products(rows, counts, w_in, w_out)
+        products = choose_products(rows, counts, own_w_in, own_w_out)
         gated = g if scale is None else (g * scale).to(g.dtype)
+        d_tokens, d_gates, d_w_in, d_w_out, d_b_in, d_b_out = (grad.new_empty(0) for _ in range(6))
 
         if recompute:
             a = _activate(h, mask, dropout, activation, w_out.shape[2])
-        d_a = products.input_grad(g if recompute else gated, w_out)
-        d_gates, d_b_in, d_b_out = (grad.new_empty(0) for _ in range(3))
-        if pairs is not None:
+        if need_h or (need_gates and recompute):
+            d_a = products.input_grad(g if recompute else gated, own_w_out)
+        if need_gates and pairs is not None:
             d_gates = _dot(d_a, a, pairs) if recompute else _dot(g, y, pairs)
             if recompute and b_out is not None:
-                d_gates += _dot(g, _spread(b_out, counts, len(rows)), pairs)
-        d_w_out = products.weight_grad(gated, a)
-        if b_out is not None:
-            d_b_out = products.bias_grad(gated)
+                d_gates += _dot(g, _spread(b_out, counts, rows), pairs)
+        if need_w_out:
+            d_w_out = products.weight_grad(gated, a).to(w_out.dtype)
+        if need_b_out and b_out is not None:
+            d_b_out = products.bias_grad(gated).to(b_out.dtype)
+        if not need_h:
+            return d_tokens, d_gates, d_w_in, d_w_out, d_b_in, d_b_out
 
         if mask is not None:
             d_a.mul_(mask).mul_(1 / (1 - dropout))
         d_h = ACTIVATIONS[activation].backward(d_a, h, d_a if h.shape == d_a.shape else torch.empty_like(h))
-        if recompute and scale is not None:
-            # d_h was computed without the gates, to save a pass over [R, H]. Rows of D are narrower: apply them here.
-            rows.mul_(scale)
-            d_rows = products.input_grad(d_h, w_in).mul_(scale)
-        else:
-            d_rows = products.input_grad(d_h, w_in)
-        d_w_in = products.weight_grad(d_h, rows)
-        if b_in is not None:
-            d_b_in = products.bias_grad(d_h.mul_(scale) if recompute and scale is not None else d_h)
-        d_tokens = d_rows if pairs is None else sum_by_token(d_rows, pairs, weigh=False)
+        # With recompute d_h lacks the gates, to save a pass over [R, H]. Rows of D are narrower: apply them there.
+        late = scale if recompute else None
+        if need_tokens:
+            d_rows = products.input_grad(d_h, own_w_in)
+            d_rows = d_rows if late is None else d_rows.mul_(late)
+            d_tokens = d_rows if pairs is None else sum_by_token(d_rows, pairs, weigh=False)
+        if need_w_in:
+            d_w_in = products.weight_grad(d_h, rows if late is None else rows.mul_(late)).to(w_in.dtype)
+        if need_b_in and b_in is not None:
+            d_b_in = products.bias_grad(d_h if late is None else d_h.mul_(late)).to(b_in.dtype)
         return d_tokens, d_gates, d_w_in, d_w_out, d_b_in, d_b_out
 
 
@@ -182,7 +192,8 @@ def _(tokens: Tensor, source: Tensor | None, *others: Any) -> tuple[Tensor, Tens
 @experts_backward_op.register_fake
 def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
     _h, _a, _y, tokens, _source, gates, _by_token, _offsets, _counts, *weights = others[:13]
-    return tuple(grad.new_empty(0) if each is None else torch.empty_like(each) for each in (tokens, gates, *weights))
+    inputs, needed = (tokens, gates, *weights), others[-1]
+    return tuple(torch.empty_like(x) if need else grad.new_empty(0) for x, need in zip(inputs, needed, strict=True))
 
 
 def apply_experts(*inputs: Any) -> Tensor:
@@ -212,12 +223,11 @@ class ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of all arguments, None for those without one."""
-        h, a, y, *tensors = ctx.saved_tensors
-        tokens, _, gates, _, _, _, w_in, w_out, b_in, b_out, _ = tensors
-        results = experts_backward_op(grads[0], h, a, y, *tensors, *ctx.settings)
-        inputs = (tokens, gates, w_in, w_out, b_in, b_out)
-        d_tokens, d_gates, *d_weights = (r if i is not None else None for r, i in zip(results, inputs, strict=True))
+        """Returns the gradients of all arguments that need one, None for the others."""
+        needs = ctx.needs_input_grad
+        needed = [needs[0], needs[2], *needs[6:10]]  # tokens, gates, weights and biases
+        results = experts_backward_op(grads[0], *ctx.saved_tensors, *ctx.settings, needed)
+        d_tokens, d_gates, *d_weights = (r if need else None for r, need in zip(results, needed, strict=True))
         return d_tokens, None, d_gates, None, None, None, *d_weights, None, None, None, None, None
 
 
@@ -230,9 +240,9 @@ def _pairs(
     return Pairs(source, gates, by_token, offsets)
 
 
-def _spread(biases: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Repeats each expert's biases [E, Q] for its rows, [R, Q]; does not wait for the counts."""
-    return biases.repeat_interleave(counts, dim=0, output_size=num_rows)
+def _spread(biases: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
+    """Repeats each expert's biases [E, Q] for its rows, [R, Q] in their type; does not wait for the counts."""
+    return biases.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
 
 
 def _activate(h: Tensor, mask: Tensor | None, dropout: float, activation: str, width: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,6 +56,10 @@ class Contestant:
         if not 0 < loss < math.inf:
             raise RuntimeError(f"the loss is {loss}")
         return seconds
+
+    def resident_bytes(self) -> int:
+        """The physical memory of the process."""
+        return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def close(self) -> None:
         self._process.kill()

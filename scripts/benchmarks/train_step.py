@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -230,6 +232,54 @@ when the libraries were loaded and the batches read; it also has what the alloca
     header = ["part", "predicted in MiB", "measured in MiB", "predicted / measured"]
     numbers = {"predicted": asdict(prediction), "measured": measured, "process_growth": peak.growth}
     recorder.write(header, table, notes, numbers)
+
+
+@app.command()
+def onednn(
+    config: ConfigFile = Path("configs/m6_smoke.json"),
+    overrides: Overrides = None,
+    capacities: Annotated[str, typer.Option(help="kernels that oneDNN keeps, separated by commas")] = "0,64,1024",
+    rounds: Annotated[int, typer.Option(help="steps of each contestant, in turn")] = 200,
+    name: str = "train_step_onednn",
+) -> None:
+    """What a step takes, and how far the memory grows, with caches of different sizes for oneDNN's kernels."""
+    recorder = Recorder(name, "oneDNN's cache of kernels")
+    options = [int(number) for number in capacities.split(",")]
+    contestants = [Contestant(cached_step, number, config, overrides, rounds) for number in options]
+    times: list[list[float]] = [[] for _ in options]
+    resident: list[list[int]] = [[] for _ in options]
+    for _ in range(rounds):
+        for contestant, seconds, held in zip(contestants, times, resident, strict=True):
+            seconds.append(contestant.step())
+            held.append(contestant.resident_bytes())
+    for contestant in contestants:
+        contestant.close()
+    table, quarter = [], rounds // 4
+    for number, seconds, held in zip(options, times, resident, strict=True):
+        ratios = [own / first for own, first in zip(seconds[quarter:], times[0][quarter:], strict=True)]
+        growth = (held[-1] - held[-quarter]) / (quarter - 1)
+        after = [mib(held[step] - held[0]) for step in (quarter - 1, 2 * quarter - 1, rounds - 1)]
+        table.append([str(number), spread(seconds[quarter:]), spread(ratios), *after, mib(growth)])
+    places = [f"MiB more after {step} steps" for step in (quarter, 2 * quarter, rounds)]
+    header = ["capacity", "step in s", "its time over the first", *places, "MiB per step in the last quarter"]
+    notes = f"""\
+`{config}`, with {overrides or "nothing"} set. The contestants take turns step by step, each in a process of its own, on
+equal batches that were packed before. Medians, with the 10th and 90th percentile, without the first quarter of the
+{rounds} steps. Memory is the resident memory of the process less that after its first step."""
+    recorder.write(header, table, notes, {"capacities": options, "step_s": times, "resident_bytes": resident})
+
+
+def cached_step(capacity: int, config: Path, overrides: list[str] | None, rounds: int) -> Callable[[], float]:
+    """One step of the trainer on the next batch, which returns the loss."""
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(capacity)
+    run = Run(config, overrides, num_workers=0)
+    batches = iter([run.micro_batches() for _ in range(rounds)])
+
+    def step() -> float:
+        run.number += 1
+        return run.step(run.number - 1, next(batches), Requests).loss
+
+    return step
 
 
 def measured_parts(run: Run, batches: list[list[MicroBatch]]) -> dict[str, int]:

@@ -188,6 +188,16 @@ def check_config(config: MoEConfig) -> None:
     x = torch.rand(6, HIDDEN, dtype=torch.float64)
     torch.testing.assert_close(layer(x).hidden_states, whole_layer(x).hidden_states, rtol=1e-12, atol=1e-12)
 
+    # Frozen experts have no gradients, and those of tokens and routers are the same.
+    grads = []
+    for each in (layer, whole_layer):
+        each.experts.requires_grad_(False)
+        inputs = [x.clone().requires_grad_(), each.router.weight]
+        grads.append(torch.autograd.grad(each(inputs[0]).hidden_states.sin().sum(), inputs))
+        each.experts.requires_grad_(True)
+    for own, expected_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(own, expected_grad, rtol=1e-12, atol=1e-12)
+
     # bfloat16 travels as it is: equal rows meet equal experts.
     x = torch.randn(16, HIDDEN).bfloat16()
     exchanged, local = layer.bfloat16()(x), whole_layer.bfloat16()(x)

@@ -144,7 +144,7 @@ class Activations:
         kept = inner_inputs if moe.recompute_activation else inner_inputs + inner + width
         networks = rows * kept * precision.compute + (rows * inner if moe.expert_dropout else 0)
         copied_tokens = real * width * precision.compute if precision.compute != precision.residual else 0
-        networks += copied_tokens + precision.weight_copies(self.local_experts() * width * (inner_inputs + inner))
+        networks += copied_tokens  # of weights no copy is kept
         if moe.num_shared_experts:
             shared, gate = moe.num_shared_experts, int(moe.shared_expert_gate)
             elements = shared * 2 * inner_inputs + gate * (width + 1)  # the gate, and what it multiplies
@@ -164,15 +164,11 @@ class Activations:
         moe, real, width = self.moe, self.batch.real, self.model.hidden_size
         # The tokens in the type of the residual stream, and the noise that multiplies them.
         router = real * width * (self.precision.residual + (FP32 if moe.router_jitter else 0))
-        # Scores and chosen experts; for the z loss logits and their logsumexp.
+        # Scores and chosen experts; for the z loss exponentials, their sums, and the logarithms of these.
         router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
         if moe.z_loss_weight:
-            router += real * (moe.num_experts + moe.num_prototypes) * FP32
+            router += real * (moe.num_experts + 2 * moe.num_prototypes) * FP32
         return router
-
-    def local_experts(self) -> int:
-        """Experts of a layer on one rank."""
-        return self.moe.num_experts // self.config.m6.training.ep_size
 
     def combined(self, output_size: int) -> int:
         """Positions of the real tokens, and their results before these are scattered into the padded batch."""

@@ -47,6 +47,17 @@ def test_one_step_of_the_biases() -> None:
     assert layer.router.balance_bias[0] == -0.5
 
 
+def test_layers_of_different_sizes() -> None:
+    layers = [MoELayer(8, 16, MoEConfig(num_experts=size, balance_bias_rate=0.5)) for size in (2, 4)]
+    balancer = BiasBalancer(layers)
+    stats = [layer(torch.randn(6, 8)).stats for layer in layers]
+    counts = (torch.tensor([1.0, 5.0]), torch.tensor([0.0, 0.0, 6.0, 2.0]))
+    balancer.add([each._replace(chosen_counts=own) for each, own in zip(stats, counts, strict=True)])
+    balancer.step()
+    assert layers[0].router.balance_bias.tolist() == [0.5, -0.5]
+    assert layers[1].router.balance_bias.tolist() == [0.5, 0.5, -0.5, 0]
+
+
 def test_the_bias_changes_the_choice_but_not_the_gate() -> None:
     layer, x = skewed_layer()
     layer.router.balance_bias.copy_(torch.tensor([10.0, 0, 0, 0, 10.0, 0, 0, 0]))

@@ -1,7 +1,10 @@
 """The configuration: what it refuses, and the capacity."""
 
+import itertools
+import math
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 
@@ -69,8 +72,10 @@ def test_import_loads_torch_alone() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_a_capacity_of_0_is_an_error() -> None:
-    config = MoEConfig(num_experts=8, capacity_factor=1e-9, min_capacity=0)
-    with pytest.raises(ValueError, match=r"capacity_factor 1e-09 gives a capacity of 0 for 100 tokens and 8 experts"):
-        config.capacity(100, True)
-    assert config.capacity(0, True) == 0
+def test_the_capacity_is_the_exact_ceiling() -> None:
+    """Against fractions: rounding may neither lose a token's part of a slot nor add one to a whole number."""
+    for factor in ("1e-09", "0.001", "0.1", "1.1", "1.003", "1.25", "3.7", "1000000.0"):
+        for num_experts, num_tokens in itertools.product((1, 7, 10, 1000, 2**20), (0, 1, 10, 100, 1003, 65536)):
+            config = MoEConfig(num_experts=num_experts, capacity_factor=float(factor), min_capacity=0)
+            expected = math.ceil(Fraction(factor) * num_tokens / num_experts)
+            assert config.capacity(num_tokens, True) == expected, (factor, num_experts, num_tokens)

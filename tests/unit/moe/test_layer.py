@@ -270,7 +270,9 @@ def test_experts_start_independent() -> None:
 def test_attributes_of_parameters_survive_moves_copies_and_loading() -> None:
     with torch.device("meta"):
         layer = MoELayer(8, 12, MoEConfig(num_experts=4))
+    layer.experts.w_out.requires_grad_(False)
     layer.experts.keep_local(2, 2, "ep_size_2")
+    assert [parameter.requires_grad for parameter in layer.experts.parameters()] == [True, False]
     layer.to_empty(device="cpu")
     copied = copy.deepcopy(layer)
     copied_again = copy.deepcopy(layer)
@@ -289,7 +291,7 @@ def test_attributes_of_parameters_survive_moves_copies_and_loading() -> None:
         (torch.zeros(3, 8, dtype=torch.int64), None, "hidden_states is torch.int64"),
         (torch.zeros(3, 8, dtype=torch.bfloat16), None, "weights are torch.float32, but the tokens are torch.bfloat16"),
         (torch.zeros(3, 8, device="meta"), None, "hidden_states is on meta, but the layer on cpu"),
-        (torch.zeros(3, 8), torch.ones(3), "token_mask is torch.float32; expected torch.bool"),
+        (torch.zeros(3, 8), torch.ones(3), "token_mask is torch.float32; expected torch.bool or integers"),
         (torch.zeros(3, 8), torch.ones(4, dtype=torch.bool), r"token_mask has the shape \(4,\).*expected \(3,\)"),
     ],
 )
@@ -317,3 +319,77 @@ def test_larger_gates_are_kept_first() -> None:
     x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # C = 0.5 * 4 / 2 = 1
     computed = layer(x).hidden_states.abs().sum(-1) > 0
     assert computed.tolist() == [False, True, False, True]
+
+
+def test_one_token_without_a_dimension_for_tokens() -> None:
+    layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2))
+    x = torch.randn(8, dtype=torch.float64)
+    expected = layer(x[None])
+    for mask in (None, torch.tensor(True)):
+        output = layer(x, mask)
+        assert torch.equal(output.hidden_states, expected.hidden_states[0])
+        assert output.stats.num_tokens == 1
+    assert layer(x, torch.tensor(False)).hidden_states.tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_masks_of_integers(dtype: torch.dtype) -> None:
+    layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2))
+    x, mask = torch.randn(2, 5, 8, dtype=torch.float64), torch.rand(2, 5) < 0.5
+    for own, expected in zip(layer(x, mask.to(dtype))[:2], layer(x, mask)[:2], strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_device_and_type_are_those_of_the_arguments() -> None:
+    config = MoEConfig(num_experts=4, bias=True, num_shared_experts=1, shared_expert_gate=True, balance_bias_rate=0.1)
+    layer = MoELayer(8, 12, config, device="meta", dtype=torch.bfloat16)
+    assert (layer.hidden_size, layer.ffn_hidden_size) == (8, 12)
+    assert len(list(layer.parameters())) == 10
+    for parameter in layer.parameters():
+        assert (parameter.device.type, parameter.dtype) == ("meta", torch.bfloat16)
+    assert (layer.router.balance_bias.device.type, layer.router.balance_bias.dtype) == ("meta", torch.float32)
+    # As PyTorch's modules do it: memory first, then numbers, the balancing biases included.
+    layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), layer.router.balance_bias):
+        tensor.detach().fill_(float("nan"))
+    layer.reset_parameters()
+    assert layer.router.balance_bias.tolist() == [0.0] * 4
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_float64(autocast: torch.dtype) -> None:
+    """As it does in PyTorch's own modules."""
+    layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2, bias=True, num_shared_experts=1))
+    x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", autocast, enabled=enabled):
+            output = layer(x)
+        grads = torch.autograd.grad(output.hidden_states.sin().sum() + output.aux_loss, [x, *layer.parameters()])
+        results.append([output.hidden_states, output.aux_loss, *grads])
+    for plain, inside in zip(*results, strict=True):
+        assert torch.equal(plain, inside)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_in_autocast(autocast: torch.dtype, recompute: bool) -> None:
+    """Of float32 weights, against float64: as far off as ``test_16_bit_forward_and_gradients``."""
+    torch.manual_seed(0)
+    config = MoEConfig(num_experts=4, num_prototypes=2, bias=True, recompute_activation=recompute)
+    layer = make_layer(config, 16, 24, torch.float32)
+    exact = copy.deepcopy(layer).double()
+    x, direction = torch.randn(2, 40, 16)
+    results = []
+    for each in (layer, exact):
+        inputs = x.to(each.router.weight.dtype).requires_grad_()
+        with torch.autocast("cpu", autocast):
+            output = each(inputs)
+        loss = (output.hidden_states * direction).sum() + output.aux_loss
+        grads = torch.autograd.grad(loss, [inputs, *each.parameters()])
+        results.append([output.hidden_states.detach(), *grads])
+        assert all(result.dtype == inputs.dtype for result in results[-1])
+    for own, expected in zip(*results, strict=True):
+        tolerance = 6 * torch.finfo(autocast).eps * expected.abs().max().item()
+        torch.testing.assert_close(own.double(), expected, rtol=0, atol=tolerance)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
 from moe.layer import MoEOutput
-from moe.routing import Router, WideLinear
+from moe.routing import Router, WideLinear, route
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -140,3 +140,59 @@ def test_a_logit_that_is_not_finite_shows_in_the_entropy(value: float) -> None:
     assert layer(tokens).stats.router_entropy.isfinite().all()
     tokens[3] = value
     assert layer(tokens).stats.router_entropy.isnan().any()
+
+
+@pytest.mark.parametrize("gating", ["softmax", "global_softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_scores_too_small_for_float32(gating: str, normalize: bool, biased: bool) -> None:
+    """Logits around -90, prototypes 120 apart, and gradients under a loss scale of 2^16, against float64 formulas.
+
+    1e-4: differences of logits near 200 in float32, whose spacing there is 1.5e-5.
+    """
+    torch.manual_seed(0)
+    config = MoEConfig(
+        num_experts=8, num_prototypes=2, top_k=2, gating=gating, normalize_gates=normalize, z_loss_weight=1e-3
+    )
+    bias = torch.tensor([9.0, 0.0, 0.0, 5.0, 0.0, 3.0, 0.0, 2.0]) if biased else None
+    logits = torch.randn(20, 2, 4) * 4 - 90 + torch.tensor([0.0, -120.0])[:, None]
+    logits[0] = 90 * torch.randn(2, 4)
+    logits.requires_grad_()
+    routing, aux_loss, stats = route(logits, config, True, bias)
+    direction = torch.randn(20, 8, dtype=torch.float64)
+    experts = torch.arange(8).repeat_interleave(routing.counts)
+    loss = (routing.gates * direction[routing.tokens, experts].float()).sum() + aux_loss
+    (grad,) = torch.autograd.grad(2**16 * loss, logits)
+
+    exact = logits.detach().double().requires_grad_()
+    exponentials = (exact - (0 if gating == "sigmoid" else exact.amax((1, 2), keepdim=True))).exp()
+    scores = {
+        "softmax": exponentials / exponentials.sum(-1, keepdim=True),
+        "global_softmax": exponentials / exponentials.sum((1, 2), keepdim=True),
+        "sigmoid": exponentials / (1 + exponentials),
+    }[gating]
+    chosen = (scores if bias is None else scores + bias.double().view(2, 4)).topk(2).indices
+    kept = torch.zeros_like(scores).scatter(2, chosen, 1.0)
+    assert torch.equal(routing.counts, kept.sum(0).flatten().long())
+    gates = scores * kept
+    gates = gates / gates.sum((1, 2), keepdim=True) if normalize else gates
+    torch.testing.assert_close(routing.gates.double(), gates.flatten(1)[routing.tokens, experts], rtol=1e-4, atol=1e-7)
+    shares = kept.sum(0) / kept.sum((0, 2))[:, None]
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    balance = 4 * (shares * probabilities.mean(0)).sum() / 2
+    z_loss = exact.logsumexp(-1).square().mean()
+    expected = config.aux_loss_weight * balance + config.z_loss_weight * z_loss
+    torch.testing.assert_close(aux_loss.double(), expected, rtol=1e-5, atol=0)
+    expected_loss = (gates.flatten(1) * direction).sum() + expected
+    (expected_grad,) = torch.autograd.grad(2**16 * expected_loss, exact)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-4, atol=1e-4 * expected_grad.abs().max().item())
+    entropy = -(probabilities * probabilities.log()).sum(-1).mean(0)
+    torch.testing.assert_close(stats.router_entropy.double(), entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saturated_sigmoid_does_not_tie() -> None:
+    """1 - sigmoid(20) is below the spacing of float32, but the larger logit is still the choice."""
+    logits = torch.tensor([[[20.0, 30.0, 25.0, -200.0]], [[-150.0, -140.0, -120.0, -130.0]]])
+    routing, *_ = route(logits, MoEConfig(num_experts=4, top_k=2, gating="sigmoid"), True)
+    experts = torch.arange(4).repeat_interleave(routing.counts)
+    assert sorted(zip(routing.tokens.tolist(), experts.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2), (1, 3)]

@@ -67,6 +67,17 @@ def test_a_machine_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPa
         assert load(source) is None
 
 
+def test_a_build_can_be_forbidden(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M6_RECIPES_BUILD", "0")
+    with pytest.warns(UserWarning, match=r"^addition is slower, .*M6_RECIPES_BUILD is 0, and there is no .*add_.*\.so"):
+        assert load(source) is None
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.delenv("M6_RECIPES_BUILD")
+    load(source)
+    monkeypatch.setenv("M6_RECIPES_BUILD", "0")
+    assert load(source).add(2, 3) == 5  # what was built before may be used
+
+
 @pytest.mark.parametrize("change", ["folder", "file", "link"])
 def test_what_another_user_could_have_written_is_not_loaded(source: Path, tmp_path: Path, change: str) -> None:
     assert load(source) is not None

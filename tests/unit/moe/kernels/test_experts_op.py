@@ -7,8 +7,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import MoEConfig, MoELayer
+from moe.kernels import experts_op as experts_op_module
 from moe.kernels import products
-from moe.kernels.experts_op import ExpertsFunction, experts_backward_op, experts_op
+from moe.kernels.experts_op import ExpertsFunction, Pairs, experts_backward_op, experts_op
+from moe.kernels.products import choose_products
 from moe.routing import Router, route
 
 
@@ -76,6 +78,63 @@ def test_dropout_of_hidden_units(activation: str, recompute: bool) -> None:
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weigh", [False, True])
+def test_the_error_of_a_sum_by_token_does_not_grow(dtype: torch.dtype, weigh: bool) -> None:
+    """Half a spacing of the type: 512 numbers near 1 are added in float32, and the sum is rounded."""
+    torch.manual_seed(0)
+    rows, gates = torch.rand(1024, 8).add(0.5).to(dtype), torch.rand(1024).add(0.5)
+    pairs = Pairs(
+        torch.arange(2).repeat(512), gates, torch.arange(1024).view(512, 2).T.reshape(-1), torch.arange(2) * 512
+    )
+    expected = (rows.double() * (gates.double()[:, None] if weigh else 1)).view(512, 2, 8).sum(0)
+    output = experts_op_module.sum_by_token(rows, pairs, weigh)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gates_of_16_bit_layers_have_float32_gradients(recompute: bool) -> None:
+    """<g, y> of 2,048 products of bfloat16 numbers: half a spacing of bfloat16 for y, and no more for the sum.
+
+    The numbers are powers of two or sums of few, so that y is exact and the tolerance is that of a sum in float32.
+    """
+    config = MoEConfig(num_experts=1, activation="relu", bias=True, recompute_activation=recompute)
+    layer = MoELayer(2048, 1, config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.experts.w_in.zero_().view(-1)[0] = 1.0
+        layer.experts.w_out.fill_(1.0)
+        layer.experts.b_in.zero_()
+        layer.experts.b_out.fill_(0.25)
+    x = torch.ones(2, 2048, dtype=torch.bfloat16)
+    gates = torch.ones(2, requires_grad=True)
+    pairs = Pairs(torch.arange(2), gates, torch.arange(2), torch.arange(2))
+    output = layer.experts(x, torch.tensor([2]), pairs)
+    (grad,) = torch.autograd.grad(output, gates, torch.full_like(x, 1.25))
+    assert grad.dtype == torch.float32
+    assert grad.tolist() == [2048 * 1.25 * 1.25] * 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rate", [0.2, 0.75])
+def test_the_rate_of_dropout(rate: float, shared: bool) -> None:
+    """Of 128,000 hidden units of value 1: their share is within 6 standard deviations, and their mean stays 1."""
+    config = MoEConfig(num_experts=2, num_shared_experts=1, activation="relu", expert_dropout=rate)
+    layer = MoELayer(64, 64, config)
+    with torch.no_grad():
+        for weight in (layer.experts.w_in, layer.experts.w_out, layer.shared.w_in, layer.shared.w_out):
+            weight.copy_(torch.eye(64))
+    torch.manual_seed(0)
+    compute = layer.shared if shared else lambda x: layer.experts(x, torch.tensor([1500, 500]))
+    x = torch.ones(2000, 64)
+    units = compute(x)
+    zero = (units == 0).float().mean().item()
+    assert zero == pytest.approx(rate, abs=6 * (rate * (1 - rate) / 128_000) ** 0.5)
+    torch.testing.assert_close(units[units != 0], torch.full_like(units[units != 0], 1 / (1 - rate)))
+    layer.eval()
+    assert torch.equal(compute(x), x)
+
+
 class Seen(TorchDispatchMode):
     """The names of the operators that are dispatched."""
 
@@ -141,7 +200,9 @@ def test_operators_follow_pytorchs_rules(changes: dict) -> None:
             arguments = (rows, *own, routing.counts, *weights, *settings)
             output, *kept = experts_op(*arguments, True)
             library.opcheck(experts_op, (*arguments, True))
-            library.opcheck(experts_backward_op, (torch.randn_like(output), *kept, *arguments))
+            needed = [each is not None for each in (rows, own[1], *weights)]
+            for each in (needed, [False] * 6):
+                library.opcheck(experts_backward_op, (torch.randn_like(output), *kept, *arguments, each))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,10 +234,58 @@ def test_dropless_path_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatc
         settings = (None, 0.0, "gelu", True)
         output, h, a, y = experts_op._init_fn(x, *pairs, routing.counts, *weights, *settings, True)
         assert (output.shape, h.shape) == ((32, 16), (64, 32))
-        grads = experts_backward_op._init_fn(output, h, a, y, x, *pairs, routing.counts, *weights, *settings)
+        arguments = (output, h, a, y, x, *pairs, routing.counts, *weights, *settings)
+        grads = experts_backward_op._init_fn(*arguments, [True] * 6)
         assert [grad.shape for grad in grads[2:]] == [weight.shape for weight in weights]
         with pytest.raises(DataDependentOutputException):  # the check checks
             routing.counts.tolist()
+
+
+class Counted:
+    """Products that write down which of their methods are called."""
+
+    def __init__(self, products: products.Products, calls: list[str]) -> None:
+        self._products, self._calls = products, calls
+
+    def __getattr__(self, name: str) -> object:
+        self._calls.append(name)
+        return getattr(self._products, name)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_only_gradients_that_are_needed_are_computed(monkeypatch: pytest.MonkeyPatch, recompute: bool) -> None:
+    """Whatever is frozen, the other gradients stay the same to the bit."""
+    layer = make_layer(bias=True, recompute_activation=recompute, expert_dropout=0.2)
+    x, calls = torch.randn(40, 16), []
+    monkeypatch.setattr(experts_op_module, "choose_products", lambda *args: Counted(choose_products(*args), calls))
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    expected_calls = {
+        "x": ["input_grad"],
+        "experts.w_in": ["weight_grad"],
+        "experts.w_out": ["weight_grad"],
+        "experts.b_in": ["bias_grad"],
+        "experts.b_out": ["bias_grad"],
+        "router.weight": [],
+    }
+
+    def gradients(needed: list[str]) -> tuple[torch.Tensor, ...]:
+        for name, each in inputs.items():
+            each.requires_grad_(name in needed)
+        torch.manual_seed(0)
+        output = layer(x).hidden_states
+        calls.clear()
+        return torch.autograd.grad(output.sin().sum(), [inputs[name] for name in needed])
+
+    all_of_them = dict(zip(inputs, gradients(list(inputs)), strict=True))
+    subsets = [[name] for name in inputs] + [[other for other in inputs if other != name] for name in inputs]
+    for needed in subsets:
+        for name, grad in zip(needed, gradients(needed), strict=True):
+            assert torch.equal(grad, all_of_them[name]), (needed, name)
+        expected = [call for name in needed for call in expected_calls[name]]
+        # The gradient of the hidden units is the way to those before them, and with recomputation to the gates.
+        if {"x", "experts.w_in", "experts.b_in"} & {*needed} or (recompute and {"x", "router.weight"} & {*needed}):
+            expected.append("input_grad")
+        assert sorted(calls) == sorted(expected), needed
 
 
 def test_meta_device() -> None:
@@ -222,3 +331,19 @@ def test_bytes_kept_with_recomputation(changes: dict, bound: float) -> None:
     )
     rows = torch.randn(512 * config.experts_per_token, 64, requires_grad=True)
     assert own <= bound * saved_bytes(dense, rows, weights=list(dense.parameters()))
+
+
+def test_autocast_keeps_no_copies_of_weights() -> None:
+    """Four uses of a layer in autocast keep what they keep in bfloat16, and float32 tokens in bfloat16 as well."""
+    x = torch.randn(64, 16, requires_grad=True)
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = make_layer(dtype, sizes=(16, 512))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            rows = x.to(dtype)
+            kept.append(
+                saved_bytes(lambda x, layer=layer: [layer(x) for _ in range(4)], rows, weights=list(layer.parameters()))
+            )
+    tokens = x.nbytes + 4 * x.nbytes // 2  # for the router in float32, and for the experts of each use
+    assert kept[0] <= kept[1] + tokens
+    assert tokens < layer.experts.w_in.nbytes
