@@ -29,13 +29,22 @@ def _parse_limit(text: str) -> tuple[str, int]:
     return source, int(rows)
 
 
+def _parse_licence(text: str) -> tuple[str, str]:
+    """Parses ``LICENCE`` or ``SOURCE=LICENCE`` to the source (empty for ``LICENCE``) and the licence."""
+    source, _, licence = text.rpartition("=")
+    if not licence:
+        raise UserError(f"--licence {text}: expected LICENCE or SOURCE=LICENCE, as in CC-BY-4.0 or photos=private")
+    return source, licence
+
+
 @app.command()
 def build(
     source: Annotated[
         list[str],
         typer.Argument(
             help=f"Built-in sources ({', '.join(BUILT_IN)}), or your own data: a folder of pictures with captions, "
-            "Parquet or JSONL files, WebDataset tar files, or hf:NAME[:SPLIT]. CALLED=PATH sets its name."
+            "Parquet, JSONL, CSV, text or Markdown files, WebDataset tar files, a saved data set, or hf:NAME[:SPLIT]. "
+            "CALLED=PATH sets its name."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The data folder to make.")],
@@ -55,12 +64,25 @@ def build(
     label_column: Annotated[
         str | None, typer.Option(help="Your own tables: the column of labels, for text classification.")
     ] = None,
-    licence: Annotated[str | None, typer.Option(help="Your own data: its licence, recorded in the manifest.")] = None,
+    split_column: Annotated[
+        str | None, typer.Option(help="Your own data: the column of splits; default: names of folders or files.")
+    ] = None,
+    group_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own data: rows with the same value are in one split; default: equal captions or pictures."
+        ),
+    ] = None,
+    licence: Annotated[
+        list[str] | None,
+        typer.Option(help="Your own data: its licence, or SOURCE=LICENCE for one source. Can be repeated."),
+    ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for fetched packages.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
 ) -> None:
     """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
     limits = dict(_parse_limit(text) for text in limit or [])  # the empty name is the limit of all sources
+    licences = dict(_parse_licence(text) for text in licence or [])
     settings = BuildSettings(
         image_size=image_size,
         passage_chars=passage_chars,
@@ -76,7 +98,10 @@ def build(
         text_column=text_column,
         image_column=image_column,
         label_column=label_column,
-        licence=licence,
+        split_column=split_column,
+        group_column=group_column,
+        licence=licences.pop("", None),
+        licences=licences,
     )
     sources = [find_source(specifier, options) for specifier in source]
     manifest, built = build_folder(sources, out, settings, workers or _usable_cores())

@@ -2,10 +2,11 @@
 
 import collections
 import dataclasses
-import hashlib
 import itertools
 import json
 import multiprocessing
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +32,7 @@ from m6.data.shards import ShardWriter
 from m6.data.sources.base import Row, Source
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
+from m6.data.splitting import Grouping, SplitRules, split_rows
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
@@ -131,19 +133,6 @@ def _existing(out: Path, recipe: dict[str, Any], origins: dict[str, list[Origin]
     raise UserError(f"{out} is not empty and is not this data set; choose another folder or remove it")
 
 
-def assign_split(group: str, validation_share: float, test_share: float) -> Split:
-    """Returns the split of a group. It depends on the group's name alone, never on other rows.
-
-    The first 8 bytes of the name's SHA-256 are taken as a number in [0, 1): numbers below ``test_share`` are test,
-    the next ``validation_share`` are validation, the rest is training. A larger share of validation therefore only
-    moves groups out of training.
-    """
-    position = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
-    if position < test_share:
-        return "test"
-    return "validation" if position < test_share + validation_share else "train"
-
-
 def _is_same_data(manifest: Manifest, recipe: dict[str, Any], origins: dict[str, list[Origin]]) -> bool:
     return manifest.recipe == recipe and {n: e.origin for n, e in manifest.sources.items()} == origins
 
@@ -152,32 +141,40 @@ def _build_source(
     source: Source, folder: Path, settings: BuildSettings, workers: int, skip_list: IO[str]
 ) -> tuple[dict[Split, SplitEntry], dict[str, int]]:
     """Writes the shards of one source; returns its splits and the number of skipped rows by reason."""
-    # A source with its own test split must not lose more rows to testing.
-    test_share = 0.0 if source.has_test_split else settings.test_share
     skipped: collections.Counter[str] = collections.Counter()
+    examples: dict[str, str] = {}
     limit = settings.limits.get(source.name, settings.limit)
-    rows = tqdm(
+    stream = tqdm(
         itertools.islice(source.rows(), limit),
         desc=source.name,
         unit=" rows",
         total=limit,
         disable=None,  # no bar unless stderr is a terminal
     )
+
+    def usable_rows() -> Iterator[Row]:
+        for row, problem in _checked(stream, source.kind, settings, workers):
+            if not problem:
+                yield row
+                continue
+            skipped[problem] += 1
+            examples.setdefault(problem, row.id)
+            if skipped.total() <= LISTED_SKIPS:
+                entry = {"source": source.name, "id": row.id, "reason": problem}
+                skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    rules = SplitRules(settings.validation_share, settings.test_share, source.own_splits)
+    grouping = Grouping()
+    spool = folder / "waiting"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, source.name)) for split in SPLITS}
-        for row, problem in _checked(rows, source.kind, settings, workers):
-            if problem:
-                skipped[problem] += 1
-                if skipped.total() <= LISTED_SKIPS:
-                    entry = {"source": source.name, "id": row.id, "reason": problem}
-                    skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
-                continue
-            split = row.split or assign_split(row.group, settings.validation_share, test_share)
+        for row, split in split_rows(usable_rows(), source.name, spool, rules, grouping):
             columns = ("id", "text", "image", "question", "answer", "group")
             writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
+    shutil.rmtree(spool, ignore_errors=True)
     splits = {cast(Split, split): SplitEntry.of(writer.shards) for split, writer in writers.items()}
     usable = sum(entry.rows for entry in splits.values())
-    reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common())
+    reasons = ", ".join(f"{reason}: {count}, such as {examples[reason]}" for reason, count in skipped.most_common())
     if not usable:
         raise UserError(f'source "{source.name}" has no usable row ({reasons or "it is empty"}); nothing was written')
     share = skipped.total() / (usable + skipped.total())
@@ -186,7 +183,30 @@ def _build_source(
             f'source "{source.name}": {share:.1%} of the rows are bad ({reasons}), more than --max-bad-share '
             f"{settings.max_bad_share:.1%}; nothing was written"
         )
+    if skipped:
+        _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
+    _warn_of_splits(source.name, splits, grouping, settings)
     return splits, dict(skipped.most_common())
+
+
+def _warn_of_splits(name: str, splits: dict[Split, SplitEntry], grouping: Grouping, settings: BuildSettings) -> None:
+    """Says what a user would not expect of a split: that it is empty, or that it shares data with training."""
+    if grouping.rows:
+        _warn(f"{name}: {grouping.rows} pictures in {grouping.groups} groups of equal captions or pictures")
+    for split, shared in grouping.shared.items():
+        if shared:
+            _warn(
+                f"{name}: {shared} of {splits[split].rows} rows of your {split} split have a caption or a picture that "
+                "is also in your training split"
+            )
+    shares = {"validation": settings.validation_share, "test": settings.test_share}
+    for split in ("validation", "test"):
+        if not splits[split].rows and shares[split]:
+            _warn(f"{name}: no row is in the {split} split; a larger --{split}-share holds out more")
+
+
+def _warn(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def _checked(
@@ -229,7 +249,8 @@ def check_row(row: Row, kind: SourceKind, settings: BuildSettings) -> tuple[Row,
         The converted row, and the reason why it cannot be used; None if it can.
     """
     # Names of files may hold bytes that are not UTF-8, which neither Parquet nor JSON can write.
-    row = dataclasses.replace(row, id=_printable(row.id), group=_printable(row.group))
+    group = None if row.group is None else _printable(row.group)
+    row = dataclasses.replace(row, id=_printable(row.id), group=group)
     if row.problem:
         return row, row.problem
     row = dataclasses.replace(row, text=clean(row.text))

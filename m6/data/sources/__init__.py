@@ -9,10 +9,10 @@ from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyV
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
-from m6.data.sources.local import PictureFolder, WebDataset, unreadable_reason
+from m6.data.sources.opening import open_path
 from m6.data.sources.poetry import Poetry
 from m6.data.sources.reviews import Reviews
-from m6.data.sources.tables import HubTable, LocalTable
+from m6.data.sources.tables import HubTable
 from m6.data.sources.tuxpaint import TuxPaint
 from m6.errors import UserError, nearest
 
@@ -58,32 +58,7 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
     if not path.exists():
         hint = nearest(specifier, BUILT_IN)
         raise UserError(f'there is no source and no file or folder "{specifier}"{hint}')
-    return _open_path(name or _name(path.resolve().name), path, options)
-
-
-def _open_path(name: str, path: Path, options: SourceOptions) -> Source:
-    if path.is_file():
-        if path.suffix == ".tar":
-            return WebDataset(name, [path], options)
-        if path.suffix in LocalTable.FORMATS:
-            return LocalTable(name, [path], options)
-        raise UserError(f"{path}: expected a folder or a file .tar, {', '.join(LocalTable.FORMATS)}")
-    if tars := _inside(path, ".tar"):
-        return WebDataset(name, tars, options)
-    # A metadata.jsonl looks like a table, but its rows name picture files: such a folder is a PictureFolder.
-    tables = [file for suffix in LocalTable.FORMATS for file in _inside(path, suffix)]
-    if tables and not (path / "metadata.jsonl").is_file():
-        return LocalTable(name, tables, options)
-    return PictureFolder(name, path, options)
-
-
-def _inside(folder: Path, suffix: str) -> list[Path]:
-    """Returns the files of a folder with a suffix; UserError for a link out of the folder or a pipe or device."""
-    files = sorted(folder.rglob(f"*{suffix}"))
-    for file in files:
-        if problem := unreadable_reason(folder, file):
-            raise UserError(f"{file} is not read ({problem}); remove it, or name what it points to as a source")
-    return files
+    return open_path(name or _name(path.resolve().name), path, options)
 
 
 def _name(text: str) -> str:

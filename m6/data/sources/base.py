@@ -1,8 +1,8 @@
 """The interface of a source: a name, a kind, its origin, and a stream of rows."""
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -17,7 +17,8 @@ class Row:
 
     Attributes:
         id: identifier, unique in the source.
-        group: document or concept; all rows of a group are in the same split.
+        group: document or concept; all rows of a group are in the same split. None: the build groups the row with
+            those that have the same caption, the same picture or nearly the same picture.
         text: caption, passage or document.
         image: contents of a picture file (SVG is allowed).
         question: question about the picture.
@@ -27,7 +28,7 @@ class Row:
     """
 
     id: str
-    group: str
+    group: str | None
     text: str = ""
     image: bytes | None = None
     question: str | None = None
@@ -46,7 +47,10 @@ class SourceOptions:
         text_column: column of texts or captions.
         image_column: column of pictures; None: ``image`` if it exists.
         label_column: column of labels for classification.
+        split_column: column that names the split of a row.
+        group_column: column whose value rows of one split share, such as a photographer or a dish.
         licence: licence of the user's data.
+        licences: licences of single sources, by name; they take precedence over ``licence``.
     """
 
     cache: Path
@@ -54,7 +58,10 @@ class SourceOptions:
     text_column: str = "text"
     image_column: str | None = None
     label_column: str | None = None
+    split_column: str | None = None
+    group_column: str | None = None
     licence: str | None = None
+    licences: Mapping[str, str] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -63,13 +70,13 @@ class Source(Protocol):
     Attributes:
         name: name in the manifest and in file names.
         kind: which columns the rows have.
-        has_test_split: whether the source defines its own test split. Rows without a split are then divided between
-            training and validation only.
+        own_splits: the splits that the source defines itself. They are kept as they are: of its other rows, none are
+            held out for testing; its training rows give a validation split if it has none.
     """
 
     name: str
     kind: SourceKind
-    has_test_split: bool
+    own_splits: frozenset[Split]
 
     def origin(self) -> list[Origin]:
         """Returns the packages or files that the rows are read from, with versions, licences and checksums."""

@@ -73,7 +73,7 @@ class _EasyVqa:
     The group of a row is its picture, so all questions about a picture are in one split.
     """
 
-    has_test_split = True
+    own_splits: frozenset[Split] = frozenset({"test"})
 
     def __init__(self, options: SourceOptions) -> None:
         del options

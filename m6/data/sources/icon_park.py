@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from m6.data.manifest import Origin, SourceKind
+from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import NpmPackage, members
 from m6.errors import UserError
@@ -41,7 +41,7 @@ class IconPark:
 
     name = "icon_park"
     kind: SourceKind = "image_text"
-    has_test_split = False
+    own_splits: frozenset[Split] = frozenset()
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache = options.cache

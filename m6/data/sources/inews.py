@@ -33,7 +33,7 @@ class Inews:
 
     name = "inews"
     kind: SourceKind = "text"
-    has_test_split = True
+    own_splits: frozenset[Split] = frozenset({"test"})
 
     def __init__(self, options: SourceOptions) -> None:
         self._limit = options.passage_chars

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from m6.data.manifest import Origin, SourceKind
+from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import NpmPackage, members
 from m6.data.sources.text import passages
@@ -40,7 +40,7 @@ class Poetry:
 
     name = "poetry"
     kind: SourceKind = "text"
-    has_test_split = False
+    own_splits: frozenset[Split] = frozenset()
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache, self._limit = options.cache, options.passage_chars

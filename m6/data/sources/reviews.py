@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from m6.data.manifest import Origin, SourceKind
+from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions, interleave
 from m6.data.sources.packages import PipPackage
 from m6.errors import UserError
@@ -24,7 +24,7 @@ class Reviews:
 
     name = "reviews"
     kind: SourceKind = "labelled_text"
-    has_test_split = False
+    own_splits: frozenset[Split] = frozenset()
 
     def __init__(self, options: SourceOptions) -> None:
         self._limit = options.passage_chars

@@ -1,6 +1,6 @@
-"""Tables with a text column and optional pictures or labels: local Parquet and JSONL files, and Hub data sets.
+"""Tables with a text column and optional pictures or labels: local files, saved data sets, and the Hub.
 
-Hugging Face Datasets streams both. No loading scripts are run, and pictures are not decoded.
+Hugging Face Datasets streams them. No loading scripts are run, and pictures are not decoded.
 """
 
 import itertools
@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from m6.data.manifest import Origin, SourceKind
+from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import LocalSource, require_column, unreadable_reason
+from m6.data.sources.local import (
+    LocalSource,
+    group_of_row,
+    group_of_text,
+    own_splits,
+    require_column,
+    split_of_name,
+    split_of_row,
+    unreadable_reason,
+)
 from m6.data.sources.text import passages
 from m6.errors import UserError
 
@@ -24,30 +33,61 @@ _READ_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, Attribut
 
 
 class LocalTable(LocalSource):
-    """Parquet or JSONL files with a text column and an optional image column.
+    """Parquet, JSONL or CSV files with a text column and an optional image column.
 
-    An image is bytes, Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder.
+    An image is bytes, Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder. Files that are
+    named after splits, such as ``train.jsonl`` or ``data/test-00000.parquet``, are these splits.
 
     Raises:
-        UserError: Parquet and JSONL files are mixed, a file cannot be read, or a column is missing.
+        UserError: forms are mixed, a file cannot be read, or a column is missing.
     """
 
-    FORMATS: ClassVar[dict[str, str]] = {".parquet": "parquet", ".jsonl": "json"}
+    FORMATS: ClassVar[dict[str, str]] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
 
     def __init__(self, name: str, files: list[Path], options: SourceOptions) -> None:
         super().__init__(name, files, options)
         if len({file.suffix for file in files}) > 1:
-            raise UserError(f'"{name}" mixes Parquet and JSONL files; build them as two sources')
-        self._data: datasets.IterableDataset = _load(
-            name, self.FORMATS[files[0].suffix], data_files=[str(file) for file in files], split="train"
-        )
-        self._image_column = _image_column(self._data, options, name)
-        self.kind = _kind(self._image_column, options)
+            raise UserError(
+                f'"{name}" mixes {" and ".join(sorted({f.suffix for f in files}))}: build them as two sources'
+            )
+        by_split: dict[Split | None, list[str]] = {}
+        for file in files:
+            by_split.setdefault(split_of_name(file.stem), []).append(str(file))
+        form = self.FORMATS[files[0].suffix]
+        tables = {split: _load(name, form, data_files=part, split="train") for split, part in by_split.items()}
+        self._table = _Table(name, tables, files[0].parent, options)
+        self.kind, self.own_splits = self._table.kind, own_splits(options, by_split)
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of all files in order; documents are cut into passages."""
-        folder = self._paths[0].parent
-        return _table_rows(self.name, self._data, self._image_column, self._options, folder)
+        return self._table.rows()
+
+
+class SavedDataset(LocalSource):
+    """A folder that ``save_to_disk`` of Hugging Face Datasets wrote, with its splits.
+
+    Raises:
+        UserError: the folder cannot be read, or a column is missing.
+    """
+
+    def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
+        import datasets
+
+        super().__init__(name, sorted(folder.rglob("*.arrow")), options)
+        try:
+            saved = datasets.load_from_disk(str(folder))
+        except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
+            raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
+        parts = saved.items() if isinstance(saved, datasets.DatasetDict) else [("", saved)]
+        tables = {split_of_name(str(split)): data.to_iterable_dataset() for split, data in parts}
+        if len(tables) < len(parts):
+            raise UserError(f"{folder}: of its splits {', '.join(map(str, saved))} two have the same meaning")
+        self._table = _Table(name, tables, None, options)
+        self.kind, self.own_splits = self._table.kind, own_splits(options, tables)
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the rows of all splits; documents are cut into passages."""
+        return self._table.rows()
 
 
 class HubTable:
@@ -63,7 +103,7 @@ class HubTable:
         UserError: the data set cannot be opened, states no licence, or lacks a column.
     """
 
-    has_test_split = False
+    own_splits: frozenset[Split] = frozenset()
 
     def __init__(self, name: str, dataset: str, split: str, options: SourceOptions) -> None:
         from huggingface_hub import HfApi
@@ -73,15 +113,17 @@ class HubTable:
             info = HfApi().dataset_info(dataset)
         except (HfHubHTTPError, OSError, ValueError) as error:
             raise UserError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from None
-        licence = options.licence or (info.card_data.get("license") if info.card_data else None)
+        licence = options.licences.get(name, options.licence) or (
+            info.card_data.get("license") if info.card_data else None
+        )
         if not isinstance(licence, str):
             raise UserError(f"hf:{dataset} states no licence; read its page and pass --licence")
-        self.name, self._options = name, options
+        self.name = name
         self._origin = Origin(package=f"hf:{dataset}:{split}", version=str(info.sha), licence=licence)
         # Pinned to the commit, so that the manifest names exactly what is read.
-        self._data: datasets.IterableDataset = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
-        self._image_column = _image_column(self._data, options, name)
-        self.kind = _kind(self._image_column, options)
+        data = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
+        self._table = _Table(name, {None: data}, None, options)
+        self.kind, self.own_splits = self._table.kind, own_splits(options, ())
 
     def origin(self) -> list[Origin]:
         """Returns the data set with its commit as version."""
@@ -89,7 +131,7 @@ class HubTable:
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of the split; documents are cut into passages."""
-        return _table_rows(self.name, self._data, self._image_column, self._options, None)
+        return self._table.rows()
 
 
 def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
@@ -104,64 +146,99 @@ def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
         raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
 
 
-def _image_column(data: "datasets.IterableDataset", options: SourceOptions, name: str) -> str | None:
-    """Returns the column of pictures: the chosen one, or ``image`` if it exists. None for a table without pictures."""
-    columns = list(data.features)
-    require_column(options.text_column, columns, name)
-    if options.label_column is not None:
-        if options.image_column is not None:
-            raise UserError(
-                f"--label-column {options.label_column} and --image-column {options.image_column}: a table has "
-                "either labels or pictures; choose one"
-            )
-        require_column(options.label_column, columns, name)
-        return None
-    if options.image_column is not None:
-        require_column(options.image_column, columns, name)
-        return options.image_column
-    return "image" if "image" in columns else None
+class _Table:
+    """Rows of tables with the same columns, one for each split.
 
+    Args:
+        name: name of the source.
+        tables: tables by split; None: without a split of its own.
+        folder: folder that paths of pictures are relative to; None: only pictures inside of the table are read.
+        options: columns.
 
-def _table_rows(
-    name: str, data: "datasets.IterableDataset", image_column: str | None, options: SourceOptions, folder: Path | None
-) -> Iterator[Row]:
-    import datasets
+    Raises:
+        UserError: a column is missing.
+    """
 
-    features: dict[str, Any] = data.features
-    columns = [column for column in (options.text_column, image_column, options.label_column) if column]
-    data = data.select_columns(columns)
-    if image_column and isinstance(features.get(image_column), datasets.Image):
-        # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
-        data = data.cast_column(image_column, datasets.Image(decode=False))
-    entries = iter(data)
-    for number in itertools.count():
-        try:
-            entry = next(entries, None)
-        except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
-            raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
-        if entry is None:
-            return
-        identity, text = f"{name}/{number}", entry[options.text_column]
+    def __init__(
+        self,
+        name: str,
+        tables: "dict[Split | None, datasets.IterableDataset]",
+        folder: Path | None,
+        options: SourceOptions,
+    ) -> None:
+        self._name, self._tables, self._folder, self._options = name, tables, folder, options
+        self._image_column = options.image_column
+        for table in tables.values():
+            columns = list(table.features)
+            chosen = (options.image_column, options.label_column, options.split_column, options.group_column)
+            for column in filter(None, (options.text_column, *chosen)):
+                require_column(column, columns, name)
+            if options.image_column is None and "image" in columns:
+                self._image_column = "image"
+        self.kind: SourceKind = "text"
+        if self._image_column or options.label_column:
+            self.kind = "image_text" if self._image_column else "labelled_text"
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the rows; documents are cut into passages."""
+        number = 0
+        for split, table in self._tables.items():
+            for entry in self._entries(table, number):
+                yield from self._rows_of(entry, f"{self._name}/{number}", split)
+                number += 1
+
+    def _entries(self, table: "datasets.IterableDataset", first: int) -> Iterator[dict[str, Any]]:
+        import datasets
+
+        options = self._options
+        wanted = (
+            options.text_column,
+            self._image_column,
+            options.label_column,
+            options.split_column,
+            options.group_column,
+        )
+        features: dict[str, Any] = table.features
+        table = table.select_columns([column for column in dict.fromkeys(filter(None, wanted)) if column in features])
+        if self._image_column and isinstance(features.get(self._image_column), datasets.Image):
+            # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
+            table = table.cast_column(self._image_column, datasets.Image(decode=False))
+        entries = iter(table)
+        for number in itertools.count(first):
+            try:
+                entry = next(entries, None)
+            except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
+                raise UserError(f"{self._name}: reading stopped at row {number}: {_first_line(error)}") from None
+            if entry is None:
+                return
+            yield entry
+
+    def _rows_of(self, entry: dict[str, Any], identity: str, split: Split | None) -> Iterator[Row]:
+        options, text = self._options, entry.get(self._options.text_column)
         if not isinstance(text, str):
-            yield Row(identity, identity, problem=f"the text is {'null' if text is None else type(text).__name__}")
-            continue
-        if options.label_column:
-            yield Row(identity, identity, text[: options.passage_chars], answer=_label(entry[options.label_column]))
-        elif image_column:
-            image = _picture_bytes(entry[image_column], folder)
-            yield Row(identity, identity, text, image, problem=None if image else "missing image")
+            kind = "null" if text is None else type(text).__name__
+            yield Row(identity, identity, problem=f"the text is {kind}")
+            return
+        named, problem = split_of_row(entry, options)
+        if problem is not None:
+            yield Row(identity, identity, problem=problem)
+            return
+        split = named or split
+        group = group_of_row(entry, options)
+        label = None if options.label_column is None else _label(entry.get(options.label_column))
+        if self._image_column:
+            image = _picture_bytes(entry.get(self._image_column), self._folder)
+            problem = None if image else "missing image"
+            yield Row(identity, group, text, image, answer=label, split=split, problem=problem)
+        elif options.label_column:
+            text = text[: options.passage_chars]
+            yield Row(identity, group or group_of_text(text), text, answer=label, split=split)
         else:
             cut = list(passages(text, options.passage_chars))
             if not cut:
                 yield Row(identity, identity, problem="empty text")
             for index, passage in enumerate(cut):
-                yield Row(f"{identity}/{index}", identity, passage)
-
-
-def _kind(image_column: str | None, options: SourceOptions) -> SourceKind:
-    if options.label_column:
-        return "labelled_text"
-    return "image_text" if image_column else "text"
+                yield Row(f"{identity}/{index}", group or group_of_text(text), passage, split=split)
 
 
 def _label(value: object) -> str | None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from m6.data.manifest import Origin, SourceKind
+from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.packages import DebianPackage
 
@@ -18,7 +18,7 @@ class TuxPaint:
 
     name = "tuxpaint"
     kind: SourceKind = "image_text"
-    has_test_split = False
+    own_splits: frozenset[Split] = frozenset()
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache = options.cache

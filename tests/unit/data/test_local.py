@@ -52,10 +52,10 @@ def folder(tmp_path):
 def test_captions_beside_pictures(folder, tmp_path):
     (folder / "a.txt").write_text("一只狗")
     (folder / "cats" / "b.txt").write_text("一只猫")
-    assert [(row.id, row.text, row.image is not None) for row in rows_of(folder, tmp_path)] == [
-        ("photos/a.png", "一只狗", True),
-        ("photos/c.png", "", True),  # the build counts it as empty text
-        ("photos/cats/b.png", "一只猫", True),
+    assert [(row.id, row.text, row.problem) for row in rows_of(folder, tmp_path)] == [
+        ("photos/a.png", "一只狗", None),
+        ("photos/c.png", "", "no caption"),
+        ("photos/cats/b.png", "一只猫", None),
     ]
 
 
@@ -75,6 +75,7 @@ def test_metadata_jsonl(folder, tmp_path):
         ("photos/none.png", "", "missing image"),
         ("photos/a.png", "", None),
         ("photos/metadata.jsonl:5", "", "invalid JSON"),
+        ("photos/c.png", "", "not in the metadata"),
     ]
     with pytest.raises(UserError, match='no column "caption"; valid: file_name, text'):
         rows_of(folder, tmp_path, text_column="caption")
@@ -83,9 +84,8 @@ def test_metadata_jsonl(folder, tmp_path):
 def test_metadata_csv(folder, tmp_path):
     with (folder / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["file_name", "caption"], ["a.png", "一只狗，在跑"]])
-    assert [(row.id, row.text) for row in rows_of(folder, tmp_path, text_column="caption")] == [
-        ("photos/a.png", "一只狗，在跑")
-    ]
+    rows = [row for row in rows_of(folder, tmp_path, text_column="caption") if row.problem is None]
+    assert [(row.id, row.text) for row in rows] == [("photos/a.png", "一只狗，在跑")]
 
 
 def test_a_folder_without_captions_is_an_error(folder, tmp_path):
@@ -140,11 +140,12 @@ def test_jsonl_text_becomes_passages(tmp_path):
     path = tmp_path / "news.jsonl"
     path.write_text("\n".join(json.dumps({"body": text, "n": 1}) for text in ("第一句。第二句。", "第三句。")))
     rows = rows_of(path, tmp_path, text_column="body", passage_chars=5)
-    assert [(row.id, row.group, row.text) for row in rows] == [
-        ("news/0/0", "news/0", "第一句。"),
-        ("news/0/1", "news/0", "第二句。"),
-        ("news/1/0", "news/1", "第三句。"),
+    assert [(row.id, row.text) for row in rows] == [
+        ("news/0/0", "第一句。"),
+        ("news/0/1", "第二句。"),
+        ("news/1/0", "第三句。"),
     ]
+    assert rows[0].group == rows[1].group != rows[2].group
     with pytest.raises(UserError, match='news has no column "text"; valid: body, n'):
         rows_of(path, tmp_path)
     with pytest.raises(UserError, match='no column "img"'):
@@ -160,8 +161,15 @@ def test_a_label_column_makes_labelled_texts(tmp_path):
     assert [(row.text, row.answer) for row in source.rows()] == [("很好。很好。", "5"), ("一般", None)]
     with pytest.raises(UserError, match='reviews has no column "star"; did you mean "stars"'):
         rows_of(path, tmp_path, label_column="star")
-    with pytest.raises(UserError, match=r"--label-column stars and --image-column image: .*; choose one"):
-        rows_of(path, tmp_path, label_column="stars", image_column="image")
+
+
+def test_a_label_column_keeps_the_pictures(tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    path = tmp_path / "photos.jsonl"
+    path.write_text(json.dumps({"text": "一只猫", "image": "a.png", "kind": "animal"}))
+    source = find_source(str(path), options(tmp_path, label_column="kind"))
+    assert source.kind == "image_text"
+    assert [(row.text, row.image, row.answer) for row in source.rows()] == [("一只猫", png(), "animal")]
 
 
 def test_jsonl_pictures_are_paths_inside_the_folder(tmp_path):
@@ -255,7 +263,7 @@ def test_the_command_builds_a_folder_once(folder, tmp_path):
     assert "is built" in result.output
     assert "photos: train 2, validation 0, test 0 rows" in result.output
     entry = Manifest.load(tmp_path / "data").sources["photos"]
-    assert (entry.kind, entry.licence, entry.skipped) == ("image_text", "CC0-1.0", {"empty text": 1})
+    assert (entry.kind, entry.licence, entry.skipped) == ("image_text", "CC0-1.0", {"no caption": 1})
     assert "holds this data set already" in CliRunner().invoke(app, command).output
     (folder / "a.txt").write_text("一只狼")  # other contents are another data set
     assert isinstance(CliRunner().invoke(app, command).exception, UserError)

@@ -1,0 +1,53 @@
+"""The user's own plain texts: .txt and .md files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from m6.data.manifest import SourceKind
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.local import LocalSource, group_of_text, split_of_name
+from m6.data.sources.text import passages
+
+MAX_DOCUMENT_BYTES = 256 << 20
+
+
+class Documents(LocalSource):
+    """Plain text or Markdown files; each file is a document, which is cut into passages.
+
+    Args:
+        name: name in the manifest.
+        folder: folder of the files; ids are relative to it.
+        files: the files.
+        options: the licence, and the length of passages.
+    """
+
+    FORMATS: ClassVar[tuple[str, ...]] = (".txt", ".md")
+    kind: SourceKind = "text"
+
+    def __init__(self, name: str, folder: Path, files: list[Path], options: SourceOptions) -> None:
+        super().__init__(name, files, options)
+        relative = {file: file.relative_to(folder) for file in files}
+        self._names = {file: f"{name}/{part.as_posix()}" for file, part in relative.items()}
+        self._splits = {
+            file: split_of_name(part.parts[0] if len(part.parts) > 1 else "") for file, part in relative.items()
+        }
+        self.own_splits = frozenset(split for split in self._splits.values() if split)
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the passages of each file; equal files are in one split."""
+        for file in self._paths:
+            identity, split = self._names[file], self._splits[file]
+            if file.stat().st_size > MAX_DOCUMENT_BYTES:
+                yield Row(identity, identity, problem=f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+                continue
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError:
+                yield Row(identity, identity, problem="not UTF-8")
+                continue
+            cut = list(passages(text, self._options.passage_chars))
+            if not cut:
+                yield Row(identity, identity, problem="empty text")
+            for number, passage in enumerate(cut):
+                yield Row(f"{identity}/{number}", group_of_text(text), passage, split=split)

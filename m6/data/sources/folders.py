@@ -1,0 +1,162 @@
+"""A folder of the user's own pictures with captions, as Hugging Face's imagefolder lays it out.
+
+It is read here and not by Hugging Face Datasets, for which one bad line of metadata or one missing picture ends the
+reading, and links may lead out of the folder.
+"""
+
+import codecs
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from m6.data.manifest import Split
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.local import (
+    PICTURE_SUFFIXES,
+    LocalSource,
+    group_of_row,
+    own_splits,
+    require_column,
+    split_of_name,
+    split_of_row,
+    unreadable_reason,
+)
+from m6.errors import UserError
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+MAX_LINE_BYTES = 8 << 20  # of metadata.jsonl; a longer line is skipped without being held
+
+
+class PictureFolder(LocalSource):
+    """A folder of pictures with captions.
+
+    The captions are in ``metadata.jsonl`` or ``metadata.csv`` with the column ``file_name``, relative to the metadata,
+    and the text column; or in a ``.txt`` file beside each picture; or they are the names of the pictures' folders.
+    Folders at the top that are named after splits, such as ``train`` and ``val``, are splits.
+
+    Raises:
+        UserError: the folder has no pictures or no captions.
+    """
+
+    def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
+        self._folder = folder
+        self._pictures = sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURE_SUFFIXES)
+        captions = [file for file in sorted(folder.rglob("*.txt")) if unreadable_reason(folder, file) is None]
+        self._metadata = [
+            file
+            for metadata_name in METADATA
+            for file in sorted(folder.rglob(metadata_name))
+            if unreadable_reason(folder, file) is None
+        ]
+        parts = [picture.relative_to(folder).parts for picture in self._pictures]
+        splits = {split_of_name(part[0]) for part in parts if len(part) > 1} - {None}
+        # Folders of classes: the names of folders are captions where there are no others.
+        depth = 2 if splits else 1
+        self._classes = not (self._metadata or captions) and all(len(part) > depth for part in parts)
+        if not self._pictures or not (captions or self._metadata or self._classes):
+            raise UserError(
+                f"{folder}: expected pictures with metadata.jsonl, metadata.csv, .txt files beside them or a folder "
+                "for each class; or .parquet, .jsonl, .csv, .tar, .txt or .md files"
+            )
+        # Only files that are read count in the checksum; opening a named pipe or a device could block forever.
+        pictures = [file for file in self._pictures if unreadable_reason(folder, file) is None]
+        super().__init__(name, [*pictures, *(self._metadata or captions)], options)
+        self.own_splits = own_splits(options, splits)
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the rows of the metadata files, then one row for each other picture."""
+        named: set[Path] = set()
+        for metadata in self._metadata:
+            yield from self._metadata_rows(metadata, named)
+        for picture in self._pictures:
+            if picture in named:
+                continue
+            file_name = picture.relative_to(self._folder).as_posix()
+            if self._metadata:
+                yield self._bad(file_name, "not in the metadata")
+            elif self._classes:
+                yield self._row(file_name, picture.parent.name, {})
+            else:
+                caption = picture.with_suffix(".txt")
+                readable = unreadable_reason(self._folder, caption) is None
+                text = caption.read_text(encoding="utf-8", errors="replace") if readable else ""
+                problem = unreadable_reason(self._folder, picture)
+                if problem is None and not text.strip():
+                    problem = "no caption"
+                yield self._row(file_name, text, {}) if problem is None else self._bad(file_name, problem)
+
+    def _metadata_rows(self, metadata: Path, named: set[Path]) -> Iterator[Row]:
+        columns = ("file_name", self._options.text_column, self._options.split_column, self._options.group_column)
+        parent = metadata.parent.relative_to(self._folder)
+        read = _csv_entries if metadata.suffix == ".csv" else _json_entries
+        checked = False
+        for number, entry in enumerate(read(metadata), start=1):
+            if isinstance(entry, str):
+                yield self._bad(f"{(parent / metadata.name).as_posix()}:{number}", entry)
+                continue
+            if not checked:
+                checked = True
+                for column in filter(None, columns):
+                    require_column(column, entry, metadata)
+            file_name = (parent / str(entry.get("file_name"))).as_posix()
+            named.add(self._folder / file_name)
+            yield self._row(file_name, entry.get(self._options.text_column), entry)
+
+    def _row(self, file_name: str, text: object, entry: dict[str, Any]) -> Row:
+        picture = self._folder / file_name
+        split, problem = split_of_row(entry, self._options)
+        problem = unreadable_reason(self._folder, picture) or problem
+        if problem is not None:
+            return self._bad(file_name, problem)
+        text = text if isinstance(text, str) else ""
+        answer = picture.parent.name if self._classes else None
+        group = group_of_row(entry, self._options)
+        split = split or self._split_of(picture)
+        return Row(f"{self.name}/{file_name}", group, text, picture.read_bytes(), answer=answer, split=split)
+
+    def _split_of(self, picture: Path) -> Split | None:
+        parts = picture.relative_to(self._folder).parts
+        return split_of_name(parts[0]) if len(parts) > 1 else None
+
+    def _bad(self, name: str, problem: str) -> Row:
+        return Row(f"{self.name}/{name}", None, problem=problem)
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Parses a JSON object; None if the bytes are anything else."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _json_entries(file: Path) -> Iterator[dict[str, Any] | str]:
+    """Yields each line of a JSONL file as an object, or as the reason why it is none."""
+    with file.open("rb") as lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                while (rest := lines.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield "line too long"
+                continue
+            yield parse_object(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+
+
+def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:
+    """Yields the rows of a CSV file, or what is wrong with one; UserError for a file that is not CSV in UTF-8."""
+    limit = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            for entry in csv.DictReader(lines):
+                # Fields beyond the header are under the key None.
+                yield "more fields than columns" if None in entry else entry
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8") from None
+    except csv.Error as error:
+        raise UserError(f"{file} is not a CSV file that can be read: {error}") from None
+    finally:
+        csv.field_size_limit(limit)

@@ -1,0 +1,83 @@
+"""WebDataset tar files of the user's own pictures."""
+
+import itertools
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from m6.data.manifest import Split
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.folders import parse_object
+from m6.data.sources.local import PICTURE_SUFFIXES, LocalSource, group_of_row, own_splits, split_of_name, split_of_row
+from m6.errors import UserError
+
+MAX_MEMBER_BYTES = 64 << 20  # larger members of a tar file are not read into memory
+
+
+class WebDataset(LocalSource):
+    """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
+
+    Other members are not read; in particular, nothing is unpickled. Split and group columns are those of ``key.json``.
+    A tar file may also be named after its split, such as ``train-0000.tar``.
+    """
+
+    def __init__(self, name: str, paths: list[Path], options: SourceOptions) -> None:
+        super().__init__(name, paths, options)
+        self._splits = {path: split_of_name(path.name) for path in paths}
+        self.own_splits = own_splits(options, self._splits.values())
+
+    def rows(self) -> Iterator[Row]:
+        """Yields one row for each key. UserError for a damaged tar file."""
+        for path in self._paths:
+            try:
+                with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+                    for key, group in itertools.groupby(filter(tarfile.TarInfo.isfile, tar), _key):
+                        parts = {Path(m.name).suffix.lower(): _read(tar, m) for m in group if _is_readable(m)}
+                        yield self._row(f"{self.name}/{path.name}/{key}", parts, self._splits[path])
+                    _check_end(file, tar.offset)
+            except (tarfile.TarError, EOFError) as error:
+                raise UserError(f"{path} is not a complete tar file: {error}") from None
+
+    def _row(self, identity: str, parts: dict[str, bytes], split: Split | None) -> Row:
+        images = [content for suffix, content in parts.items() if suffix in PICTURE_SUFFIXES]
+        entry = parse_object(parts[".json"]) if ".json" in parts else {}
+        if entry is None:
+            return Row(identity, None, problem="invalid JSON")
+        text = parts.get(".txt", b"").decode("utf-8", "replace") or entry.get(self._options.text_column)
+        named, problem = split_of_row(entry, self._options)
+        if not images:
+            problem = "missing image"
+        if problem:
+            return Row(identity, None, problem=problem)
+        group = group_of_row(entry, self._options)
+        return Row(identity, group, text if isinstance(text, str) else "", images[0], split=named or split)
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    folder, _, name = member.name.rpartition("/")
+    return f"{folder}/{name.split('.')[0]}".lstrip("/")
+
+
+def _is_readable(member: tarfile.TarInfo) -> bool:
+    suffix = Path(member.name).suffix.lower()
+    return member.size <= MAX_MEMBER_BYTES and (suffix in PICTURE_SUFFIXES or suffix in (".txt", ".json"))
+
+
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None  # rows() passes only regular files
+    content = file.read()
+    if len(content) != member.size:
+        raise tarfile.ReadError(f"{member.name} ends after {len(content)} of {member.size} bytes")
+    return content
+
+
+def _check_end(file: BinaryIO, offset: int) -> None:
+    """Raises ReadError if the archive has no end marker at ``offset``, where reading stopped.
+
+    ``tarfile`` also stops, without an error, at a damaged header and at the end of a truncated file.
+    """
+    file.seek(offset)
+    if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"no further member and no end of the archive at byte {offset}")

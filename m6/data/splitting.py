@@ -1,0 +1,168 @@
+"""Which split a row goes to: rows that belong together are in one split, so nothing of a test is seen in training."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from m6.data.duplicates import near_duplicates, signature
+from m6.data.manifest import Split
+from m6.data.shards import ShardWriter
+from m6.data.sources import Row
+
+# The search for near duplicates takes about 10 minutes for so many pictures; of more, only equal ones are joined.
+MAX_COMPARED = 200_000
+
+
+@dataclass(frozen=True)
+class SplitRules:
+    """How the rows of a source are divided.
+
+    Attributes:
+        validation_share: share of the groups in the validation split.
+        test_share: share of the groups in the test split.
+        own: the splits that the source defines itself, which are kept as they are.
+    """
+
+    validation_share: float
+    test_share: float
+    own: frozenset[Split] = frozenset()
+
+    def split(self, group: str, named: Split | None) -> Split:
+        """Returns the split of a row with a group and perhaps a split of its own."""
+        # Training rows of a source without validation rows give some: training needs a validation loss.
+        if named is not None and not (named == "train" and self.own and "validation" not in self.own):
+            return named
+        return assign_split(group, self.validation_share, 0.0 if self.own else self.test_share)
+
+
+@dataclass
+class Grouping:
+    """What became of rows without a group of their own.
+
+    Attributes:
+        groups: number of groups.
+        rows: number of rows in them.
+        shared: for a split that the source defines: its rows that share a caption or a picture with a training row.
+    """
+
+    groups: int = 0
+    rows: int = 0
+    shared: dict[Split, int] = field(default_factory=dict)
+
+
+def assign_split(group: str, validation_share: float, test_share: float) -> Split:
+    """Returns the split of a group. It depends on the group's name alone, never on other rows.
+
+    The first 8 bytes of the name's SHA-256 are taken as a number in [0, 1): numbers below ``test_share`` are test,
+    the next ``validation_share`` are validation, the rest is training. A larger share of validation therefore only
+    moves groups out of training.
+    """
+    position = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
+    if position < test_share:
+        return "test"
+    return "validation" if position < test_share + validation_share else "train"
+
+
+def split_rows(
+    rows: Iterable[Row], source: str, spool: Path, rules: SplitRules, grouping: Grouping
+) -> Iterator[tuple[Row, Split]]:
+    """Assigns a group and a split to each row.
+
+    Rows with a group go on at once. Rows without one are kept in a folder until all have been seen: each is grouped
+    with those that have the same caption, the same picture or nearly the same picture.
+
+    Args:
+        rows: checked rows of one source; pictures are converted.
+        source: name of the source.
+        spool: folder for rows that wait; the caller removes it.
+        rules: shares and own splits.
+        grouping: filled with what became of the rows that waited.
+
+    Yields:
+        Rows with a group, and their split.
+    """
+    texts: list[bytes | None] = []
+    pictures: list[bytes] = []
+    signatures: list[NDArray[np.uint8]] = []
+    named: list[Split | None] = []
+    with ShardWriter(spool, "train", source) as writer:
+        for row in rows:
+            if row.group is not None:
+                yield row, rules.split(row.group, row.split)
+                continue
+            assert row.image is not None  # sources group their texts themselves
+            # A caption that is a label is shared by all pictures of a class, which must be in every split.
+            texts.append(None if row.answer else hashlib.sha256(" ".join(row.text.split()).encode()).digest())
+            pictures.append(hashlib.sha256(row.image).digest())
+            if len(signatures) <= MAX_COMPARED:
+                signatures.append(signature(row.image))
+            named.append(row.split)
+            columns = ("id", "text", "image", "question", "answer")
+            writer.write({name: getattr(row, name) for name in columns} | {"group": "", "source": source})
+    if not texts:
+        return
+    roots = _joined(texts, pictures, np.stack(signatures))
+    # A name of its contents, so that it does not depend on names of files: the least key of its rows.
+    names: dict[int, bytes] = {}
+    for root, key in zip(roots, pictures, strict=True):
+        names[root] = min(names.get(root, key), key)
+    grouping.groups, grouping.rows = len(names), len(roots)
+    splits = _splits_of_groups(roots, named)
+    for split in ("validation", "test"):
+        rows_of_split = [root for root, own in zip(roots, named, strict=True) if own == split]
+        if rows_of_split:
+            grouping.shared[split] = sum("train" in splits[root] for root in rows_of_split)
+    stored = (row for shard in writer.shards for row in _read(spool / shard.file))
+    for row, root, own in zip(stored, roots, named, strict=True):
+        # A row without a split follows the others of its group.
+        held_out = next((split for split in ("test", "validation") if own is None and split in splits[root]), None)
+        group = f"content/{names[root].hex()[:32]}"
+        yield dataclasses.replace(row, group=group), held_out or rules.split(group, own)
+
+
+def _joined(texts: list[bytes | None], pictures: list[bytes], signatures: NDArray[np.uint8]) -> list[int]:
+    """Returns the least row of each row's group: rows with an equal text or picture, or near duplicates, are joined."""
+    parents = list(range(len(texts)))
+
+    def root(row: int) -> int:
+        while parents[row] != row:
+            parents[row] = parents[parents[row]]
+            row = parents[row]
+        return row
+
+    def join(first: int, second: int) -> None:
+        first, second = sorted((root(first), root(second)))
+        parents[second] = first
+
+    for keys in (texts, pictures):
+        seen: dict[bytes, int] = {}
+        for row, key in enumerate(keys):
+            if key is not None:
+                join(row, seen.setdefault(key, row))
+    if len(signatures) <= MAX_COMPARED:
+        for first, second in near_duplicates(signatures):
+            join(first, second)
+    return [root(row) for row in range(len(texts))]
+
+
+def _splits_of_groups(roots: list[int], named: list[Split | None]) -> dict[int, set[Split]]:
+    splits: dict[int, set[Split]] = collections.defaultdict(set)
+    for root, own in zip(roots, named, strict=True):
+        if own is not None:
+            splits[root].add(own)
+    return splits
+
+
+def _read(shard: Path) -> Iterator[Row]:
+    for batch in pq.ParquetFile(shard).iter_batches(batch_size=256):
+        for values in batch.to_pylist():
+            yield Row(values["id"], None, values["text"], values["image"], values["question"], values["answer"])

@@ -1,0 +1,111 @@
+"""The forms of own data, made as the page shows them and built as it says."""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from m6.data.build import BuildSettings, build
+from m6.data.manifest import Manifest
+from m6.data.sources import SourceOptions, find_source
+
+PAGE = Path(__file__).resolve().parents[3] / "m6/data/sources/README.md"
+_FORMS = re.compile(r"```\n(?P<tree>.*?)```\n(?P<rows>\d+) rows?(?P<rest>[^\n]*)\.", re.DOTALL)
+
+
+def forms() -> Iterator[tuple[str, int, str]]:
+    for match in _FORMS.finditer(PAGE.read_text(encoding="utf-8")):
+        yield match["tree"], int(match["rows"]), match["rest"]
+
+
+def picture(number: int, kind: str) -> bytes:
+    """Noise: no two pictures are alike."""
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG" if kind == ".jpg" else "PNG")
+    return buffer.getvalue()
+
+
+def make(tree: str, folder: Path) -> Path:
+    """Makes the files of a tree; returns what is given to the build."""
+    for number, line in enumerate(tree.splitlines()):
+        name, _, content = (part.strip() for part in (line + "  ").partition("  "))
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".tar":
+            make_tar(file, content.split(", "), number)
+        elif content.startswith("save_to_disk"):
+            save(file.parent, {split: int(rows) for split, rows in re.findall(r"(\w+) (\d) rows", content)})
+        elif file.suffix in (".jpg", ".png"):
+            file.write_bytes(picture(number, file.suffix))
+        else:
+            file.write_text(content.replace("\\n", "\n"), encoding="utf-8")
+    return folder / tree.split()[0].split("/")[0]
+
+
+def make_tar(file: Path, members: list[str], number: int) -> None:
+    with tarfile.open(file, "w") as tar:
+        for index, name in enumerate(members):
+            contents = {".txt": name.encode(), ".json": b'{"text": "' + name.encode() + b'"}'}
+            content = contents.get(Path(name).suffix) or picture(100 * number + index, ".jpg")
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def save(folder: Path, rows: dict[str, int]) -> None:
+    parts = {
+        split: datasets.Dataset.from_dict({"text": [f"{split} 第{number}句。" for number in range(count)]})
+        for split, count in rows.items()
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(folder))
+
+
+def test_the_page_has_all_forms():
+    assert len(list(forms())) == 9
+
+
+@pytest.mark.parametrize(("tree", "rows", "rest"), forms())
+def test_a_form_of_the_page(
+    tree: str, rows: int, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = make(tree, tmp_path / "own")
+    source = find_source(f"mine={path}", SourceOptions(cache=tmp_path, licence="private"))
+    settings = BuildSettings(max_bad_share=0.5, validation_share=0.0, test_share=0.0)
+    manifest, _ = build([source], tmp_path / "out", settings)
+    entry = manifest.sources["mine"]
+    assert sum(split.rows for split in entry.splits.values()) == rows
+    if split := re.search(r"of which (\d+) (\w+)", rest):
+        assert entry.splits[split[2]].rows == int(split[1])  # type: ignore[index]
+    errors = capsys.readouterr().err
+    if skipped := re.search(r"(\S+) is skipped: (.*)", rest):
+        assert entry.skipped == {skipped[2]: 1}
+        assert f"{skipped[2]}: 1, such as mine/{skipped[1]}" in errors
+    else:
+        assert not entry.skipped
+        assert "not read" not in errors
+
+
+def test_what_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = make("photos/a.png\nphotos/a.txt  猫\nphotos/notes.md  记\nphotos/b.tar  x.jpg, x.txt\n", tmp_path)
+    source = find_source(str(path), SourceOptions(cache=tmp_path, licence="private"))
+    assert source.kind == "image_text"
+    text = capsys.readouterr().err
+    assert '"photos" is read from .tar files; 1 pictures are not read, such as a.png' in text
+    assert "1 .md files are not read, such as notes.md" in text
+
+
+def test_a_licence_for_each_source(tmp_path: Path):
+    path = make("a/x.txt  一\nb/y.txt  二\n", tmp_path)
+    options = SourceOptions(cache=tmp_path, licence="private", licences={"b": "CC0-1.0"})
+    sources = [find_source(str(path.parent / name), options) for name in "ab"]
+    build(sources, tmp_path / "out", BuildSettings(validation_share=0.0, test_share=0.0))
+    licences = {name: entry.licence for name, entry in Manifest.load(tmp_path / "out").sources.items()}
+    assert licences == {"a": "private", "b": "CC0-1.0"}
