@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import ErrorDetails
 
 from m6.errors import UserError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN_CHARACTERS = 80
+_LISTED_KEYS = 10
 MAX_NUMBER = 1e18
 """No size, count or rate of a run comes near; larger numbers overflow where they are used."""
 # pydantic adds the member of a union that it tried to the location of an error. These are the plain names of members.
@@ -81,17 +86,30 @@ def parse_json(text: str) -> Any:
         UserError: a duplicate key, or NaN, Infinity or a number that overflows.
         ValueError: the text is not JSON.
     """
-    return json.loads(
-        text, object_pairs_hook=_no_duplicates, parse_float=_number, parse_int=_integer, parse_constant=_number
+    bad: list[_BadNumber] = []
+
+    def number(convert: Callable[[str], Any], text: str) -> Any:
+        problem = _problem_of(text)
+        if problem is None:
+            return convert(text)
+        bad.append(_BadNumber(problem))
+        return bad[-1]
+
+    as_float, as_integer = functools.partial(number, float), functools.partial(number, int)
+    value = json.loads(
+        text, object_pairs_hook=_no_duplicates, parse_float=as_float, parse_int=as_integer, parse_constant=as_float
     )
+    if bad:  # only now is its key known
+        raise UserError(": ".join(filter(None, (_path_to(bad[0], value), bad[0].problem))))
+    return value
 
 
 def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None:
-    """Raises UserError for the first key of ``section`` that is not in ``valid``."""
+    """Raises UserError for the keys of ``section`` that are not in ``valid``."""
     valid = set(valid)
-    for key in section:
-        if key not in valid:
-            raise UserError(f"{_dotted(where, key)}: unknown key{nearest(key, valid)}")
+    unknown = [key for key in section if key not in valid]
+    if unknown:
+        raise UserError(list_unknown(unknown, valid, where))
 
 
 def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, where: str) -> str:
@@ -102,7 +120,8 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
         model: the model that was validated; its field names give the hint for an unknown key.
         where: dotted key of the validated value in its file.
     """
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    problem = problems[0]
     is_unknown_key = problem["type"] == "extra_forbidden"
     # For a union, pydantic adds the member that it tried to the location. Such parts are left out of the key, but the
     # last part of an unknown key is always kept: a user's key may be named like a union member.
@@ -111,19 +130,22 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     path = [str(part) for index, part in parts if not _is_union_member(part) or (is_unknown_key and index == last)]
     name = _dotted(where, *path)
     if is_unknown_key and model is not None:
-        return f"{name}: unknown key{nearest(path[-1], _fields_at(model, path[:-1]))}"
+        unknown = [str(each["loc"][-1]) for each in problems if _is_beside(each, problem)]
+        return list_unknown(unknown, _fields_at(model, path[:-1]), _dotted(where, *path[:-1]))
     if problem["type"] == "missing":
         return f"{name}: missing"
     if problem["type"] in ("value_error", "assertion_error"):  # a model validator: its message names the fields
         return ": ".join(filter(None, (name, str(problem["ctx"]["error"]))))
-    found = repr(problem["input"])
-    if len(found) > _SHOWN_CHARACTERS:
-        found = found[:_SHOWN_CHARACTERS] + "..."
-    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {found}"
+    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {_shortened(repr(problem['input']))}"
 
 
 def _is_union_member(part: int | str) -> bool:
     return part in _UNION_MEMBERS or "[" in str(part)  # such as "list[int]"
+
+
+def _is_beside(problem: ErrorDetails, other: ErrorDetails) -> bool:
+    """Whether both are unknown keys of one section."""
+    return problem["type"] == other["type"] and problem["loc"][:-1] == other["loc"][:-1]
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
@@ -144,34 +166,62 @@ def _dotted(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _number(text: str) -> float:
+@dataclass(frozen=True, eq=False)
+class _BadNumber:
+    """Stands for a number that cannot be used, until its key is known."""
+
+    problem: str
+
+
+def _problem_of(text: str) -> str | None:
+    """Why a JSON number cannot be used. Longer integers are slow to convert, and Python refuses thousands of digits."""
     value = float(text)
-    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    shown = _shortened(text)
     if not math.isfinite(value):
-        raise UserError(f"{shown} is not a finite number")
+        return f"{shown} is not a finite number"
     if abs(value) > MAX_NUMBER:
-        raise UserError(f"{shown} is larger than any number of a run; expected at most {MAX_NUMBER:g}")
-    return value
+        return f"{shown} is larger than any number of a run; expected at most {MAX_NUMBER:g}"
+    return None
 
 
-def _integer(text: str) -> int:
-    # Longer ones are slow to convert, and Python refuses thousands of digits.
-    _number(text)
-    return int(text)
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _path_to(part: object, value: Any) -> str:
+    """The dotted key of ``part`` in a JSON value; empty if it is the value itself, or if a later key replaced it."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        if entry is part:
+            return str(key)
+        if inner := _path_to(part, entry):
+            return f"{key}.{inner}"
+    return ""
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f'the key "{key}" is given twice')
-    return dict(pairs)
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        repeated = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
+        raise UserError(f'the key "{repeated}" is given twice')
+    return document
+
+
+def list_unknown(keys: Sequence[str], valid: Iterable[str], where: str) -> str:
+    """The message about unknown keys of a section: a hint for the first, and the names of some others."""
+    first, *others = (_shortened(key) for key in keys[:_LISTED_KEYS])
+    message = f"{_dotted(where, first)}: unknown key{nearest(first, valid)}"
+    if others:
+        message += f"; also unknown: {', '.join(others)}"
+    if len(keys) > _LISTED_KEYS:
+        message += f" and {len(keys) - _LISTED_KEYS:,} more"
+    return message
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     """Sets one value of the document in place; missing sections are created."""
     key, separator, text = override.partition("=")
-    shown = override if len(override) <= _SHOWN_CHARACTERS else f"{override[:_SHOWN_CHARACTERS]}..."
+    shown = _shortened(override)
     if not separator or not key:
         raise UserError(f"--set {shown}: expected KEY.PATH=VALUE, for example m6.model.num_layers=4")
     try:

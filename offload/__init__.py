@@ -10,7 +10,7 @@ from offload.memory.layout import lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.chunk_size import search_chunk_bytes
 from offload.plan.placement import PlacementConstraints, PlacementPlan
-from offload.plan.sizes import sizes_of, staging_bytes
+from offload.plan.sizes import in_mib, sizes_of, staging_bytes
 from offload.plan.solver import solve
 from offload.plan.timeline import predict_times
 from offload.plan.trace import Trace
@@ -37,6 +37,7 @@ __all__ = [
     "Trace",
     "WorkerFailure",
     "available_bytes",
+    "in_mib",
     "lay_out",
     "predict_times",
     "search_chunk_bytes",

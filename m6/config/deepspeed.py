@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from m6.config.deepspeed_ignored import check_accepted, zero_stage
 from m6.errors import UserError, nearest
-from m6.validation import Section, describe, validate
+from m6.validation import Section, describe, list_unknown, validate
 
 _LARGEST_SCALE_POWER = 62  # DeepSpeed holds the loss scale as an integer, PyTorch as one of 64 bits
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -181,8 +181,9 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
     """
     for key in keys:
         check_accepted(key)
-        if key not in PASSED_ON:  # DeepSpeed itself ignores unknown top-level keys
-            raise UserError(f"{key}: unknown key{nearest(key, PASSED_ON | {'m6'})}")
+    unknown = [key for key in keys if key not in PASSED_ON]  # DeepSpeed itself ignores unknown top-level keys
+    if unknown:
+        raise UserError(list_unknown(unknown, PASSED_ON | {"m6"}, ""))
     if "gradient_clipping" not in keys:
         raise UserError(
             "gradient_clipping: missing; DeepSpeed's default of 1.0 would clip, so state the value (0: no clipping)"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.memory.chunks import Chunk
 from offload.memory.layout import ChunkLayout
+
+
+def in_mib(num_bytes: int) -> str:
+    """A number of bytes for messages about budgets, rounded up: a budget of as many MiB suffices."""
+    return f"{math.ceil(num_bytes / 2**20 * 10_000) / 10_000:.10g} MiB"
 
 
 @dataclass(frozen=True)

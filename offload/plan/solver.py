@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from offload.devices.device import Rates
 from offload.plan.placement import PlacementConstraints, PlacementPlan
 from offload.plan.retention import retain_by_belady, retain_greedily
-from offload.plan.sizes import ChunkBytes, window_bytes
+from offload.plan.sizes import ChunkBytes, in_mib, window_bytes
 from offload.plan.trace import Trace
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def solve(
         least_owned = max(0, sum(size.owned for size in sizes) - host_budget_bytes)
         if least_owned > problem.ownable_bytes:
             raise ValueError(
-                f"the host's budget of {host_budget_bytes} bytes is too small: with as many chunks on the device as "
-                f"it can own, the host has to hold {sum(size.owned for size in sizes) - problem.ownable_bytes}"
+                f"the host's budget of {in_mib(host_budget_bytes)} is too small: with as many chunks on the device as "
+                f"it can own, the host has to hold {in_mib(sum(size.owned for size in sizes) - problem.ownable_bytes)}"
             )
     owned_share, _, bound = problem.relax(least_owned)
     plans: list[PlacementPlan] = []
@@ -102,14 +102,15 @@ class _Problem:
         tightest = min(self.free_bytes, default=0)
         if tightest < 0:
             raise ValueError(
-                f"the device's budget of {budget_bytes} bytes is too small for one window of chunks of {window} bytes "
-                f"and the rest of the model; the smallest that suffices is {budget_bytes - tightest}"
+                f"the device's budget of {in_mib(budget_bytes)} is too small for one window of chunks of "
+                f"{in_mib(window)} and the rest of the model; the smallest that suffices is "
+                f"{in_mib(budget_bytes - tightest)}"
             )
         wanted = sum(sizes[chunk].owned for chunk in constraints.owned)
         if wanted > tightest:
             raise ValueError(
-                f"the device's budget of {budget_bytes} bytes is too small for the {wanted} bytes of the chunks that "
-                f"it has to own; the smallest that suffices is {budget_bytes - tightest + wanted}"
+                f"the device's budget of {in_mib(budget_bytes)} is too small for the {in_mib(wanted)} of the chunks "
+                f"that it has to own; the smallest that suffices is {in_mib(budget_bytes - tightest + wanted)}"
             )
         self.ownable_bytes = tightest
         uses = [0] * len(sizes)

@@ -15,7 +15,7 @@ from offload.memory.host_memory import HostBlock
 from offload.memory.layout import lay_out, plane_values
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.placement import PlacementPlan
-from offload.plan.sizes import sizes_of, staging_bytes, window_bytes
+from offload.plan.sizes import in_mib, sizes_of, staging_bytes, window_bytes
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
 from offload.runtime.cursor import Statistics
@@ -90,13 +90,14 @@ class OffloadRuntime:
         self.host_bytes = self._host_bytes(owned)
         if host_budget_bytes is not None and self.host_bytes > host_budget_bytes:
             raise ValueError(
-                f"the host's budget of {host_budget_bytes} bytes is too small: the experts need {self.host_bytes}"
+                f"the host's budget of {in_mib(host_budget_bytes)} is too small: the experts need "
+                f"{in_mib(self.host_bytes)}"
             )
         window = window_bytes(self.sizes, 0)
         if window > device.budget_bytes:
             raise ValueError(
-                f"the device's budget of {device.budget_bytes} bytes is too small; the smallest for one window of "
-                f"chunks is {window}"
+                f"the device's budget of {in_mib(device.budget_bytes)} is too small; the smallest for one window of "
+                f"chunks is {in_mib(window)}"
             )
         self._slots = [Slot(chunk, layout, device, chunk.number in owned) for chunk, layout in laid_out]
         self._stacks = {stack.name: [slot for slot in self._slots if slot.chunk.stack is stack] for stack in stacks}

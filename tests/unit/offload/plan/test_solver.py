@@ -139,10 +139,10 @@ def test_the_device_owns_chunks_that_exceed_the_host_budget():
 def test_errors_name_the_smallest_budget_that_suffices():
     sizes = [ChunkBytes(100, 100, 700)] * 4
     trace = zigzag(4, [50] * 8)
-    with pytest.raises(ValueError, match=r"budget of 300 bytes is too small.*smallest that suffices is 450"):
+    with pytest.raises(ValueError, match=r"budget of 0.0003 MiB is too small.*smallest that suffices is 0.0005 MiB"):
         solve(trace, sizes, 300)
     assert solve(trace, sizes, 450).owned == frozenset()
-    with pytest.raises(ValueError, match=r"host's budget of 700 bytes is too small.*has to hold 1250"):
+    with pytest.raises(ValueError, match=r"host's budget of 0.0007 MiB is too small.*has to hold 0.0012 MiB"):
         solve(trace, sizes, 2000, host_budget_bytes=700)
 
 
@@ -157,7 +157,7 @@ def test_constraints_are_followed():
     assert {0, 1} <= kept
     assert 3 not in kept
     check_against_budget(plan, sizes, 100_000)
-    with pytest.raises(ValueError, match=r"too small for the 1400 bytes of the chunks .* suffices is 1800"):
+    with pytest.raises(ValueError, match=r"too small for the 0.0014 MiB of the chunks .* suffices is 0.0018 MiB"):
         solve(trace, sizes, 1000, constraints=PlacementConstraints(owned=frozenset({0, 1})))
 
 

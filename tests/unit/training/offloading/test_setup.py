@@ -61,22 +61,22 @@ def test_a_short_host_is_found_before_the_training(folder: Any, monkeypatch: pyt
     config = parse_config(tiny_document(folder, m6__offload=ALL_HOST))
     monkeypatch.setattr("m6.training.offloading.setup.available_bytes", lambda: 2**20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(UserError, match=r"the host's budget of 249036 bytes is too small: the experts need \d+"):
+    with pytest.raises(UserError, match=r"the host's budget of 0.2375 MiB is too small: the experts need [\d.]+ MiB"):
         build_model(config, torch.device("cpu"))
 
 
 def test_a_budget_below_the_nonmodel_memory_is_an_error_of_the_first_step(make_trainer: MakeTrainer):
     trainer = make_trainer("run", m6__offload={"device_budget_mib": 1.0, "chunk_mib": 0.04})
     assert "no plan fits the dry trace" in experts_of(trainer).memory_map()
-    with pytest.raises(UserError, match=r"m6.offload: the device's budget of 1048576 bytes.*smallest that suffices"):
+    with pytest.raises(UserError, match=r"m6.offload: the device's budget of 1 MiB.*smallest that suffices"):
         trainer.train()
 
 
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
-        ({"device_budget_mib": 0.01}, r"m6.offload: the device's budget of 10485 bytes.*smallest"),
-        ({**ALL_HOST, "host_budget_mib": 0.1}, r"m6.offload: the host's budget of 104857 bytes"),
+        ({"device_budget_mib": 0.01}, r"m6.offload: the device's budget of 0.01 MiB.*smallest"),
+        ({**ALL_HOST, "host_budget_mib": 0.1}, r"m6.offload: the host's budget of 0.1 MiB"),
         ({**ALL_HOST, "host_budget_mib": 1e9}, r"host_budget_mib 1e\+09 is more than this host has available"),
         ({}, r'"auto" is the free memory of a GPU; the simulated device'),
     ],

@@ -1,0 +1,55 @@
+"""Messages about JSON: short and soon, however much of it is wrong."""
+
+from typing import Any
+
+import pytest
+
+from m6.config.run import parse_config
+from m6.errors import UserError
+from m6.validation import check_keys, parse_json
+
+KEYS = {f"key_{number}": 1 for number in range(20_000)}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("where", ["", "m6", "m6.model", "m6.data", "optimizer.params"])
+def test_of_many_unknown_keys_a_few_are_named(where: str):
+    document: dict[str, Any] = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "m6": {
+            "model": {},
+            "data": {"path": "data", "tokenizer": "tokenizer"},
+            "objectives": {},
+            "training": {"total_steps": 4},
+        },
+    }
+    section = document
+    for name in filter(None, where.split(".")):
+        section = section[name]
+    section.update(KEYS)
+    with pytest.raises(UserError) as caught:
+        parse_config(document)
+    message = str(caught.value)
+    assert message.startswith(f"{where}.key_0: unknown key; ".lstrip("."))
+    assert message.endswith(
+        "; also unknown: key_1, key_2, key_3, key_4, key_5, key_6, key_7, key_8, key_9 and 19,990 more"
+    )
+
+
+def test_one_unknown_key_and_a_long_one():
+    with pytest.raises(UserError, match='^a.layer: unknown key; did you mean "layers"[?]$'):
+        check_keys({"layer": 1}, {"layers", "heads"}, "a")
+    with pytest.raises(UserError) as caught:
+        check_keys({"x" * 10_000: 1}, {"layers"}, "a")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.timeout(30)
+def test_many_keys_are_searched_for_a_duplicate():
+    pairs = [f'"key_{number}": 1' for number in range(100_000)]
+    assert len(parse_json("{" + ", ".join(pairs) + "}")) == 100_000
+    with pytest.raises(UserError, match='the key "key_7" is given twice'):
+        parse_json("{" + ", ".join([*pairs, '"key_7": 2']) + "}")
