@@ -179,6 +179,7 @@ def run_tests(tree: Path, tests: list[str]) -> None:
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = str(tree)  # for the processes that tests start
+    os.environ["M6_TESTS_CACHE"] = str(tree / ".cache")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
