@@ -46,7 +46,6 @@ OTHER_TESTS = {
     "moe/kernels/compiled.py": ("tests/unit/moe/kernels/test_products.py",),
     "moe/kernels/experts_op.py": ("tests/unit/moe/test_layer.py",),
     "moe/losses.py": ("tests/unit/moe/test_layer.py",),
-    "moe/precision.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/test_routing.py"),
     "moe/routing.py": ("tests/unit/moe/test_layer.py",),
     "offload/devices/device.py": ("tests/unit/offload/devices/test_simulated.py",),
     "offload/devices/vector_clocks.py": ("tests/unit/offload/devices/test_simulated.py",),
@@ -129,9 +128,9 @@ def mutants_of(path: str) -> list[Mutant]:
         if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.Assert | ast.JoinedStr):
             return
         if isinstance(node, ast.expr | ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            before = ast.get_source_segment(source, node) or ""
             end = (node.end_lineno or 0, node.end_col_offset or 0)
             for other in changed(node):
+                before = ast.get_source_segment(source, node) or ""
                 after = ast.unparse(other)
                 after = f"({after})" if isinstance(other, ast.expr) and not isinstance(other, ast.Constant) else after
                 ordinal = sum((each.before, each.after) == (before, after) for each in found)
