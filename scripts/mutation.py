@@ -52,7 +52,6 @@ OTHER_TESTS = {
     "offload/plan/placement.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/plan/retention.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/plan/sizes.py": ("tests/unit/offload/plan/test_chunk_size.py", "tests/unit/offload/plan/test_timeline.py"),
-    "offload/plan/trace.py": ("tests/unit/offload/plan/test_solver.py", "tests/unit/offload/plan/test_chunk_size.py"),
 }
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 COMPARISONS: dict[type, type] = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
