@@ -2,13 +2,12 @@
 
     python scripts/mutation.py --number 60
 
-Of each file in turn one mutant is drawn, so ``--number`` with the same ``--seed`` extends an earlier sample. Each runs
-in a copy of the working tree with the tests that mirror its module. What was run before is read from the result, and
-is run again only if its file or its tests have changed since. A verdict is written into the result by hand: a
-survivor's test, or why no test can tell it from the code.
+One mutant of each file is drawn in turn, so a larger ``--number`` extends the sample. Each runs in a copy of the code
+with the tests that mirror its module. Mutants in the result run again only if their file or its tests have
+changed. A verdict is written into the result by hand: the test for a survivor, or why no test tells it from the code.
 
-It is our own, because mutmut replaces functions by trampolines, whose signatures PyTorch's custom operators cannot
-read, and cosmic-ray starts a Python process, and so loads PyTorch, for every mutant.
+It is our own, because mutmut replaces functions by others whose signatures PyTorch's custom operators cannot read, and
+cosmic-ray starts a process that loads PyTorch for every mutant.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ OTHER_TESTS = {
     "moe/kernels/compiled.py": ("tests/unit/moe/kernels/test_products.py",),
     "moe/kernels/experts_op.py": ("tests/unit/moe/test_layer.py",),
     "moe/losses.py": ("tests/unit/moe/test_layer.py",),
-    "moe/precision.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/test_routing.py"),
     "moe/routing.py": ("tests/unit/moe/test_layer.py",),
     "offload/devices/device.py": ("tests/unit/offload/devices/test_simulated.py",),
     "offload/devices/vector_clocks.py": ("tests/unit/offload/devices/test_simulated.py",),
@@ -54,12 +52,11 @@ OTHER_TESTS = {
     "offload/plan/placement.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/plan/retention.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/plan/sizes.py": ("tests/unit/offload/plan/test_chunk_size.py", "tests/unit/offload/plan/test_timeline.py"),
-    "offload/plan/trace.py": ("tests/unit/offload/plan/test_solver.py", "tests/unit/offload/plan/test_chunk_size.py"),
 }
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
-COMPARISONS |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
-ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-ARITHMETIC |= {ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
+_PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+COMPARISONS: dict[type, type] = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+ARITHMETIC: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+ARITHMETIC |= dict.fromkeys((ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult)
 
 
 @dataclass(frozen=True)
@@ -129,9 +126,9 @@ def mutants_of(path: str) -> list[Mutant]:
         if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.Assert | ast.JoinedStr):
             return
         if isinstance(node, ast.expr | ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            before = ast.get_source_segment(source, node) or ""
             end = (node.end_lineno or 0, node.end_col_offset or 0)
             for other in changed(node):
+                before = ast.get_source_segment(source, node) or ""
                 after = ast.unparse(other)
                 after = f"({after})" if isinstance(other, ast.expr) and not isinstance(other, ast.Constant) else after
                 ordinal = sum((each.before, each.after) == (before, after) for each in found)
@@ -150,8 +147,7 @@ def tests_of(path: str) -> list[str]:
     """The tests that mirror a module, and those of a file that has none of its own."""
     module = Path(path)
     own = Path("tests/unit") / module.parent / f"test_{module.name}"
-    tests = [str(own)] if (ROOT / own).exists() else []
-    tests += [test for test in OTHER_TESTS.get(path, ()) if test not in tests]
+    tests = [str(own)] * (ROOT / own).exists() + [*OTHER_TESTS.get(path, ())]
     if not tests and path.startswith("offload/"):  # the runtime uses every part, for several budgets
         tests = ["tests/unit/offload/test_invariance.py", "tests/unit/offload/runtime/test_runtime.py"]
     return tests
@@ -168,17 +164,13 @@ def sample(number: int, seed: int, paths: list[str]) -> list[Mutant]:
     return turns[:number]
 
 
-def checksum(paths: list[str]) -> str:
-    """Names the content of files."""
-    return hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in paths)).hexdigest()[:12]
-
-
 def run_tests(tree: Path, tests: list[str]) -> None:
     """Runs in a child process; its exit code is pytest's."""
     os.setsid()
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = str(tree)  # for the processes that tests start
+    os.environ["M6_TESTS_CACHE"] = str(tree / ".cache")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -201,27 +193,24 @@ def outcome(tree: Path, tests: list[str], timeout_s: float) -> tuple[str, float]
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
-    """Writes the result and its page."""
+    """Writes the result and its page, which lists survivors and what has a verdict."""
     RESULT.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    survivors = [each for each in results.values() if each["outcome"] == "survived"]
-    caught = [each for each in survivors if each["verdict"].startswith("test")]
-    lines = [
-        "# Mutation testing of `moe` and `offload`",
-        "",
-        '`python scripts/mutation.py --help` says how. A verdict that begins with "test" names the test that was',
-        "written for the survivor; the others say why no test tells it from the code, or that it is left.",
-        "",
-        f"{len(results)} mutants of {len({each['path'] for each in results.values()})} files: "
-        f"{len(results) - len(survivors)} killed by the tests of their module, {len(survivors)} survived, "
-        f"of which {len(caught)} by now have a test.",
-        "",
-        "| file | line | code | mutant | verdict |",
-        "| --- | ---: | --- | --- | --- |",
-    ]
-    for each in sorted(survivors, key=lambda each: (each["path"], each["line"])):
-        before, after = (" ".join(each[name].split()).replace("|", "\\|") for name in ("before", "after"))
-        lines.append(f"| {each['path']} | {each['line']} | `{before}` | `{after}` | {each['verdict']} |")
-    RESULT.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    outcomes = [each["outcome"] for each in results.values()]
+    text = f"""# Mutation testing of `moe` and `offload`
+
+`python scripts/mutation.py --help` says how, and what a verdict is. {time.strftime("%Y-%m-%d")}: of {len(outcomes)} mutants of
+{len({each["path"] for each in results.values()})} files {outcomes.count("killed")} are killed by the tests of their module, {outcomes.count("timeout")} by the time limit, and {outcomes.count("survived")} survive.
+Below are those that survived when they were first run.
+
+| file | line | code | mutant | now | verdict |
+| --- | ---: | --- | --- | --- | --- |
+"""  # noqa: E501
+    for each in sorted(results.values(), key=lambda each: (each["path"], each["line"])):
+        if each["outcome"] == "survived" or each["verdict"] != "open":
+            before, after = (" ".join(each[name].split()).replace("|", "\\|") for name in ("before", "after"))
+            cells = [each["path"], each["line"], f"`{before}`", f"`{after}`", each["outcome"], each["verdict"]]
+            text += f"| {' | '.join(map(str, cells))} |\n"
+    RESULT.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -236,35 +225,36 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     for name in ("torch._dynamo", "hypothesis", "scipy.optimize", "pytest"):
         importlib.import_module(name)  # once for all children
-    seconds: dict[tuple[str, ...], float] = {}
+    seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in tracked:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
         for mutant in sample(options.number, options.seed, paths):
-            tests = tests_of(mutant.path)
-            state = checksum([mutant.path, *tests])
+            tests, path = tests_of(mutant.path), tree / mutant.path
+            state = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (mutant.path, *tests))).hexdigest()[
+                :12
+            ]
             old = results.get(mutant.key, {"verdict": "open"})
             if old.get("state") == state:
                 continue
-            key = tuple(tests)
+            key = " ".join(tests)
             if key not in seconds:
                 unchanged, seconds[key] = outcome(tree, tests, 900)
                 if unchanged != "survived":
-                    raise SystemExit(f"{' '.join(tests)} fail without a mutation")
-            source = (ROOT / mutant.path).read_text(encoding="utf-8")
-            (tree / mutant.path).write_text(mutant.apply(source), encoding="utf-8")
+                    raise SystemExit(f"{key} fail without a mutation")
+            source = path.read_text(encoding="utf-8")
+            path.write_text(mutant.apply(source), encoding="utf-8")
             found, spent = outcome(tree, tests, 30 + 3 * seconds[key])
-            (tree / mutant.path).write_text(source, encoding="utf-8")
+            path.write_text(source, encoding="utf-8")
             results[mutant.key] = {
-                "path": mutant.path, "line": mutant.begin[0], "before": mutant.before, "after": mutant.after,
-                "outcome": found, "seconds": spent, "state": state, "verdict": old["verdict"],
-            }  # fmt: skip
-            print(
-                f"{found} {spent} s {mutant.path}:{mutant.begin[0]} {mutant.before!r} -> {mutant.after!r}", flush=True
-            )
+                **{"path": mutant.path, "line": mutant.begin[0], "before": mutant.before, "after": mutant.after},
+                **{"outcome": found, "seconds": spent, "state": state, "verdict": old["verdict"]},
+            }
+            print(found, spent, f"{mutant.path}:{mutant.begin[0]}", repr(mutant.before), repr(mutant.after), flush=True)
             write(results)
+    write(results)  # with verdicts that were written since
 
 
 if __name__ == "__main__":

@@ -8,5 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="m6-tests-hf-")
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="m6-tests-cache-")
+# scripts/mutation.py names a cache of its own, so that not every mutant compiles the kernels again.
+os.environ["XDG_CACHE_HOME"] = os.environ.get("M6_TESTS_CACHE") or tempfile.mkdtemp(prefix="m6-tests-cache-")
 os.environ["WANDB_MODE"] = "offline"

@@ -151,3 +151,23 @@ def test_time_of_overlapping_copies():
     device.compute_waits(up)
     assert device.time_s == 2.0 + 1.0 + 64 / 32
     assert device.stall_s == 1.5
+
+
+def test_copies_of_pageable_memory_have_their_own_rate():
+    rates = Rates(upload=32.0, download=64.0, pageable=16.0)
+    device, buffer, view, host = setup(latency_s=1.0, rates=rates, pinnable_bytes=0)
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        block = HostBlock(64, device)
+    pageable = block.view(host.dtype, 0, host.shape)
+    times = []
+    for source, target, download in [
+        (host, view, False),
+        (pageable, view, False),
+        (view, host, True),
+        (view, pageable, True),
+    ]:
+        begin = device.time_s
+        copy = (device.download if download else device.upload)(source, target, buffer, [device.compute_event()])
+        device.compute_waits(copy)
+        times.append(device.time_s - begin)
+    assert times == [1 + 64 / 32, 1 + 64 / 16, 1 + 64 / 64, 1 + 64 / 16]

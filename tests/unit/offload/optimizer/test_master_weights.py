@@ -2,7 +2,7 @@
 
 import torch
 
-from offload.optimizer.master_weights import read_master, write_master
+from offload.optimizer.master_weights import read_master, remainder_dtype, write_master
 
 
 def test_split_master_holds_every_finite_value():
@@ -16,3 +16,14 @@ def test_split_master_holds_every_finite_value():
     differs = weight.view(torch.int16) != values.bfloat16().view(torch.int16)
     ties = (values.view(torch.int32) & 0xFFFF) == 0x8000
     assert not (differs & ~ties).any(), "the rounding differs from PyTorch's at exact ties only"
+
+
+def test_types_of_remainders():
+    """bfloat16 needs its lower half alone, unless the master is stored whole; float16 is no half of an fp32 number."""
+    for dtype, split, whole in [
+        (torch.float32, None, None),
+        (torch.bfloat16, torch.int16, torch.float32),
+        (torch.float16, torch.float32, torch.float32),
+    ]:
+        assert remainder_dtype(dtype) == remainder_dtype(dtype, split_master=True) == split
+        assert remainder_dtype(dtype, split_master=False) == whole

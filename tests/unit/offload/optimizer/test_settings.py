@@ -17,3 +17,12 @@ from offload import OptimizerSettings
 def test_errors_begin_with_the_field(values, field):
     with pytest.raises(ValueError, match=f"^{field} is "):
         OptimizerSettings(**values)
+
+
+def test_shapes_of_states():
+    matrices, vectors = (3, 4, 5), (3, 4)
+    assert OptimizerSettings("adamw").states(matrices) == {"exp_avg": matrices, "exp_avg_sq": matrices}
+    assert OptimizerSettings("sgd", momentum=0.9).states(vectors) == {"momentum_buffer": vectors}
+    assert OptimizerSettings("sgd", momentum=0.0).states(vectors) == {}
+    assert OptimizerSettings("adafactor").states(matrices) == {"row_var": (3, 4, 1), "col_var": (3, 1, 5)}
+    assert OptimizerSettings("adafactor").states(vectors) == {"row_var": (3, 1), "col_var": (3, 4)}

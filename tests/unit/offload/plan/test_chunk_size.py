@@ -1,10 +1,14 @@
 """The search of the chunk size."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from offload.devices.device import Rates
 from offload.memory.chunks import Stack
 from offload.optimizer.settings import OptimizerSettings
+from offload.plan import chunk_size
 from offload.plan.chunk_size import search_chunk_bytes
 from offload.plan.trace import Moment, Trace
 
@@ -43,3 +47,11 @@ def test_chunks_are_large_unless_the_window_would_not_fit():
     assert search(10**9) == 8 * expert_bytes  # all is owned: the fewest pieces
     assert search(4 * expert_bytes) == expert_bytes
     assert search(1) == expert_bytes, "too small for anything: what is smallest, and others say that it is too small"
+
+
+def test_of_sizes_that_move_as_much_the_one_with_the_fewest_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = [Stack("layer", 6, {"w": (64, 64)})]
+    moved = SimpleNamespace(upload_bytes=10**6, download_bytes=10**6, moved_bytes=2 * 10**6)
+    monkeypatch.setattr(chunk_size, "solve", lambda *_: moved)
+    settings = dict(dtype=torch.float32, gradient_dtype=torch.float32, optimizer=OptimizerSettings(), prefetch_depth=1)
+    assert search_chunk_bytes(stacks, zigzag(1, [0, 0]), 10**6, rates=Rates(), **settings) == 6 * 4 * 64 * 64
