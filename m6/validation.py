@@ -100,7 +100,7 @@ def parse_json(text: str) -> Any:
         text, object_pairs_hook=_no_duplicates, parse_float=as_float, parse_int=as_integer, parse_constant=as_float
     )
     if bad:  # only now is its key known
-        raise UserError(": ".join(filter(None, (_path_to(bad[0], value), bad[0].problem))))
+        raise UserError(": ".join(filter(None, (".".join(_path_to(bad[0], value)), bad[0].problem))))
     return value
 
 
@@ -188,15 +188,15 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _path_to(part: object, value: Any) -> str:
-    """The dotted key of ``part`` in a JSON value; empty if it is the value itself, or if a later key replaced it."""
+def _path_to(part: object, value: Any) -> list[str]:
+    """The keys to ``part`` in a JSON value; empty if it is the value itself, or if a later key replaced it."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         if entry is part:
-            return str(key)
+            return [str(key)]
         if inner := _path_to(part, entry):
-            return f"{key}.{inner}"
-    return ""
+            return [str(key), *inner]
+    return []
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def tokenizer(
         float, typer.Option(min=0.9, max=1.0, help="Share of the characters with pieces; the others become bytes.")
     ] = 0.9998,
     sample_megabytes: Annotated[int, typer.Option(min=1, help="Size of the random sample of rows to train on.")] = 256,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is in the folder.")] = False,
 ) -> None:
     """Trains a SentencePiece tokenizer on the train split of a data folder."""
     # Imported here: "m6 data build" must not wait for torch.
@@ -135,6 +136,7 @@ def tokenizer(
         image_vocab_size=image_vocab_size,
         character_coverage=character_coverage,
         sample_bytes=sample_megabytes << 20,
+        overwrite=overwrite,
     )
     typer.echo(
         f"{out} holds {trained.text_vocab_size:,} text pieces; with special tokens and {image_vocab_size:,} image "

@@ -134,7 +134,7 @@ def prepare(
         sizes = sizes_of(laid_out)
         trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
         for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
-        if for_experts is not None and for_experts < 0:
+        if host_budget_bytes is not None and host_budget_bytes < traffic.host_bytes:
             raise UserError(
                 f"m6.offload: the host's budget of {in_mib(host_budget_bytes)} is too small: activations alone need "
                 f"{in_mib(traffic.host_bytes)}"

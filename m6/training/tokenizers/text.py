@@ -41,6 +41,7 @@ def train_text_tokenizer(
     image_vocab_size: int = 8192,
     character_coverage: float = 0.9998,
     sample_bytes: int = 256 << 20,
+    overwrite: bool = False,
 ) -> M6Tokenizer:
     """Trains a unigram model on the train split of every source and saves the tokenizer, each file atomically.
 
@@ -54,11 +55,17 @@ def train_text_tokenizer(
         image_vocab_size: number of image codes; it only sets the size of the joint vocabulary.
         character_coverage: share of the sample's characters that get their own pieces.
         sample_bytes: size of the sample in bytes of UTF-8.
+        overwrite: replace a tokenizer in ``out_dir``. Runs that were trained with it cannot be continued then.
 
     Raises:
-        UserError: the train split has no text, or the text does not suit the vocabulary size.
+        UserError: ``out_dir`` holds a tokenizer, the train split has no text, or the text does not suit the
+            vocabulary size.
     """
     out_dir = Path(out_dir)
+    if (out_dir / MODEL_FILE).exists() and not overwrite:
+        raise UserError(
+            f"{out_dir} holds a tokenizer, which runs may need; choose another folder, or replace it with --overwrite"
+        )
     options: dict[str, Any] = {
         "model_type": "unigram",
         "vocab_size": vocab_size,

@@ -13,6 +13,7 @@ from m6.errors import UserError
 from m6.tokenizers import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, M6Tokenizer, load_text_tokenizer
 from m6.tokenizers.text import MODEL_FILE, normalize_text, split_sentences
 from m6.training.tokenizers.text import TRAINING_FILE, train_text_tokenizer
+from tests.fixtures.command import contents
 from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE, build_tiny_data, build_tiny_tokenizer
 
 CHINESE = st.text(alphabet="一只红色的熊猫在公园里，。！？“”（）ａＺ９ \t\n<mask>▁🐼é𠮷", max_size=60)
@@ -191,6 +192,17 @@ def test_the_sample_is_bounded(tmp_path):
     train_text_tokenizer(manifest, tmp_path / "out", 275, image_vocab_size=0, sample_bytes=1000)
     sample = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())["sample"]
     assert 30 <= sample["lines"] <= 40  # a line holds 11 characters, 31 bytes
+
+
+def test_a_tokenizer_is_replaced_only_where_that_is_wanted(tmp_path):
+    manifest = text_manifest(tmp_path / "data", {"train": [f"第{n}个红色的苹果。" for n in range(1000, 2000)]})
+    train_text_tokenizer(manifest, tmp_path / "out", 275, image_vocab_size=0)
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match=r"holds a tokenizer, which runs may need; .* --overwrite"):
+        train_text_tokenizer(manifest, tmp_path / "out", 275, image_vocab_size=8)
+    assert contents(tmp_path / "out") == before
+    tokenizer = train_text_tokenizer(manifest, tmp_path / "out", 275, overwrite=True, image_vocab_size=8)
+    assert tokenizer.image_vocab_size == 8
 
 
 @pytest.mark.parametrize(("vocab_size", "message"), [(10_000, "at most"), (260, "need at least")])
