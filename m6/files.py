@@ -32,6 +32,10 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
+    except OSError as error:
+        if error.filename is None:  # a full disk does not say which file it was
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -125,6 +125,10 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield partial
             os.replace(partial, path)
             sync(path.parent)
+        except OSError as error:
+            if error.filename is None:  # a full disk does not say which file it was
+                error.filename = str(path)
+            raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -26,7 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # disk full, quota exceeded, read-only file system
+# Disk full, quota exceeded, file larger than the limit of the process, read-only file system, no memory.
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM)
 
 
 def _print_version(wanted: bool) -> None:
@@ -294,10 +295,29 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         # An unusable file or a full disk is not a defect of the program. Other system errors may be: show a traceback.
-        if error.filename is None and error.errno not in _FULL_DISK:
+        if error.filename is None and not _is_full_disk(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"error: out of memory: {' '.join(str(error).split()) or 'an allocation failed'}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Whether the disk is the cause of an error that a library may have raised anew."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # PyTorch's own type for it is that of GPUs; its allocator of host memory raises a plain RuntimeError.
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error)
 
 
 def _tell_job(message: str) -> None:

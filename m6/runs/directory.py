@@ -77,7 +77,13 @@ class RunDirectory:
             raise UserError(f"{self.root} is a file; --run-dir takes a folder")
         recorded = self.root / "config.json"
         if recorded.exists():
-            difference = _difference(_identity(_read_document(recorded)), _identity(config.document))
+            old = _read_document(recorded)
+            difference = _difference(_identity(old), _identity(config.document))
+            before, now = _total_steps(old), config.m6.training.total_steps
+            if not difference and before is not None and now < before:
+                difference = (
+                    f"its m6.training.total_steps is {before}, this one's is {now}: a run can only become longer"
+                )
             if difference and self._has_trained():
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
         # The job scripts write RUN/slurm before the first attempt, and a second process finds the lock of the first.
@@ -94,7 +100,7 @@ class RunDirectory:
             raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
 
     def open(self, config: RunConfig, world_size: int) -> None:
-        """Creates the folder and records this attempt.
+        """Creates the folder and records this attempt. A finished run that became longer is not done any more.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -102,7 +108,18 @@ class RunDirectory:
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             write_json(self.root / "config.json", config.document)
+            if not self.is_done(config.m6.training.total_steps):
+                (self.root / "DONE").unlink(missing_ok=True)
             self._record_attempt(config, world_size)
+
+    def is_done(self, total_steps: int) -> bool:
+        """Whether the run has finished ``total_steps`` steps; it may have finished fewer before it became longer."""
+        try:
+            return int((self.root / "DONE").read_text(encoding="utf-8")) >= total_steps
+        except FileNotFoundError:
+            return False
+        except ValueError:  # a person's file
+            return True
 
     def _has_trained(self) -> bool:
         """Whether an attempt came as far as a step: before that a folder is free for another run."""
@@ -260,6 +277,11 @@ def _read_document(path: Path) -> dict[str, Any]:
     raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")
 
 
+def _total_steps(document: dict[str, Any]) -> int | None:
+    total = document["m6"].get("training", {}).get("total_steps")
+    return total if isinstance(total, int) else None
+
+
 def _without_nonfinite(value: Any) -> Any:
     """Replaces NaN and infinity by null, since JSON has no such numbers: skipped steps have them."""
     if isinstance(value, dict):
@@ -274,7 +296,8 @@ def _identity(document: dict[str, Any]) -> dict[str, Any]:
     m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
     # Of these sections, only the keys that change the layout of the run and not its results may change.
     m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
-    m6["training"] = {key: value for key, value in m6.get("training", {}).items() if key != "ep_size"}
+    training = m6.get("training", {}).items()
+    m6["training"] = {key: value for key, value in training if key not in ("ep_size", "total_steps")}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
     if m6.get("moe"):
         m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in ("exchange", "ranks_per_node")}

@@ -118,6 +118,7 @@ def submit(submission: Submission) -> list[str]:
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: no such command; m6 submit needs Slurm, except with --dry-run")
     take_snapshot(submission.snapshot, submission.config.document)
+    (submission.run / "DONE").unlink(missing_ok=True)  # of a run that became longer: its job would end at once
     write_text(submission.run / "slurm" / "sbatch_options", "".join(f"{option}\n" for option in submission.options))
     jobs: list[str] = []
     try:
@@ -141,10 +142,12 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription) -> None:
             f"{run}: Slurm's --export takes no folder with a comma or a line break in its name, and its --output none "
             "with a backslash"
         )
-    RunDirectory(run).check(config)
-    for name, meaning in (("DONE", "the run is finished"), ("STOP", "a user stopped the run; remove the file")):
-        if (run / name).exists():
-            raise UserError(f"{run / name} exists: {meaning}")
+    folder = RunDirectory(run)
+    folder.check(config)
+    if folder.is_done(config.m6.training.total_steps):
+        raise UserError(f"{run / 'DONE'} exists: the run is finished; a larger m6.training.total_steps continues it")
+    if (run / "STOP").exists():
+        raise UserError(f"{run / 'STOP'} exists: a user stopped the run; remove the file")
     if job.nodes > 1:
         check_shared(run, job.shared_folders)
     tokenizer = open_data(config).tokenizer

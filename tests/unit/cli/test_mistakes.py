@@ -57,7 +57,7 @@ CHANGES = [
     ("m6.data.sources.tiny_text=1", "its m6.data.sources is None"),
     ("m6.data.sequence_length=64", "its m6.data.sequence_length is 96, this one's is 64"),
     ("m6.training.seed=6", "its m6.training.seed is 5, this one's is 6"),
-    ("m6.training.total_steps=101", "its m6.training.total_steps is 100, this one's is 101"),
+    ("m6.training.total_steps=99", "its m6.training.total_steps is 100, this one's is 99: a run can only become longer"),
     ("m6.schedule.warmup_steps=2", "its m6.schedule.warmup_steps is 1, this one's is 2"),
     ("optimizer.params.lr=0.01", "its optimizer.params.lr is 0.001, this one's is 0.01"),
     ("gradient_clipping=2.0", "its gradient_clipping is 1.0, this one's is 2.0"),
@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: 
     root = tmp_path / "new"
     config = tmp_path / "config.json"
     assert user_error("pretrain", config, "--run-dir", root) == f"{root} cannot be written: {os.strerror(code)}"
-    assert contents(root) == {"new/lock": b""}, "the released lock is all that there is"
+    assert contents(root) == {}, "the lock is gone too"
 
 
 def test_a_precision_that_the_machine_has_not(pretrain: Callable[..., str], tmp_path: Path, monkeypatch):
