@@ -267,7 +267,8 @@ def onednn(
     notes = f"""\
 `{config}`, with {overrides or "nothing"} set. The contestants take turns step by step, each in a process of its own, on
 equal batches that were packed before. Medians of the processor time, which the system counts in hundredths of a second,
-with the 10th and 90th percentile, without the first quarter of the {rounds} steps. Memory is the resident memory of the process less that after its first step."""
+with the 10th and 90th percentile, without the first quarter of the {rounds} steps. Memory is the resident memory of the
+process less that after its first step."""
     recorder.write(header, table, notes, {"capacities": options, "step_cpu_s": times, "resident_bytes": resident})
 
 
