@@ -51,6 +51,10 @@ OTHER_TESTS = {
     "offload/optimizer/kernel.py": ("tests/unit/offload/optimizer/test_update.py",),
     "offload/plan/placement.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/plan/retention.py": ("tests/unit/offload/plan/test_solver.py",),
+    "offload/runtime/dry_run.py": (
+        "tests/unit/offload/runtime/test_activations.py",
+        "tests/unit/offload/runtime/test_runtime.py",
+    ),
     "offload/plan/sizes.py": ("tests/unit/offload/plan/test_chunk_size.py", "tests/unit/offload/plan/test_timeline.py"),
 }
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))

@@ -250,7 +250,9 @@ def onednn(
     resident: list[list[int]] = [[] for _ in options]
     for _ in range(rounds):
         for contestant, seconds, held in zip(contestants, times, resident, strict=True):
-            seconds.append(contestant.step())
+            begin = contestant.cpu_seconds()
+            contestant.step()
+            seconds.append(contestant.cpu_seconds() - begin)
             held.append(contestant.resident_bytes())
     for contestant in contestants:
         contestant.close()
@@ -261,12 +263,13 @@ def onednn(
         after = [mib(held[step] - held[0]) for step in (quarter - 1, 2 * quarter - 1, rounds - 1)]
         table.append([str(number), spread(seconds[quarter:]), spread(ratios), *after, mib(growth)])
     places = [f"MiB more after {step} steps" for step in (quarter, 2 * quarter, rounds)]
-    header = ["capacity", "step in s", "its time over the first", *places, "MiB per step in the last quarter"]
+    header = ["capacity", "step in CPU s", "its time over the first", *places, "MiB per step in the last quarter"]
     notes = f"""\
 `{config}`, with {overrides or "nothing"} set. The contestants take turns step by step, each in a process of its own, on
-equal batches that were packed before. Medians, with the 10th and 90th percentile, without the first quarter of the
-{rounds} steps. Memory is the resident memory of the process less that after its first step."""
-    recorder.write(header, table, notes, {"capacities": options, "step_s": times, "resident_bytes": resident})
+equal batches that were packed before. Medians of the processor time, which the system counts in hundredths of a second,
+with the 10th and 90th percentile, without the first quarter of the {rounds} steps. Memory is the resident memory of the
+process less that after its first step."""
+    recorder.write(header, table, notes, {"capacities": options, "step_cpu_s": times, "resident_bytes": resident})
 
 
 def cached_step(capacity: int, config: Path, overrides: list[str] | None, rounds: int) -> Callable[[], float]:

@@ -18,6 +18,7 @@ from offload import (
     StreamedExperts,
     solve,
 )
+from offload.runtime.slots import Slot
 from offload.runtime.workers import WorkerFailure
 from tests.fixtures.toy_experts import OffloadedRun, Toy, compute, train_offloaded, train_plainly
 
@@ -68,6 +69,30 @@ def test_moved_bytes_are_those_of_the_plan():
     assert device.uploaded_bytes - before[0] == plan.upload_bytes
     assert device.downloaded_bytes - before[1] == plan.download_bytes
     assert run.runtime.statistics.num_evictions == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_uploads_start_as_many_uses_ahead_as_planned(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward pass, where no update can be late, exactly the chunks of the next uses are on the device."""
+    run = OffloadedRun(TOY, SimulatedDevice(10**9), CHUNK_BYTES)
+    run.step(0)
+    plan = solve(run.runtime.trace, run.runtime.sizes, 10**9)
+    moments = plan.trace.moments
+    nothing_stays = replace(plan, owned=frozenset(), keep=(False,) * len(moments), prefetch_depth=depth)
+    run.runtime.adopt(nothing_stays)
+    cache, checked = run.runtime._weights, []
+    pin = cache.pin
+
+    def watched(slot: Slot, backward: bool) -> None:
+        pin(slot, backward)
+        if backward:
+            present = {other.number for other in cache._slots if other.replica.present}
+            assert present == {moment.chunk for moment in moments[slot.last_use : slot.last_use + 1 + depth]}
+            checked.append(slot.number)
+
+    monkeypatch.setattr(cache, "pin", watched)
+    run.step(1)
+    assert checked == [moment.chunk for moment in moments if moment.backward]
 
 
 def test_resume_with_another_budget_and_chunk_size():
