@@ -19,7 +19,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class TrainingSettings(Section):
     """Length, seed and expert parallelism of the training."""
 
-    total_steps: PositiveInt = Field(le=10**12, description="optimizer steps of the whole run")
+    total_steps: PositiveInt = Field(
+        le=10**12,
+        description="optimizer steps of the whole run; a run can become longer, and then follows the learning rate of "
+        "the longer schedule from the step that it has reached",
+    )
     seed: int = Field(0, ge=0, description="determines initial weights, data order, masking and dropout")
     ep_size: PositiveInt = Field(
         1, description="number of ranks over which the experts are split; divides the world size and num_experts"

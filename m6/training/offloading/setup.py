@@ -136,7 +136,7 @@ def prepare(
         for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
         if host_budget_bytes is not None and host_budget_bytes < traffic.host_bytes:
             raise UserError(
-                f"m6.offload: the host's budget of {in_mib(for_experts + traffic.host_bytes)} is too small: "
+                f"m6.offload: the host's budget of {in_mib(host_budget_bytes)} is too small: "
                 f"activations alone need {in_mib(traffic.host_bytes)}"
             )
         # Without a plan the run still starts: the first step measures what the dry trace can only estimate.

@@ -84,3 +84,34 @@ def test_a_finished_run_has_nothing_left_to_do(make_trainer: Callable[..., Train
     assert again.train() is True
     assert (again.step, again.samples_seen) == (4, 32)
     assert trainer.run.metrics.read_bytes() == before
+
+
+def test_a_finished_run_becomes_longer(make_trainer: Callable[..., Trainer]):
+    """With a constant learning rate, twice three steps are six steps to the bit."""
+    constant = {"m6__schedule__decay": "constant", "m6__evaluation__interval_steps": 3}
+    whole = make_trainer("whole", m6__training__total_steps=6, **constant)
+    assert whole.train()
+    short = make_trainer(m6__training__total_steps=3, **constant)
+    assert short.train()
+    assert short.run.is_done(3)
+    longer = make_trainer(m6__training__total_steps=6, **constant)
+    assert not (longer.run.root / "DONE").exists()
+    assert longer.train()
+    assert (longer.run.root / "DONE").read_text() == "6\n"
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
+    curves = [[[line.get(key) for key in keys] for line in lines(trainer)] for trainer in (whole, longer)]
+    assert curves[0] == curves[1]
+
+
+def test_the_learning_rate_follows_the_longer_schedule(make_trainer: Callable[..., Trainer]):
+    make_trainer(m6__training__total_steps=3).train()
+    longer = make_trainer(m6__training__total_steps=6)
+    longer.train()
+    whole = make_trainer("whole", m6__training__total_steps=6)
+    whole.train()
+    rates = [
+        [line["learning_rate"] for line in lines(trainer) if line["step"] > 3 and "learning_rate" in line]
+        for trainer in (longer, whole)
+    ]
+    assert rates[0] == rates[1]
+    assert len(rates[0]) == 3
