@@ -59,7 +59,7 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     if not cuda:
         _keep_freed_memory()
         # oneDNN caches a kernel with its buffers for each of the last 1,024 shapes, and packed micro-batches have that
-        # many. That cache held 0.9 GiB more than one of 64 kernels, which stopped growing, in a smoke run in
+        # many. That cache held 1.1 GiB more than one of 64 kernels, which stopped growing, in a smoke run in
         # bf16 of equal speed; without a cache the steps took 1.7 times as long.
         # See scripts/benchmarks/results/train_step_onednn.md.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
