@@ -48,7 +48,7 @@ class PlacementPlan:
     upload_bytes: int
     download_bytes: int
     bound_bytes: float
-    prefetch_depth: int = 1
+    prefetch_depth: int
 
     def fetches(self) -> list[bool]:
         """Returns for each moment whether its chunk has to be uploaded."""
