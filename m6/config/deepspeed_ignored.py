@@ -63,6 +63,10 @@ REFUSED = {
     "keep the initial weights when a checkpoint is loaded",
 }
 
+_SWAPPED_STATE = "the optimizer's state cannot lie on NVMe: our checkpoints do not hold a state that is swapped out"
+for _key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"):
+    REFUSED[f"zero_optimization.offload_optimizer.{_key}"] = _SWAPPED_STATE
+
 # Keys of zero_optimization that stages 0 to 2 ignore, in addition to those that begin with stage3_.
 _STAGE_3_ONLY = {
     "offload_param", "sub_group_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
@@ -74,11 +78,8 @@ _STAGES_1_2_ONLY = {
     "use_multi_rank_bucket_allreduce", "allgather_bucket_size", "ignore_unused_parameters", "round_robin_gradients",
     "parameter_alignment",
 }  # fmt: skip
-# Keys of the offload sections that have a meaning on NVMe alone.
-_NVME_ONLY = {
-    "offload_param": {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu"},
-    "offload_optimizer": {"nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"},
-}
+# Keys of offload_param that have a meaning on NVMe alone.
+_NVME_ONLY = {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu"}
 
 
 def check_accepted(key: str) -> None:
@@ -100,14 +101,12 @@ def zero_stage(section: dict[str, Any]) -> int:
     if isinstance(offload, dict):
         for key in offload:
             check_accepted(f"zero_optimization.offload_optimizer.{key}")
-        if stage < 3 and offload.get("device") == "nvme":
+        if offload.get("device") == "nvme":
             raise UserError(
-                f'zero_optimization.offload_optimizer.device: "nvme" is treated as "cpu" at stage {stage}; '
-                "it needs stage 3"
+                f'zero_optimization.offload_optimizer.device: "nvme" is not used here: {_SWAPPED_STATE}; use "cpu"'
             )
-    for name, owned in _NVME_ONLY.items():
-        if isinstance(section.get(name), dict):
-            _check_nvme_keys(name, section[name], owned)
+    if isinstance(section.get("offload_param"), dict):
+        _check_nvme_keys(section["offload_param"])
     return stage
 
 
@@ -127,12 +126,15 @@ def _needed_stage(key: str, stage: int) -> str:
     return "stage 1 or more" if stage == 0 else ""
 
 
-def _check_nvme_keys(name: str, section: dict[str, Any], owned: set[str]) -> None:
+def _check_nvme_keys(section: dict[str, Any]) -> None:
     device = section.get("device", "none")
-    for key in sorted(owned & section.keys()):
+    for key in sorted(_NVME_ONLY & section.keys()):
         if device != "nvme":
             raise UserError(
-                f'zero_optimization.{name}.{key}: DeepSpeed ignores it with "device": "{device}"; it needs "nvme"'
+                f'zero_optimization.offload_param.{key}: DeepSpeed ignores it with "device": "{device}"; '
+                'it needs "nvme"'
             )
     if device == "nvme" and not section.get("nvme_path"):
-        raise UserError(f'zero_optimization.{name}.nvme_path: missing; "device": "nvme" needs a folder for its files')
+        raise UserError(
+            'zero_optimization.offload_param.nvme_path: missing; "device": "nvme" needs a folder for its files'
+        )

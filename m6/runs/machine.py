@@ -36,14 +36,12 @@ def _check_operators(settings: DeepSpeedSettings) -> None:
     for key in _QUANTIZED:
         if zero.get(key):
             _check_operator(f"zero_optimization.{key}", "QuantizerBuilder")
-    uses_gds = settings.keys.get("aio", {}).get("use_gds", False)
-    for name in ("offload_param", "offload_optimizer"):
-        section = zero.get(name) or {}
-        if section.get("device") == "nvme":
-            _check_folder(f"zero_optimization.{name}.nvme_path", Path(section["nvme_path"]))
-            _check_operator(f'zero_optimization.{name}.device "nvme"', "AsyncIOBuilder", "; install libaio-dev")
-            if uses_gds:
-                _check_operator("aio.use_gds", "GDSBuilder")
+    section = zero.get("offload_param") or {}
+    if section.get("device") == "nvme":
+        _check_folder("zero_optimization.offload_param.nvme_path", Path(section["nvme_path"]))
+        _check_operator('zero_optimization.offload_param.device "nvme"', "AsyncIOBuilder", "; install libaio-dev")
+        if settings.keys.get("aio", {}).get("use_gds", False):
+            _check_operator("aio.use_gds", "GDSBuilder")
 
 
 def _check_operator(key: str, name: str, remedy: str = "") -> None:

@@ -33,8 +33,8 @@ def test_quantisation_needs_an_operator_that_a_cpu_has_not(folder: Path, kind: s
     assert message(folder, {key: True}) == expected
 
 
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_nvme_needs_an_operator_and_a_folder(folder: Path, tmp_path: Path, monkeypatch, section: str):
+def test_nvme_needs_an_operator_and_a_folder(folder: Path, tmp_path: Path, monkeypatch):
+    section = "offload_param"
     builder = get_accelerator().get_op_builder("AsyncIOBuilder")
     monkeypatch.setattr(builder, "is_compatible", lambda self, verbose: False)
     path = tmp_path / "nvme"
