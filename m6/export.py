@@ -14,13 +14,13 @@ from torch import Tensor
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import (
-    IMAGE_TOKENIZER,
     INDEX,
     check_shape,
     load_run_image_tokenizer,
     open_newest_checkpoint,
     run_processor,
 )
+from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError, nearest
 from m6.files import sync, write_json
@@ -51,7 +51,7 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         raise UserError(f"{out} exists and is not an empty folder; choose another one")
     config = load_config(run_dir / "config.json")
     reader = open_newest_checkpoint(run_dir)
-    processor = run_processor(config, reader)
+    processor = run_processor(run_dir, config, reader)
     try:
         with new_folder(out.absolute()) as temporary:
             model_config = copy.deepcopy(config.model)

@@ -14,6 +14,7 @@ from m6.checkpoints.delinked import STATE, is_pseudo, real_state, sharing_of
 from m6.checkpoints.discovery import complete_checkpoints, open_together
 from m6.checkpoints.format import SHARD_BYTES, CheckpointReader, Range, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.checkpoints.tokenizers import copy_kept_tokenizers
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.files import sync, write_text
@@ -72,6 +73,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         write_manifest(folder, runtime.world_size, real_state(reader.state, reset))
         write_text(temporary.checkpoints / "latest", folder.name + "\n")
         temporary.open(config, runtime.world_size)  # the new run records this command as its first attempt
+        copy_kept_tokenizers(run_dir, temporary.root)
         source = RunDirectory(run_dir)
         if source.metrics.exists():
             shutil.copyfile(source.metrics, temporary.metrics)

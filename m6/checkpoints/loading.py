@@ -14,6 +14,7 @@ from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.model import M6Config, M6ForConditionalGeneration
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
 INDEX = "model.safetensors.index.json"
-IMAGE_TOKENIZER = "image_tokenizer"
-"""The subfolder of an exported model that holds the image tokenizer."""
 
 
 def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditionalGeneration, M6Processor]:
@@ -46,7 +45,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
             raise UserError(f"{folder}: not a complete exported model: {error}") from None
     config = load_config(folder / "config.json")
     reader = open_newest_checkpoint(folder)
-    processor = run_processor(config, reader)
+    processor = run_processor(folder, config, reader)
     # On the meta device: initial values would be overwritten, and drawing them takes long for a large model.
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
@@ -72,9 +71,10 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
     trained_with = newest_complete_checkpoint(folder).state.get("image_tokenizer")
     if path is None or trained_with is None:
         raise UserError(f"{folder}: the model does not draw: it has not been trained with m6.objectives.text_to_image")
-    image_tokenizer = load_image_tokenizer(path)
+    found = find_tokenizer(folder, IMAGE_TOKENIZER, path)
+    image_tokenizer = load_image_tokenizer(found)
     if image_tokenizer.checksum != trained_with:
-        raise UserError(f"{path}: not the image tokenizer that {folder} was trained with")
+        raise UserError(f"{found}: not the image tokenizer that {folder} was trained with")
     return image_tokenizer
 
 
@@ -116,11 +116,12 @@ def check_shape(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
         raise UserError(f"{reader.folder}: {name} has shape {stored}, the model has {tuple(tensor.shape)}")
 
 
-def run_processor(config: RunConfig, reader: CheckpointReader) -> M6Processor:
-    """Makes the processor of a run's model; UserError if the tokenizer changed after the training."""
-    tokenizer = load_text_tokenizer(config.m6.data.tokenizer)
+def run_processor(root: Path, config: RunConfig, reader: CheckpointReader) -> M6Processor:
+    """Makes the processor of the model of the run in ``root``; UserError if its tokenizer is missing or another one."""
+    folder = find_tokenizer(root, TOKENIZER, config.m6.data.tokenizer)
+    tokenizer = load_text_tokenizer(folder)
     if tokenizer.fingerprint != reader.state["tokenizer"]:
-        raise UserError(f"{config.m6.data.tokenizer}: not the tokenizer that {reader.folder} was trained with")
+        raise UserError(f"{folder}: not the tokenizer that {reader.folder} was trained with")
     return make_processor(config, tokenizer)
 
 

@@ -155,7 +155,13 @@ class LoggingSettings(Section):
         description="Weights & Biases; offline writes to RUN/wandb for a later sync; unless this is off, the variable "
         "WANDB_MODE takes precedence",
     )
-    wandb_project: str = Field("m6-recipes", description="project name in Weights & Biases")
+    wandb_project: str = Field("m6-recipes", pattern=r"^[^/\\#?%:]{1,128}$", description="project in Weights & Biases")
+    wandb_name: str | None = Field(
+        None, min_length=1, max_length=128, description="name in Weights & Biases; default: that of the run's folder"
+    )
+    wandb_group: str | None = Field(
+        None, min_length=1, max_length=128, description="group of the run in Weights & Biases, such as a sweep"
+    )
     tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
 
 

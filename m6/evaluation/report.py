@@ -69,7 +69,9 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
         "## Speed and size",
         markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
-    samples = write_samples(model, run_processor(config, reader), data.manifest, data.sources, out.parent / "samples")
+    samples = write_samples(
+        model, run_processor(run_dir, config, reader), data.manifest, data.sources, out.parent / "samples"
+    )
     if samples:
         parts += ["## What it writes", samples]
     write_text(out, "\n\n".join(parts) + "\n")

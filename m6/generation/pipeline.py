@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from m6.checkpoints.loading import IMAGE_TOKENIZER, load_run_image_tokenizer, load_run_model
+from m6.checkpoints.loading import load_run_image_tokenizer, load_run_model
+from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.checks import check_captions, check_codes_fit
 from m6.data.pictures import to_bytes
 from m6.errors import UserError

@@ -237,9 +237,12 @@ def outcome_line(run: Path) -> str:
     plan = json.loads((run / _FILE).read_text(encoding="utf-8"))
     found = read_outcome(run)
     seconds = sum(plan["seconds"].values())
+    predicted = f"at most {format_gb(found.predicted_bytes)}"
+    # On a CPU the whole process is measured, and only a calibrated profile knows what it holds beside its tensors.
+    memory = f"the plan counts its tensors alone: {predicted}" if found.process == 0 else f"plan {predicted}"
     return (
-        f"measured: {found.measured_s:.3g} s a step (plan {seconds:.3g}), memory of the process "
-        f"{format_gb(found.measured_bytes)} (plan at most {format_gb(found.predicted_bytes)})"
+        f"measured: {found.measured_s:.3g} s a step (plan {seconds:.3g}), "
+        f"memory {'of the process ' if found.process is not None else ''}{format_gb(found.measured_bytes)} ({memory})"
     )
 
 

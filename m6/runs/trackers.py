@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from m6.config.sections import LoggingSettings
 from m6.errors import StorageError, UserError, nearest
+from m6.files import write_text
 from m6.runs.directory import RunDirectory
 
 _ONLINE, _OFFLINE = ("online", "run", "shared"), ("offline", "dryrun", "disabled")  # values of WANDB_MODE
@@ -79,8 +81,9 @@ class Trackers:
             try:
                 self._wandb = wandb.init(
                     project=settings.wandb_project,
-                    name=run.root.name,
-                    id=run.root.name,
+                    group=settings.wandb_group,
+                    name=settings.wandb_name or run.root.name,
+                    id=_wandb_id(run),
                     resume="allow",  # the next attempt at the run continues the same curves
                     mode=_wandb_mode(settings),  # type: ignore[arg-type]  # check_trackers refused other values
                     dir=str(run.root),
@@ -120,6 +123,14 @@ class Trackers:
             self._wandb.finish()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _wandb_id(run: RunDirectory) -> str:
+    """The id of the run in Weights & Biases: drawn once for its folder, since runs elsewhere may have the same name."""
+    file = run.root / "wandb_id"
+    if not file.exists():
+        write_text(file, secrets.token_hex(8) + "\n")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def _flatten(value: Any, name: str = "") -> list[tuple[str, float]]:

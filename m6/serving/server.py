@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from m6.checkpoints.loading import IMAGE_TOKENIZER, is_exported, load_run_model
+from m6.checkpoints.loading import is_exported, load_run_model
+from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.generation.pipeline import M6TextToImagePipeline

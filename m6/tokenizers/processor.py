@@ -85,6 +85,11 @@ class M6Processor(ProcessorMixin):
         images: Any = None,
         text: str | Sequence[str] | None = None,
         target_prefix: str | Sequence[int] | None = None,
+        *,
+        return_tensors: str | None = "pt",
+        padding: bool | str = True,
+        truncation: bool = False,
+        max_length: int | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         """Builds the inputs of ``generate``.
@@ -93,6 +98,10 @@ class M6Processor(ProcessorMixin):
             images: a picture, or a list of B pictures; None in the list is a prompt without a picture.
             text: the source: a string or B strings. Special tokens in it are read as plain text.
             target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as that of ``<boi>``.
+            return_tensors: "pt", "np", or None for lists.
+            padding: True or "longest": to the longest prompt; "max_length": to ``max_length``; False: none.
+            truncation: cuts sources, so that no prompt is longer than ``max_length``.
+            max_length: in tokens, with picture and target prefix.
             kwargs: passed to the image processor.
 
         Returns:
@@ -100,7 +109,7 @@ class M6Processor(ProcessorMixin):
             ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 pictures.
 
         Raises:
-            ValueError: neither images nor text is given, or their numbers differ.
+            ValueError: neither images nor text is given, their numbers differ, or the lengths do not fit.
         """
         if text is None and images is None:
             raise ValueError("a prompt needs images or text")
@@ -112,30 +121,45 @@ class M6Processor(ProcessorMixin):
             raise ValueError(f"{len(pictures)} images do not match {len(texts)} texts")
         if isinstance(target_prefix, str):
             target_prefix = self.tokenizer.encode_ids(target_prefix)
+        limit = max_length if truncation else None
         target = [self.tokenizer.bos_token_id, *(target_prefix or ())]
         rows = [
-            (
-                [self.tokenizer.image_token_id] * (self.num_patches if picture is not None else 0),
-                self.tokenizer.encode_ids(source),
-                target,
-            )
+            self._row(picture is not None, source, target, limit)
             for picture, source in zip(pictures, texts, strict=True)
         ]
-        length = max(sum(map(len, row)) for row in rows)
-        input_ids = np.full((len(rows), length), self.tokenizer.pad_token_id, np.int64)
-        attention_mask, token_type_ids = np.zeros_like(input_ids), np.zeros_like(input_ids)
-        for index, row in enumerate(rows):
-            ids = np.concatenate(row)
-            # Padding is on the left, so that generated tokens follow the prompt directly.
-            input_ids[index, length - len(ids) :] = ids
-            attention_mask[index, length - len(ids) :] = 1
-            types = np.repeat([IMAGE, SOURCE, TARGET], [len(part) for part in row])
-            token_type_ids[index, length - len(ids) :] = types
-        data = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        data = self._padded(
+            rows, _padded_length([sum(map(len, row)) for row in rows], padding, max_length, return_tensors)
+        )
         present = [picture for picture in pictures if picture is not None]
         if present:
             data["pixel_values"] = self.image_processor(present, return_tensors="np", **kwargs)["pixel_values"]
-        return BatchFeature(data, tensor_type="pt")
+        return BatchFeature(data, tensor_type=return_tensors)
+
+    def _row(self, has_picture: bool, source: str, target: list[int], limit: int | None) -> tuple[list[int], ...]:
+        """The ids of picture, source and target; the source is cut so that all fit into ``limit``."""
+        image = [self.tokenizer.image_token_id] * (self.num_patches if has_picture else 0)
+        ids = self.tokenizer.encode_ids(source)
+        if limit is not None:
+            room = limit - len(image) - len(target)
+            if room < 0:
+                raise ValueError(f"max_length {limit} leaves no room for the picture and the target prefix")
+            ids = ids[:room]
+        return image, ids, target
+
+    def _padded(self, rows: Sequence[tuple[list[int], ...]], length: int | None) -> dict[str, Any]:
+        """Rows of ``length`` tokens as arrays; rows of their own lengths as lists if it is None."""
+        columns: dict[str, Any] = {"input_ids": [], "attention_mask": [], "token_type_ids": []}
+        for row in rows:
+            ids = np.concatenate([np.array(part, np.int64) for part in row])
+            types = np.repeat([IMAGE, SOURCE, TARGET], [len(part) for part in row])
+            # Padding is on the left, so that generated tokens follow the prompt directly.
+            before = (0 if length is None else length - len(ids), 0)
+            columns["input_ids"].append(np.pad(ids, before, constant_values=self.tokenizer.pad_token_id))
+            columns["attention_mask"].append(np.pad(np.ones_like(ids), before))
+            columns["token_type_ids"].append(np.pad(types.astype(np.int64), before))
+        if length is None:
+            return {name: [row.tolist() for row in values] for name, values in columns.items()}
+        return {name: np.stack(values) for name, values in columns.items()}
 
     @classmethod
     def _get_arguments_from_pretrained(
@@ -146,3 +170,21 @@ class M6Processor(ProcessorMixin):
             M6ImageProcessor.from_pretrained(pretrained_model_name_or_path, **kwargs),
             M6Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs),
         ]
+
+
+def _padded_length(
+    lengths: Sequence[int], padding: bool | str, max_length: int | None, return_tensors: str | None
+) -> int | None:
+    """The length to which prompts are padded; None: each keeps its own."""
+    longest = max(lengths)
+    if padding == "max_length":
+        if max_length is None or longest > max_length:
+            raise ValueError(f'padding "max_length" needs a max_length of at least {longest}, found {max_length}')
+        return max_length
+    if padding not in (True, False, "longest", "do_not_pad"):
+        raise ValueError(f'padding {padding!r}: expected True, "longest", "max_length" or False')
+    if padding in (True, "longest") or (return_tensors is not None and min(lengths) == longest):
+        return longest
+    if return_tensors is not None:
+        raise ValueError(f"prompts of {min(lengths)} to {longest} tokens make no tensor; pass padding=True")
+    return None

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from m6.checkpoints.discovery import open_newest, open_together
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import make_processor
+from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.data.pretraining import MicroBatch
@@ -30,6 +30,7 @@ from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpointing import Checkpointer, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
+from m6.training.reporting.console import Console
 from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy
@@ -96,8 +97,7 @@ class Trainer:
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
         stopped = False
-        hidden = None if self.runtime.is_main else True  # None: tqdm shows the bar only in a terminal
-        with tqdm(total=total, initial=self.step, unit="step", desc=self.run.root.name, disable=hidden) as progress:
+        with Console(self.run.root.name, total, self.step, self.runtime.is_main) as self.console:
             while self.step < total and not stopped:
                 begin = time.perf_counter()
                 micro_batches = next(batches)
@@ -116,8 +116,7 @@ class Trainer:
                 stopped = requests.stop or self.step == stop_after
                 self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
                 self._write_progress()
-                progress.update()
-                progress.set_postfix(loss=f"{outcome.loss:.3f}", refresh=False)
+                self.console.advance()
                 ending = stopped or self.step == total
                 self._at_intervals(report, save=requests.save or ending or self.stage.is_due)
                 if requests.save:
@@ -147,10 +146,14 @@ class Trainer:
             report.exclude(time.perf_counter() - begin)
         if self.sample_grids is not None and self._is_due(self.sample_grids.settings.interval_steps):
             begin = time.perf_counter()
-            self._show(self.sample_grids.draw(self.engine, self.step))
+            picture = self.sample_grids.draw(self.engine, self.step)
+            if self.trackers is not None and picture is not None:
+                self.trackers.show("samples", picture, self.step)
             report.exclude(time.perf_counter() - begin)
         if self.step % settings.checkpoint.interval_steps == 0 or save:
-            report.add_checkpoint_stall(self._save())
+            stall_s = self._save()
+            report.add_checkpoint_stall(stall_s)
+            self.console.saved(self.step, stall_s)
         self.checkpointer.check()  # a full disk ends the run now, not at the next checkpoint
 
     def _is_due(self, interval_steps: int) -> bool:
@@ -187,16 +190,13 @@ class Trainer:
             self._print(f"warning: checkpoint not used: {problem}")
         if self.checkpoint is not None:
             state = self.checkpoint.state
-            if state["tokenizer"] != self.data.tokenizer.fingerprint:
-                raise UserError(
-                    f"{self.settings.data.tokenizer}: the tokenizer differs from that of the checkpoint in "
-                    f"{self.run.root}"
-                )
-            if state.get("image_tokenizer") != self.data.codes_checksum:
-                raise UserError(
-                    f"{self.settings.data.image_tokenizer}: the image tokenizer differs from that of the checkpoint in "
-                    f"{self.run.root}"
-                )
+            used = {"tokenizer": self.data.tokenizer.fingerprint, "image_tokenizer": self.data.codes_checksum}
+            for name, identity in used.items():
+                if state.get(name) != identity:
+                    raise UserError(
+                        f"{getattr(self.settings.data, name)}: the {name.replace('_', ' ')} differs from that of the "
+                        f"checkpoint in {self.run.root}"
+                    )
             restore(self.engine, self.stage.reader(self.checkpoint))
             self.checkpoint = None  # closes the files of its shards
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
@@ -206,6 +206,7 @@ class Trainer:
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         if self.runtime.is_main:
+            keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
             damaged = self.run.cut_metrics_after(self.step)
             if damaged:
                 self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
@@ -296,12 +297,9 @@ class Trainer:
             self.run.write_progress(self.step, self.settings.training.total_steps)
 
     def _track(self, entry: dict[str, Any]) -> None:
+        self.console.show(entry)
         if self.trackers is not None:
             self.trackers.write(entry)
-
-    def _show(self, picture: Path | None) -> None:
-        if self.trackers is not None and picture is not None:
-            self.trackers.show("samples", picture, self.step)
 
     def _print(self, text: str) -> None:
         if self.runtime.is_main:

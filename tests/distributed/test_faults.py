@@ -21,6 +21,8 @@ from m6.checkpoints.format import CheckpointReader
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 # fp32 sums in another order, see test_training_layouts.py
 TOLERANCE = 1e-5

@@ -10,6 +10,8 @@ from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, train
 from tests.fixtures.tiny_data import build_tiny_codes
 
+pytestmark = pytest.mark.slow
+
 
 def document(folder: Path, ranks: int, stage: int, ep_size: int) -> dict[str, Any]:
     made = layout(folder, ranks, stage, ep_size)

@@ -15,6 +15,8 @@ from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from tests.fixtures.tiny_run import write_tiny_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
 

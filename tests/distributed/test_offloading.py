@@ -11,6 +11,8 @@ from offload import ActivationOffload
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["folder", "reference"]  # fixtures
 
 OFFLOAD: dict[str, Any] = {

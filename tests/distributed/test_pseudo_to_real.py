@@ -12,6 +12,8 @@ from m6.checkpoints.format import CheckpointReader
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, norms, train
 
+pytestmark = pytest.mark.slow
+
 STEPS, SWITCH = 6, 3
 SETTINGS = {
     "m6__model__num_layers": 4,

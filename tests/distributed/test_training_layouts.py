@@ -83,7 +83,10 @@ def test_losses_are_the_recorded_ones(reference: Path):
     assert losses(reference) == pytest.approx(recorded, rel=1e-4)
 
 
-@pytest.mark.parametrize(("ranks", "stage", "ep_size"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks", "stage", "ep_size"),
+    [pytest.param(*layout, marks=() if layout == (2, 1, 2) else pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_losses_do_not_depend_on_the_layout(folder: Path, reference: Path, ranks: int, stage: int, ep_size: int):
     root = folder / f"run_{ranks}_{stage}_{ep_size}"
     run_distributed(train, ranks, layout(folder, ranks, stage, ep_size), str(root))

@@ -238,6 +238,7 @@ def test_an_output_that_cannot_be_written(run: Path):
     assert f"{file / 'curves.png'} cannot be written" in user_error("plot", run, "--out", file / "curves.png")
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_ends_the_same_way(pretrain: Callable[..., str], tmp_path: Path):
     """DeepSpeed is loaded on the way, and would like to say things about the machine."""
     config = tmp_path / "config.json"

@@ -43,6 +43,18 @@ def test_pictures_reach_wandb(tmp_path: Path, picture: Path):
     assert Image.open(kept).size == (6, 4)
 
 
+def test_the_id_in_wandb_is_that_of_the_folder(tmp_path: Path):
+    settings = LoggingSettings(wandb="offline", wandb_name="first try", wandb_group="sweep")
+    ids = []
+    for parent in ("a", "b", "a"):
+        run = RunDirectory(tmp_path / parent / "run")
+        run.root.mkdir(parents=True, exist_ok=True)
+        Trackers(run, settings, {}).close()
+        ids.append((run.root / "wandb_id").read_text().strip())
+        assert all(folder.name.endswith(ids[-1]) for folder in (run.root / "wandb").glob("offline-run-*"))
+    assert ids[0] == ids[2] != ids[1]
+
+
 ONLINE = LoggingSettings(wandb="online")
 
 
@@ -83,7 +95,7 @@ def test_the_mode_of_the_environment_wins(nobody: pytest.MonkeyPatch, tmp_path: 
     trackers = Trackers(run, ONLINE, {})
     trackers.write({"step": 7, "loss": 1.0})
     trackers.close()
-    assert [path.name for path in run.root.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in run.root.iterdir()} == {"metrics.jsonl", "wandb_id"}
 
 
 def test_a_service_that_cannot_be_reached_is_no_defect(nobody: pytest.MonkeyPatch, tmp_path: Path):

@@ -54,6 +54,35 @@ def test_prompts_are_padded_on_the_left(processor):
     assert batch["pixel_values"].dtype == torch.float32
 
 
+def test_the_arguments_of_transformers(processor):
+    texts = ["熊猫", "今天老师在公园里"]
+    default = processor(images=[picture(), picture()], text=texts)
+    explicit = processor(images=[picture(), picture()], text=texts, return_tensors="pt", padding=True)
+    assert all(torch.equal(default[name], explicit[name]) for name in default)
+    arrays = processor(text=texts, return_tensors="np", padding="max_length", max_length=40)
+    assert arrays["input_ids"].shape == (2, 40)
+    assert (arrays["attention_mask"].sum(1) == [len(processor.tokenizer.encode_ids(text)) + 1 for text in texts]).all()
+    lists = processor(text=texts, return_tensors=None, padding=False)
+    assert lists["input_ids"] == [[*processor.tokenizer.encode_ids(t), processor.tokenizer.bos_token_id] for t in texts]
+    cut = processor(images=picture(), text=texts[1], truncation=True, max_length=7, target_prefix="一个")
+    assert cut["input_ids"].shape == (1, 7)
+    assert cut["token_type_ids"][0].tolist()[:4] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": False}, "make no tensor; pass padding=True"),
+        ({"padding": "max_length"}, "needs a max_length of at least"),
+        ({"padding": "left"}, "padding 'left': expected True"),
+        ({"truncation": True, "max_length": 0}, "leaves no room"),
+    ],
+)
+def test_lengths_that_do_not_fit(processor, options, message):
+    with pytest.raises(ValueError, match=message):
+        processor(text=["熊猫", "今天老师在公园里"], **options)
+
+
 def test_picture_alone_and_text_alone(processor):
     t = processor.tokenizer
     assert processor(images=picture())["input_ids"].tolist() == [[t.image_token_id] * 4 + [t.bos_token_id]]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from m6.checkpoints.initial import check_initial_weights, load_finetuning_config, open_initial_weights
-from m6.checkpoints.loading import IMAGE_TOKENIZER
+from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import parse_config
 from m6.data.codes import Codes
 from m6.data.manifest import Manifest
@@ -237,7 +237,7 @@ def test_refused_before_anything_is_written(config_file, pretrained, folder, tmp
     other = build_other_tokenizer(tmp_path / "other", image_tokenizer)
     assert "holds no codes of the image tokenizer" in message(pretrained, f"m6.data.image_tokenizer={other}")
     assert "m6.samples: only a model with m6.objectives.text_to_image draws" in message(
-        pretrained, "m6.objectives.text_to_image.weight=0"
+        pretrained, "m6.objectives.text_to_image.weight=0", "m6.data.image_tokenizer=null"
     )
 
 
@@ -255,6 +255,7 @@ def test_another_image_tokenizer_cannot_paint(drawn: Path, image_tokenizer: Path
     document = json.loads((run / "config.json").read_text())
     document["m6"]["data"]["image_tokenizer"] = str(other)
     (run / "config.json").write_text(json.dumps(document))
+    shutil.rmtree(run / IMAGE_TOKENIZER)  # as in a run that keeps no copy
     text = user_error("generate", "--checkpoint", run, "红", "--out", tmp_path / "grid.png")
     assert "not the image tokenizer that" in text
 

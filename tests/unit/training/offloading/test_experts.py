@@ -41,7 +41,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+FAST = ("fp32", "zero_2", "adafactor")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(changes, id=name, marks=() if name in FAST else pytest.mark.slow) for name, changes in CASES.items()],
+)
 def test_the_budget_changes_nothing_and_offloading_only_roundings(make_trainer: MakeTrainer, changes: dict[str, Any]):
     """Between budgets equal to the bit. Against no offloading: the update's operations have another order, and
     micro-batches of bf16 gradients add up in fp32 instead of bf16."""
@@ -139,6 +145,7 @@ def test_the_memory_map_and_its_picture(make_trainer: MakeTrainer, capsys: pytes
         plot_memory(trainer.run.root)
 
 
+@pytest.mark.slow
 def test_fp16_skips_the_steps_that_overflow(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch):
     """A scale that is too large for the first steps: experts and all else skip the same ones, under either budget."""
     monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: True)
@@ -210,6 +217,7 @@ def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: Ma
     CheckpointReader(saved[0]).verify(0, 1)
 
 
+@pytest.mark.slow
 def test_the_size_of_chunks_by_itself(make_trainer: MakeTrainer):
     trainer = make_trainer("run", m6__offload={"device_budget_mib": 100.0, "chunk_mib": "auto"})
     assert trainer.train()
@@ -218,6 +226,7 @@ def test_the_size_of_chunks_by_itself(make_trainer: MakeTrainer):
     assert metrics(trainer) == metrics(plain)
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_offload(make_trainer: MakeTrainer):
     """The policy writes DeepSpeed's keys and nothing of ours: the run is the one with those keys."""
     changes = {"zero_optimization": {"stage": 2}}
@@ -232,6 +241,7 @@ def test_deepspeeds_own_offload(make_trainer: MakeTrainer):
     assert metrics(policy) == metrics(own)
 
 
+@pytest.mark.slow
 def test_a_rule_for_all_optimizer_state_is_deepspeeds_offload_beside_ours(make_trainer: MakeTrainer):
     changes = {"zero_optimization": {"stage": 1}}
     rules = [{"tensor": "optimizer_state", "place": "host"}]

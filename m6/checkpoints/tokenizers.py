@@ -1,0 +1,82 @@
+"""A run keeps copies of its tokenizers, so that it can be used from any folder and when ``data/`` is gone.
+
+RUN/tokenizer/          of texts
+RUN/image_tokenizer/    of pictures, if the run learns to draw
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from m6.errors import StorageError, UserError
+from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
+
+TOKENIZER, IMAGE_TOKENIZER = "tokenizer", "image_tokenizer"
+_FOLDERS = (TOKENIZER, IMAGE_TOKENIZER)
+
+
+def keep_tokenizers(root: Path, tokenizer: M6Tokenizer, image_tokenizer: str | Path | None) -> None:
+    """Copies the tokenizers of a run to its folder. Copies of these tokenizers are left as they are.
+
+    Args:
+        root: the run's folder.
+        tokenizer: of texts.
+        image_tokenizer: folder of the image tokenizer; None: the run does not draw.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    kept = root / TOKENIZER
+    if not kept.is_dir() or load_text_tokenizer(kept).fingerprint != tokenizer.fingerprint:
+        _replace(kept, lambda folder: tokenizer.save_pretrained(str(folder)))
+    if image_tokenizer is not None:
+        # Imported here: models that do not draw need none of its packages.
+        from m6.tokenizers.image import load_image_tokenizer
+
+        kept, loaded = root / IMAGE_TOKENIZER, load_image_tokenizer(image_tokenizer)
+        if not kept.is_dir() or load_image_tokenizer(kept).checksum != loaded.checksum:
+            _replace(kept, loaded.save_pretrained)
+
+
+def copy_kept_tokenizers(source: Path, out: Path) -> None:
+    """Copies what a run keeps to another run's folder; an older run keeps nothing."""
+    for name in _FOLDERS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, out / name)
+
+
+Location = TypeVar("Location", str, Path)
+
+
+def find_tokenizer(root: Path, name: str, configured: Location) -> Location | Path:
+    """Returns where a run's tokenizer is: the copy in the run, or what its JSON names for an older run.
+
+    Args:
+        root: the run's folder.
+        name: ``TOKENIZER`` or ``IMAGE_TOKENIZER``.
+        configured: the folder that the run's JSON names, or for pictures a name on the Hub.
+
+    Raises:
+        UserError: there is no copy, and the folder is missing.
+    """
+    kept = root / name
+    if kept.is_dir():
+        return kept
+    if isinstance(configured, Path) and not configured.exists():
+        raise UserError(f"{root} keeps no {name}, and {configured}, which its config.json names, is missing")
+    return configured
+
+
+def _replace(folder: Path, save: Callable[[Path], object]) -> None:
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        save(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,82 @@
+"""What a person sees of a run: lines in a log, or a bar with the same facts in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Console:
+    """Shows the progress of a run on stderr. Use it as a context manager.
+
+    Without a terminal, each line of metrics gives a line: step, loss with that of each objective, tokens per second and
+    the time that is left; then the validation losses. With a terminal, a bar shows the same facts.
+
+    Args:
+        name: name of the run.
+        total_steps: steps of the whole run.
+        first_step: steps that earlier attempts finished.
+        enabled: whether this process shows anything.
+    """
+
+    def __init__(self, name: str, total_steps: int, first_step: int, enabled: bool) -> None:
+        self._total, self._step, self._enabled = total_steps, first_step, enabled
+        self._facts = self._validation = ""
+        hidden = None if enabled else True  # None: tqdm shows the bar only in a terminal
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", desc=name, disable=hidden)
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """Counts a finished step."""
+        self._step += 1
+        self._bar.update()
+
+    def show(self, entry: Mapping[str, Any]) -> None:
+        """Shows a line of RUN/metrics.jsonl: of training, or of validation."""
+        if "validation" in entry:
+            self._validation = f"validation {_losses(entry['validation'])}"
+            self._print(f"step {self._step:,}: {self._validation}")
+        elif "step_time_s" in entry:
+            self._facts = (
+                f"loss {_number(entry['loss'])} ({_losses(entry['objectives'])}), "
+                f"{entry['tokens_per_second']:,.0f} tokens/s"
+            )
+            left = _duration(entry["step_time_s"] * (self._total - self._step))
+            self._print(f"step {self._step:,} of {self._total:,}: {self._facts}, {left} left")
+        self._bar.set_postfix_str("; ".join(filter(None, (self._facts, self._validation))), refresh=False)
+
+    def saved(self, step: int, stall_s: float) -> None:
+        """Shows that a checkpoint was taken."""
+        self._print(f"step {step:,}: saves a checkpoint; training waited for {stall_s:.1f} s")
+
+    def _print(self, line: str) -> None:
+        if self._enabled and self._bar.disable:
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def _losses(losses: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in losses.items())
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    """Such as 3 d 4:05:06."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days} d " * (days > 0) + f"{hour}:{minute:02}:{second:02}"
