@@ -7,8 +7,12 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """A mistake in a configuration, a path or a command.
 
-    The command line prints its message without a traceback and exits with code 2.
+    The command line prints its message, which is one line, without a traceback and exits with code 2.
     """
+
+    def __str__(self) -> str:
+        # Messages quote what the user wrote, which may hold line breaks and control characters of terminals.
+        return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in super().__str__())
 
 
 class StorageError(UserError):

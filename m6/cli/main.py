@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from m6 import __version__
+import m6
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
 from m6.errors import StorageError, UserError
 
@@ -32,7 +32,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"m6-recipes {__version__}")
+        print(f"m6-recipes {m6.__version__}")
         raise typer.Exit
 
 

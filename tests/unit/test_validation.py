@@ -53,3 +53,9 @@ def test_many_keys_are_searched_for_a_duplicate():
     assert len(parse_json("{" + ", ".join(pairs) + "}")) == 100_000
     with pytest.raises(UserError, match='the key "key_7" is given twice'):
         parse_json("{" + ", ".join([*pairs, '"key_7": 2']) + "}")
+
+
+def test_a_message_is_one_line_that_a_terminal_can_show():
+    with pytest.raises(UserError) as caught:
+        check_keys({"two\nlines\x1b[31m猫": 1}, {"layers"}, "a")
+    assert str(caught.value).startswith(r"a.two\nlines\x1b[31m猫: unknown key")
