@@ -67,7 +67,7 @@ def address() -> Iterator[tuple[str, int]]:
         yield where
 
 
-@long_and_short(200, 5000)
+@long_and_short(100, 1000)
 def test_requests(number: int, address: tuple[str, int]):
     with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=60) as client:
 
@@ -85,7 +85,7 @@ def test_requests(number: int, address: tuple[str, int]):
         assert client.post("/caption", content=PICTURE).json() == {"text": "(8, 8)"}
 
 
-@long_and_short(60, 2000)
+@long_and_short(60, 500)
 def test_bytes_that_are_no_request(number: int, address: tuple[str, int]):
     lines = st.sampled_from(
         [
