@@ -193,7 +193,7 @@ def hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
 
 
 def not_finite(make_run: MakeRun) -> ClusterRun:
-    run = make_run("not_finite", optimizer__params__lr=1e30)
+    run = make_run("not_finite", optimizer__params__lr=1e18)
     run.submit()
     run.wait_for_end()
     return run
