@@ -16,6 +16,9 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException
 
 _OFFSETS = itertools.count()
+# A server that has imported these forks each process: to import them anew would take most of a test's time.
+_CONTEXT = torch.multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "deepspeed", "m6.training.loop"])
 
 
 def run_distributed(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 240) -> None:
@@ -30,9 +33,10 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: Any, 
         TimeoutError: when not all are done after ``timeout_s`` seconds.
     In both cases no process is left behind.
     """
-    failures = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    context = torch.multiprocessing.spawn(
-        _child, (function, world_size, free_port(), failures, args), nprocs=world_size, join=False
+    failures = _CONTEXT.SimpleQueue()
+    arguments = (function, world_size, free_port(), failures, dict(os.environ), args)
+    context = torch.multiprocessing.start_processes(
+        _child, arguments, nprocs=world_size, join=False, start_method="forkserver"
     )
     deadline = time.monotonic() + timeout_s
     try:
@@ -66,8 +70,10 @@ def _child(
     world_size: int,
     port: int,
     failures: "SimpleQueue[tuple[int, str]]",
+    environment: dict[str, str],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ.update(environment)  # the server was started with an earlier one
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
