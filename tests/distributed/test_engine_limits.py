@@ -22,6 +22,8 @@ from m6.training.engine.state import base_optimizer
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 
+pytestmark = pytest.mark.slow
+
 BF16 = {"enabled": True}
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.distributed.spawn import free_port
 from tests.fixtures.tiny_run import write_tiny_config
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 PYTHON = [sys.executable, "-m"]
 
