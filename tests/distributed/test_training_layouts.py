@@ -107,6 +107,7 @@ ROUTING = {
 }
 
 
+@pytest.mark.slow
 def test_options_of_the_experts_do_not_depend_on_the_layout(folder: Path):
     """Balancing biases, shared experts and expert biases on one rank, and on 2, then 4 ranks that share experts."""
     run_distributed(train, 1, layout(folder, 1, 0, 1, m6__moe=ROUTING), str(folder / "options"))
@@ -117,6 +118,7 @@ def test_options_of_the_experts_do_not_depend_on_the_layout(folder: Path):
     assert norms(root) == pytest.approx(norms(folder / "options"), rel=10 * TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     root = folder / "wandering"
     by_prototypes = {"m6__moe__exchange": "prototype", "m6__moe__ranks_per_node": 2}

@@ -63,6 +63,7 @@ def test_480_gpus_of_32_gb_need_adafactor():
     assert planner("m6_1t", "v100_32g_x480", ADAM).search().best.layout.offload_optimizer
 
 
+@pytest.mark.slow
 def test_512_gpus_of_32_gb_must_stream_the_parameters_of_10t():
     """M6-10T (arXiv 2110.03888): 19.6 B expert parameters a GPU are 39.3 GB in 16 bits already."""
     real = planner("m6_10t", "v100_32g_x512")
