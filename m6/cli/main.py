@@ -285,8 +285,8 @@ def _mount_commands() -> None:
 
 def main() -> None:
     """Entry point of ``m6`` and ``python -m m6``."""
-    _mount_commands()
     try:
+        _mount_commands()
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -299,7 +299,7 @@ def main() -> None:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ImportError) as error:
         if not _is_out_of_memory(error):
             raise
         print(f"error: out of memory: {' '.join(str(error).split()) or 'an allocation failed'}", file=sys.stderr)
@@ -317,7 +317,9 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     # PyTorch's own type for it is that of GPUs; its allocator of host memory raises a plain RuntimeError.
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error)
+    # The loader of shared libraries raises ImportError.
+    signs = ("can't allocate memory", "out of memory", "failed to map segment", "annot allocate memory")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
 def _tell_job(message: str) -> None:
