@@ -33,7 +33,7 @@ class Inews:
 
     name = "inews"
     kind: SourceKind = "text"
-    own_splits: frozenset[Split] = frozenset({"test"})
+    own_splits: frozenset[Split] = frozenset(FILES)
 
     def __init__(self, options: SourceOptions) -> None:
         self._limit = options.passage_chars

@@ -41,6 +41,11 @@ def test_inews_keeps_its_own_split_and_drops_repeats(tmp_path, monkeypatch):
     ]
 
 
+def test_inews_defines_every_split_that_its_rows_name():
+    """Else a build would take validation rows from its training rows."""
+    assert inews.Inews.own_splits == set(inews.FILES) == {"train", "validation", "test"}
+
+
 def test_inews_runs_no_code_of_a_pickle(tmp_path, monkeypatch):
     class Evil:
         def __reduce__(self):
