@@ -11,7 +11,32 @@ from moe.kernels.experts_op import Pairs, apply_experts
 from moe.precision import autocast_dtype
 
 
-class Experts(nn.Module):
+class _FeedForward(nn.Module):
+    """The parameters of networks of one inner size, with the dimensions ``stack`` before those of one network."""
+
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
+    def __init__(
+        self,
+        stack: tuple[int, ...],
+        hidden_size: int,
+        inner_size: int,
+        config: MoEConfig,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        rows = ACTIVATIONS[config.activation].inputs_per_unit * inner_size
+        empty = functools.partial(torch.empty, device=device, dtype=dtype)
+        self.w_in = nn.Parameter(empty(*stack, rows, hidden_size))
+        self.w_out = nn.Parameter(empty(*stack, hidden_size, inner_size))
+        self.b_in = nn.Parameter(empty(*stack, rows)) if config.bias else None
+        self.b_out = nn.Parameter(empty(*stack, hidden_size)) if config.bias else None
+
+
+class Experts(_FeedForward):
     """E networks y = w_out act(w_in x + b_in) + b_out, without the biases by default as in M6-T (arXiv 2105.15082).
 
     ``w_in`` is [E, F, D] and ``w_out`` [E, D, F]; for swiglu ``w_in`` is [E, 2 F, D], first the rows of the gate, then
@@ -22,9 +47,6 @@ class Experts(nn.Module):
     them on whichever rank it is.
     """
 
-    b_in: nn.Parameter | None
-    b_out: nn.Parameter | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -33,19 +55,11 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__((config.num_experts,), hidden_size, ffn_hidden_size, config, device, dtype)
         self.parameter_attributes: dict[str, int | bool | str] = {
             "first_expert": 0,
             "num_global_experts": config.num_experts,
         }
-        num_experts = config.num_experts
-        inner_size = ACTIVATIONS[config.activation].inputs_per_unit * ffn_hidden_size
-        empty = functools.partial(torch.empty, device=device, dtype=dtype)
-        self.w_in = nn.Parameter(empty(num_experts, inner_size, hidden_size))
-        self.w_out = nn.Parameter(empty(num_experts, hidden_size, ffn_hidden_size))
-        self.b_in = nn.Parameter(empty(num_experts, inner_size)) if config.bias else None
-        self.b_out = nn.Parameter(empty(num_experts, hidden_size)) if config.bias else None
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
         """Drops all experts but a range, whose gradients DeepSpeed averages only inside ``group_name``."""
@@ -141,7 +155,7 @@ def check_dtype(rows: Tensor, weight: Tensor) -> None:
         raise ValueError(f"the experts' weights are {weight.dtype}, but the tokens are {rows.dtype}")
 
 
-class SharedExperts(nn.Module):
+class SharedExperts(_FeedForward):
     """S experts that compute every token, as one network of width S * F: DeepSeekMoE (arXiv 2401.06066), equation 9.
 
     With ``config.shared_expert_gate`` the output is multiplied by sigmoid(w_gate x), one number for each token, as in
@@ -158,16 +172,10 @@ class SharedExperts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
         width = config.num_shared_experts * ffn_hidden_size
-        inner_size = ACTIVATIONS[config.activation].inputs_per_unit * width
-        empty = functools.partial(torch.empty, device=device, dtype=dtype)
-        self.w_in = nn.Parameter(empty(inner_size, hidden_size))
-        self.w_out = nn.Parameter(empty(hidden_size, width))
-        self.b_in = nn.Parameter(empty(inner_size)) if config.bias else None
-        self.b_out = nn.Parameter(empty(hidden_size)) if config.bias else None
-        self.w_gate = nn.Parameter(empty(1, hidden_size)) if config.shared_expert_gate else None
+        super().__init__((), hidden_size, width, config, device, dtype)
+        gate = torch.empty(1, hidden_size, device=device, dtype=dtype) if config.shared_expert_gate else None
+        self.w_gate = None if gate is None else nn.Parameter(gate)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes the output [..., D] of tokens [..., D]."""
