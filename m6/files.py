@@ -11,6 +11,17 @@ from typing import Any
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds ``path`` to an OSError that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yields a temporary path in the folder of ``path``; on success it is synced and renamed to ``path``.
 
@@ -26,16 +37,13 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
     os.close(descriptor)
     temporary = Path(name)
     try:
-        yield temporary
-        os.chmod(temporary, mode & ~_umask())  # mkstemp makes files that only their owner may read
-        # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except OSError as error:
-        if error.filename is None:  # a full disk does not say which file it was
-            error.filename = str(path)
-        raise
+        with naming(path):
+            yield temporary
+            os.chmod(temporary, mode & ~_umask())  # mkstemp makes files that only their owner may read
+            # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m6.errors import StorageError
-from m6.files import sync
+from m6.files import naming, sync
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _MAX_OWNER_BYTES = 4096
@@ -122,13 +122,10 @@ def new_folder(path: Path) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
         try:
-            yield partial
-            os.replace(partial, path)
-            sync(path.parent)
-        except OSError as error:
-            if error.filename is None:  # a full disk does not say which file it was
-                error.filename = str(path)
-            raise
+            with naming(path):
+                yield partial
+                os.replace(partial, path)
+                sync(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
