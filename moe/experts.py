@@ -12,12 +12,12 @@ from moe.precision import autocast_dtype
 
 
 class _FeedForward(nn.Module):
-    """The parameters of networks of one inner size, with the dimensions ``stack`` before those of one network."""
+    """What experts and shared experts have in common: the parameters of their networks."""
 
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
 
-    def __init__(
+    def _add_parameters(
         self,
         stack: tuple[int, ...],
         hidden_size: int,
@@ -26,8 +26,7 @@ class _FeedForward(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
-        self.config = config
+        """Makes weights and biases for ``inner_size`` units, with dimensions ``stack`` before those of a network."""
         rows = ACTIVATIONS[config.activation].inputs_per_unit * inner_size
         empty = functools.partial(torch.empty, device=device, dtype=dtype)
         self.w_in = nn.Parameter(empty(*stack, rows, hidden_size))
@@ -55,11 +54,13 @@ class Experts(_FeedForward):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__((config.num_experts,), hidden_size, ffn_hidden_size, config, device, dtype)
+        super().__init__()
+        self.config = config
         self.parameter_attributes: dict[str, int | bool | str] = {
             "first_expert": 0,
             "num_global_experts": config.num_experts,
         }
+        self._add_parameters((config.num_experts,), hidden_size, ffn_hidden_size, config, device, dtype)
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
         """Drops all experts but a range, whose gradients DeepSpeed averages only inside ``group_name``."""
@@ -172,8 +173,10 @@ class SharedExperts(_FeedForward):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__()
+        self.config = config
         width = config.num_shared_experts * ffn_hidden_size
-        super().__init__((), hidden_size, width, config, device, dtype)
+        self._add_parameters((), hidden_size, width, config, device, dtype)
         gate = torch.empty(1, hidden_size, device=device, dtype=dtype) if config.shared_expert_gate else None
         self.w_gate = None if gate is None else nn.Parameter(gate)
 
