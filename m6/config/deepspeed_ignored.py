@@ -11,6 +11,7 @@ _OWN_CHECKPOINTS = "DeepSpeed's checkpoints are not used; use m6.checkpoint"
 _OWN_DATA = "the data pipeline is m6.data"
 _OWN_GRADIENTS = "gradients are normalised by the tokens of the global batch"
 _OWN_METRICS = "RUN/metrics.jsonl holds every metric"
+_SWAPPED_STATE = "the optimizer's state cannot lie on NVMe: our checkpoints do not hold a state that is swapped out"
 _UNSUPPORTED = "not supported by the M6 model"
 
 # Keys of DeepSpeed that would be ignored here or would contradict the section "m6", and what to use instead.
@@ -50,6 +51,11 @@ REFUSED = {
     "zero_optimization.legacy_stage1": "removed from DeepSpeed",
     "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it belongs to super_offload",
+    "zero_optimization.offload_optimizer.buffer_count": _SWAPPED_STATE,
+    "zero_optimization.offload_optimizer.fast_init": _SWAPPED_STATE,
+    "zero_optimization.offload_optimizer.nvme_path": _SWAPPED_STATE,
+    "zero_optimization.offload_optimizer.pipeline_read": _SWAPPED_STATE,
+    "zero_optimization.offload_optimizer.pipeline_write": _SWAPPED_STATE,
     "zero_optimization.offload_optimizer.ratio": _CPU_ADAM,
     "zero_optimization.offload_optimizer.super_offload": "it keeps the optimizer's state in its own process, which "
     "our checkpoints cannot read",
@@ -62,10 +68,6 @@ REFUSED = {
     "zero_optimization.zero_hpz_partition_size": "its second copy of the weights, made when the engine is built, would "
     "keep the initial weights when a checkpoint is loaded",
 }
-
-_SWAPPED_STATE = "the optimizer's state cannot lie on NVMe: our checkpoints do not hold a state that is swapped out"
-for _key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"):
-    REFUSED[f"zero_optimization.offload_optimizer.{_key}"] = _SWAPPED_STATE
 
 # Keys of zero_optimization that stages 0 to 2 ignore, in addition to those that begin with stage3_.
 _STAGE_3_ONLY = {

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -172,7 +172,7 @@ def _build_source(
             columns = ("id", "text", "image", "question", "answer", "group")
             writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
     shutil.rmtree(spool, ignore_errors=True)
-    splits = {cast(Split, split): SplitEntry.of(writer.shards) for split, writer in writers.items()}
+    splits = {split: SplitEntry.of(writer.shards) for split, writer in writers.items()}
     usable = sum(entry.rows for entry in splits.values())
     reasons = ", ".join(f"{reason}: {count}, such as {examples[reason]}" for reason, count in skipped.most_common())
     if not usable:

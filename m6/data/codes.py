@@ -242,7 +242,8 @@ def _write_source(
         [pa.field("id", pa.string(), nullable=False), pa.field("codes", pa.list_(pa.int32(), tokenizer.num_codes))],
         metadata={_METADATA_KEY: json.dumps(metadata)},
     )
-    entries, skipped = {}, collections.Counter[str]()
+    entries: dict[str, SplitEntry] = {}
+    skipped = collections.Counter[str]()
     for split in SPLITS:
         written = []
         for shard in manifest.split(source, split).shards:

@@ -16,9 +16,8 @@ from m6.errors import UserError, nearest
 
 MANIFEST_NAME = "manifest.json"
 SKIPPED_NAME = "skipped.jsonl"  # rows that could not be used, with the reason
-SPLITS: tuple[str, ...] = ("train", "validation", "test")
-
 Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SourceKind = Literal["text", "image_text", "vqa", "labelled_text"]
 
 
@@ -116,7 +115,7 @@ class Manifest(_Entry):
             raise UserError(f'{self.folder} has no source "{source}"{nearest(source, self.sources)}')
         if split not in SPLITS:
             raise UserError(f'there is no split "{split}"{nearest(split, SPLITS)}')
-        return self.sources[source].splits.get(split, SplitEntry())  # type: ignore[call-overload]
+        return self.sources[source].splits.get(split, SplitEntry())
 
     def files(self, source: str, split: str) -> list[Path]:
         """Returns the paths of one split's shards in reading order; empty if the split has no rows."""

@@ -86,7 +86,7 @@ def overhead(
         runtime = start()
         run.open(settings, runtime.world_size)
         trainer = Trainer(settings, run, runtime)
-        for name in ("_wishes", "_write_progress", "_track"):
+        for name in ("_read_requests", "_write_progress", "_track"):
             setattr(trainer, name, _timed(getattr(trainer, name), name, spent))
         step_times: list[float] = []
         step = trainer.train_step
@@ -103,7 +103,11 @@ def overhead(
         trainer.train()
     total = sum(step_times)
     watchdog_s = _watchdog_round_s()
-    labels = {"_wishes": "stop and save wishes", "_write_progress": "progress file", "_track": "metrics and trackers"}
+    labels = {
+        "_read_requests": "stop and save requests",
+        "_write_progress": "progress file",
+        "_track": "metrics and trackers",
+    }
     rows = [[labels[name], f"{1e3 * spent[name] / steps:.3f}", f"{spent[name] / total:.3%}"] for name in labels]
     rows.append(["the three", f"{1e3 * sum(spent.values()) / steps:.3f}", f"{sum(spent.values()) / total:.3%}"])
     rows.append(["watchdog, CPU of one core on the first node", "", f"{watchdog_s / 15:.3%}"])

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from m6.data.manifest import SourceKind
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import LocalSource, group_of_text, split_of_name
+from m6.data.sources.local import LocalSource, group_of_text, split_of_folder
 from m6.data.sources.text import passages
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -29,9 +29,7 @@ class Documents(LocalSource):
         super().__init__(name, files, options)
         relative = {file: file.relative_to(folder) for file in files}
         self._names = {file: f"{name}/{part.as_posix()}" for file, part in relative.items()}
-        self._splits = {
-            file: split_of_name(part.parts[0] if len(part.parts) > 1 else "") for file, part in relative.items()
-        }
+        self._splits = {file: split_of_folder(part) for file, part in relative.items()}
         self.own_splits = frozenset(split for split in self._splits.values() if split)
 
     def rows(self) -> Iterator[Row]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import (
     PICTURE_SUFFIXES,
@@ -19,7 +18,7 @@ from m6.data.sources.local import (
     group_of_row,
     own_splits,
     require_column,
-    split_of_name,
+    split_of_folder,
     split_of_row,
     unreadable_reason,
 )
@@ -50,11 +49,10 @@ class PictureFolder(LocalSource):
             for file in sorted(folder.rglob(metadata_name))
             if unreadable_reason(folder, file) is None
         ]
-        parts = [picture.relative_to(folder).parts for picture in self._pictures]
-        splits = {split_of_name(part[0]) for part in parts if len(part) > 1} - {None}
-        # Folders of classes: the names of folders are captions where there are no others.
+        relative = [picture.relative_to(folder) for picture in self._pictures]
+        splits = {split_of_folder(path) for path in relative} - {None}
         depth = 2 if splits else 1
-        self._classes = not (self._metadata or captions) and all(len(part) > depth for part in parts)
+        self._classes = not (self._metadata or captions) and all(len(path.parts) > depth for path in relative)
         if not self._pictures or not (captions or self._metadata or self._classes):
             raise UserError(
                 f"{folder}: expected pictures with metadata.jsonl, metadata.csv, .txt files beside them or a folder "
@@ -113,12 +111,8 @@ class PictureFolder(LocalSource):
         text = text if isinstance(text, str) else ""
         answer = picture.parent.name if self._classes else None
         group = group_of_row(entry, self._options)
-        split = split or self._split_of(picture)
+        split = split or split_of_folder(Path(file_name))
         return Row(f"{self.name}/{file_name}", group, text, picture.read_bytes(), answer=answer, split=split)
-
-    def _split_of(self, picture: Path) -> Split | None:
-        parts = picture.relative_to(self._folder).parts
-        return split_of_name(parts[0]) if len(parts) > 1 else None
 
     def _bad(self, name: str, problem: str) -> Row:
         return Row(f"{self.name}/{name}", None, problem=problem)

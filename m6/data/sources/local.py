@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from m6.data.manifest import Origin, SourceKind, Split
+from m6.data.manifest import SPLITS, Origin, SourceKind, Split
 from m6.data.sources.base import SourceOptions
 from m6.data.sources.packages import tree_sha256
 from m6.errors import UserError, nearest
@@ -19,9 +19,6 @@ _SPLITS: dict[str, Split] = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-
-
-ALL_SPLITS: frozenset[Split] = frozenset(("train", "validation", "test"))
 
 
 class LocalSource:
@@ -56,12 +53,17 @@ class LocalSource:
 
 def own_splits(options: SourceOptions, named: Iterable[Split | None]) -> frozenset[Split]:
     """Returns the splits that a source defines: by its split column, or by the names of folders and files."""
-    return ALL_SPLITS if options.split_column is not None else frozenset(split for split in named if split)
+    return frozenset(SPLITS if options.split_column is not None else filter(None, named))
 
 
 def split_of_name(name: str) -> Split | None:
     """Returns the split that a folder or a file is named after, such as ``val`` or ``train-00000-of-00002``."""
     return next((_SPLITS[part] for part in re.split("[^a-z]+", name.lower()) if part in _SPLITS), None)
+
+
+def split_of_folder(relative: Path) -> Split | None:
+    """Returns the split that the first folder of a relative path is named after."""
+    return split_of_name(relative.parts[0]) if len(relative.parts) > 1 else None
 
 
 def split_of_row(entry: Mapping[str, Any], options: SourceOptions) -> tuple[Split | None, str | None]:

@@ -15,7 +15,6 @@ from m6.data.sources.webdataset import WebDataset
 from m6.errors import UserError
 
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk of Hugging Face Datasets writes
-_NAMES = {"pictures": "pictures", "metadata": "metadata"}
 
 
 def open_path(name: str, path: Path, options: SourceOptions) -> Source:
@@ -87,7 +86,7 @@ def _form(file: Path) -> str:
 
 
 def _title(form: str) -> str:
-    return _NAMES.get(form, f"{form} files")
+    return f"{form} files" if form.startswith(".") else form
 
 
 def _refuse_links(folder: Path, files: list[Path]) -> None:
