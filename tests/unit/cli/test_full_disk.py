@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from tests.fixtures.command import Outcome, m6
-from tests.fixtures.fabricated_run import run_document, training_entry, write_metrics, write_run
+from tests.fixtures.fabricated_run import training_entry, write_metrics, write_run_and_data
 from tests.fixtures.full_disk import full_disk
-from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("full_disk")
-    build_tiny_data(folder / "data")
-    build_tiny_tokenizer(folder / "tokenizer")
-    write_run(folder / "run", run_document(folder / "data", folder / "tokenizer"))
+    write_run_and_data(folder)
     write_metrics(folder / "run", [training_entry(step, {"language_modelling": 5.0}) for step in (1, 2)])
     rows = ({"text": f"第{number}句话。"} for number in range(50))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,17 +16,20 @@ import torch
 from m6.checkpoints.format import MANIFEST
 from m6.runs.processes import Runtime
 from tests.fixtures.command import contents, m6, user_error
-from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
-from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
+from tests.fixtures.fabricated_run import (
+    change_state,
+    run_document,
+    training_entry,
+    write_metrics,
+    write_run_and_data,
+)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny data, its tokenizer, and a run with one checkpoint."""
     folder = tmp_path_factory.mktemp("bad_input")
-    build_tiny_data(folder / "data")
-    build_tiny_tokenizer(folder / "tokenizer")
-    write_run(folder / "run", run_document(folder / "data", folder / "tokenizer"))
+    write_run_and_data(folder)
     return folder
 
 

@@ -32,8 +32,8 @@ from m6.serving.batching import plan_by_arrival
 from m6.serving.tasks import Captioning, CaptionJob, Drawing
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from tests.fixtures.command import user_error
-from tests.fixtures.fabricated_run import run_document, write_run
-from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer, draw_shape
+from tests.fixtures.fabricated_run import write_run_and_data
+from tests.fixtures.tiny_data import draw_shape
 
 PICTURES = [draw_shape("红色", "圆形", "大"), draw_shape("蓝色", "方块", "小"), draw_shape("绿色", "三角形", "大")]
 
@@ -41,10 +41,8 @@ PICTURES = [draw_shape("红色", "圆形", "大"), draw_shape("蓝色", "方块"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serving")
-    build_tiny_data(folder / "data")
-    build_tiny_tokenizer(folder / "tokenizer")
     # Large weights, so that descriptions differ between pictures and go on for long.
-    write_run(folder / "run", run_document(folder / "data", folder / "tokenizer", initializer_range=0.5))
+    write_run_and_data(folder, initializer_range=0.5)
     return folder / "run"
 
 
