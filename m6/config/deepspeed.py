@@ -81,6 +81,13 @@ class _Keys(Section):
     comms_logger: dict[str, Any] = Field(default_factory=dict)
     aio: _Aio | None = None
 
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _is_not_null(cls, value: object) -> object:
+        if value is None:
+            raise ValueError("is null; leave the key out")
+        return value
+
 
 PASSED_ON = frozenset(_Keys.model_fields)
 

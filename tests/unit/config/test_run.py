@@ -106,6 +106,8 @@ WRONG_TYPES = [
     ("optimizer.params.eps", 0),
     ("steps_per_print", "10"),
     ("wall_clock_breakdown", "yes"),
+    ("torch_autocast", None),
+    ("aio", None),
     ("communication_data_type", "bf8"),
     ("fp16", True),
     ("bf16", "on"),
