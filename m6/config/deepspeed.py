@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from m6.config.deepspeed_ignored import check_accepted, zero_stage
 from m6.errors import UserError, nearest
@@ -85,7 +86,7 @@ class _Keys(Section):
     @classmethod
     def _is_not_null(cls, value: object) -> object:
         if value is None:
-            raise ValueError("is null; leave the key out")
+            raise PydanticCustomError("null", "A key that has no value should be left out")
         return value
 
 
