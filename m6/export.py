@@ -23,7 +23,7 @@ from m6.checkpoints.loading import (
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError, nearest
-from m6.files import sync, write_json
+from m6.files import write_json
 from m6.lock import new_folder
 from m6.model import M6Config, M6ForConditionalGeneration
 
@@ -64,7 +64,6 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
             mode = (temporary / "config.json").stat().st_mode
             for file in (path for path in temporary.rglob("*") if path.is_file()):
                 file.chmod(mode)  # safetensors makes files that only their owner may read
-                sync(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
 

@@ -4,10 +4,13 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from m6.errors import StorageError
 
 
 @contextlib.contextmanager
@@ -62,6 +65,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes every file and folder below ``folder``, and its entries, to the disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def copy_folder(source: Path, target: Path, ignored: Collection[str] = ()) -> None:
+    """Copies a folder without the files and folders of the names in ``ignored``.
+
+    Raises:
+        StorageError: ``target`` cannot be written, such as on a full disk.
+    """
+    try:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*ignored))
+    except shutil.Error as error:  # a list of (source, target, reason); one is enough
+        _, path, reason = error.args[0][0]
+        raise StorageError(f"{path} cannot be written: {reason}") from None
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:

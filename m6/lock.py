@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m6.errors import StorageError
-from m6.files import naming, sync
+from m6.files import naming, sync, sync_folder
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _MAX_OWNER_BYTES = 4096
@@ -105,7 +105,7 @@ class FolderLock:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder beside ``path``; on success it gets this name, after an exception it is removed.
+    """Yields a folder beside ``path``; on success it is synced and gets this name, after an exception it is removed.
 
     A process that was killed leaves ``NAME.partial-PID``. The next one that writes ``path`` removes it.
 
@@ -124,6 +124,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             with naming(path):
                 yield partial
+                sync_folder(partial)
                 os.replace(partial, path)
                 sync(path.parent)
         finally:

@@ -17,7 +17,7 @@ from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.checkpoints.tokenizers import copy_kept_tokenizers
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.files import sync, write_text
+from m6.files import sync, sync_folder, write_text
 from m6.lock import FolderLock
 from m6.model.sharing import Sharing
 from m6.runs.directory import RunDirectory
@@ -78,6 +78,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         if source.metrics.exists():
             shutil.copyfile(source.metrics, temporary.metrics)
             temporary.cut_metrics_after(reader.state["step"])
+        sync_folder(temporary.root)
         os.replace(temporary.root, out)  # atomic: nobody sees an incomplete ``out``
         sync(out.absolute().parent)
 

@@ -6,13 +6,14 @@ RUN/image_tokenizer/    of pictures, if the run learns to draw
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from m6.errors import StorageError, UserError
+from m6.errors import UserError
+from m6.files import copy_folder
+from m6.lock import new_folder
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 
 TOKENIZER, IMAGE_TOKENIZER = "tokenizer", "image_tokenizer"
@@ -26,9 +27,6 @@ def keep_tokenizers(root: Path, tokenizer: M6Tokenizer, image_tokenizer: str | P
         root: the run's folder.
         tokenizer: of texts.
         image_tokenizer: folder of the image tokenizer; None: the run does not draw.
-
-    Raises:
-        StorageError: a file cannot be written.
     """
     kept = root / TOKENIZER
     if not kept.is_dir() or load_text_tokenizer(kept).fingerprint != tokenizer.fingerprint:
@@ -46,7 +44,7 @@ def copy_kept_tokenizers(source: Path, out: Path) -> None:
     """Copies what a run keeps to another run's folder; an older run keeps nothing."""
     for name in _FOLDERS:
         if (source / name).is_dir():
-            shutil.copytree(source / name, out / name)
+            copy_folder(source / name, out / name)
 
 
 Location = TypeVar("Location", str, Path)
@@ -72,11 +70,6 @@ def find_tokenizer(root: Path, name: str, configured: Location) -> Location | Pa
 
 
 def _replace(folder: Path, save: Callable[[Path], object]) -> None:
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        save(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from None
+    shutil.rmtree(folder, ignore_errors=True)
+    with new_folder(folder) as partial:
+        save(partial)

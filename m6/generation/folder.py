@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from m6.files import atomic_path, write_text
+from m6.lock import new_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,11 +18,11 @@ CAPTIONS_NAME = "captions.jsonl"
 
 
 def write_pictures(images: list[Image], captions: list[str], folder: Path) -> None:
-    """Writes each picture as PNG, then ``captions.jsonl``, so that the list never names a missing file."""
+    """Writes the pictures as PNG and ``captions.jsonl`` to a folder that does not exist or is empty: all or nothing."""
     lines = []
-    for index, (picture, caption) in enumerate(zip(images, captions, strict=True)):
-        name = f"{index:05d}.png"
-        with atomic_path(folder / name) as temporary:
-            picture.save(temporary, format="PNG")
-        lines.append(json.dumps({"file": name, "caption": caption}, ensure_ascii=False) + "\n")
-    write_text(folder / CAPTIONS_NAME, "".join(lines))
+    with new_folder(folder.absolute()) as partial:
+        for index, (picture, caption) in enumerate(zip(images, captions, strict=True)):
+            name = f"{index:05d}.png"
+            picture.save(partial / name, format="PNG")
+            lines.append(json.dumps({"file": name, "caption": caption}, ensure_ascii=False) + "\n")
+        (partial / CAPTIONS_NAME).write_text("".join(lines), encoding="utf-8")

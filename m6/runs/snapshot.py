@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 from m6.errors import UserError
-from m6.files import write_json, write_text
+from m6.files import copy_folder, write_json, write_text
+from m6.lock import new_folder
 
 SNAPSHOT = "snapshot.json"
-_COPIED = ("m6", "moe", "offload", "scripts/slurm")
+_COPIED = ("m6", "moe", "native", "offload", "scripts/slurm")
 
 
 def checkout() -> Path:
@@ -30,16 +30,16 @@ def checkout() -> Path:
 def take_snapshot(target: Path, document: dict[str, Any]) -> None:
     """Copies the packages and the job scripts to ``target``, with the run's JSON as ``config.json``."""
     root = checkout()
-    for name in _COPIED:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    write_json(target / "config.json", document)
-    # The copy is no git repository, so it records the commit and the uncommitted changes.
-    patch = git(root, "diff", "HEAD")
-    if patch:
-        write_text(target / "patch.diff", patch)
-    commit = git(root, "rev-parse", "HEAD").strip() or None
-    write_json(target / SNAPSHOT, {"git_commit": commit, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    with new_folder(target) as partial:
+        for name in _COPIED:
+            copy_folder(root / name, partial / name, ignored=["__pycache__"])
+        write_json(partial / "config.json", document)
+        # The copy is no git repository, so it records the commit and the uncommitted changes.
+        patch = git(root, "diff", "HEAD")
+        if patch:
+            write_text(partial / "patch.diff", patch)
+        commit = git(root, "rev-parse", "HEAD").strip() or None
+        write_json(partial / SNAPSHOT, {"git_commit": commit, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -204,7 +204,7 @@ def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
     if recorded.is_file():
         if json.loads(recorded.read_bytes()) != settings.model_dump(mode="json"):
             raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
-    elif out.exists() and (not out.is_dir() or any(path.name != "lock" for path in out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(path.is_file() and path.name != "lock" for path in out.rglob("*"))):
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
 
 

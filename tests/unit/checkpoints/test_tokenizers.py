@@ -8,7 +8,7 @@ import torch
 
 from m6.checkpoints.loading import load_run_model
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, copy_kept_tokenizers, find_tokenizer, keep_tokenizers
-from m6.errors import StorageError, UserError
+from m6.errors import UserError
 from m6.tokenizers.image import load_image_tokenizer
 from m6.tokenizers.image.modeling import ImageTokenizerConfig, M6ImageTokenizer
 from m6.tokenizers.text import load_text_tokenizer
@@ -67,6 +67,6 @@ def test_a_disk_that_is_full(tmp_path: Path, tokenizer: Path, monkeypatch: pytes
 
     loaded = load_text_tokenizer(tokenizer)
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(StorageError, match=r"tokenizer cannot be written: No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: .*tokenizer"):
         keep_tokenizers(tmp_path / "run", loaded, None)
-    assert not (tmp_path / "run" / TOKENIZER).exists()
+    assert list((tmp_path / "run").iterdir()) == []

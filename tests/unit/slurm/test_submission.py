@@ -116,7 +116,9 @@ def test_what_is_submitted_is_recorded(config: Path, cluster: Path, tmp_path: Pa
     assert json.loads(Path(snapshot_config).read_text())["m6"]["training"]["total_steps"] == 7
     snapshot = Path(snapshot_config).parent
     assert (snapshot / "m6" / "training" / "loop.py").is_file()
-    assert (snapshot / "moe" / "__init__.py").is_file()
+    packages = {str(path.parent) for path in Path().glob("*/py.typed")}
+    assert packages >= {"m6", "moe", "native", "offload"}
+    assert packages <= {path.name for path in snapshot.iterdir()}, "jobs use none of the checkout's packages"
     assert Path(script).is_file()
     assert "git_commit" in json.loads((snapshot / "snapshot.json").read_text())
     options = (run / "slurm" / "sbatch_options").read_text().splitlines()
