@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from m6.errors import StorageError, UserError
 from m6.runs.directory import LAST_CHECKPOINT, RunDirectory
 from m6.runs.processes import Runtime
 from m6.training.loop import Trainer, pretrain
-from tests.fixtures.tiny_run import tiny_document
+from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLDER = """
@@ -47,6 +49,35 @@ def test_a_run_that_another_process_trains_is_left_alone(folder: Path, runtime: 
         assert [path.name for path in root.iterdir()] == ["lock"]
         holder.kill()
     assert pretrain(config, root, runtime)
+
+
+@pytest.mark.slow
+def test_of_two_trainers_that_start_at_once_one_trains(folder: Path, tmp_path: Path):
+    config = write_tiny_config(folder, "long.json", m6__training__total_steps=100_000, m6__schedule__decay="constant")
+    command = [sys.executable, "-m", "m6", "pretrain", config, "--run-dir", tmp_path / "run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    trainers: dict[subprocess.Popen[bytes], Path] = {}
+    for name in ("one", "two"):
+        with (tmp_path / name).open("w") as printed:
+            trainers[subprocess.Popen(command, env=environment, stderr=printed)] = tmp_path / name
+    try:
+        while all(trainer.poll() is None for trainer in trainers):
+            time.sleep(0.1)
+        owner, other = sorted(trainers, key=lambda trainer: trainer.poll() is not None)
+        message = trainers[other].read_text().splitlines()[-1]
+        assert other.returncode == 2, message
+        assert f"is being written by process {owner.pid} on " in message
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert owner.poll() is None
+            time.sleep(0.1)
+        owner.send_signal(signal.SIGTERM)
+        assert owner.wait(60) == 0, trainers[owner].read_text()
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+            trainer.wait()
+    steps = [step for step, _ in losses(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_unasked(folder: Path, runtime: Runtime, tmp_path: Path):
