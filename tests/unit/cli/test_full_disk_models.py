@@ -82,17 +82,17 @@ def command(name: str, folder: Path, out: Path) -> tuple[object, ...]:
     if name == "codes":
         shutil.copytree(folder / "data", out, ignore=shutil.ignore_patterns("codes"))
         return ("data", "codes", out, "--image-tokenizer", folder / "image_tokenizer")
+    real = ("--data", folder / "data", "--judge-steps", 1, "--judge", out / "judge")
+    job = ("--job", folder / "job.json")
     return {
         "delink": ("delink", folder / "pseudo", "--out", out),
         "downstream": ("downstream", folder / "classifier", "--max-rows", 4, "--out", out / "report.md"),
         "evaluate": ("evaluate", folder / "pretrained", "--batches", 1, "--out", out / "report.md"),
-        "evaluate-pictures": ("evaluate-pictures", folder / "pictures", "--data", folder / "data", "--judge-steps", 1)
-        + ("--judge", out / "judge", "--out", out / "report.md"),
+        "evaluate-pictures": ("evaluate-pictures", folder / "pictures", *real, "--out", out / "report.md"),
         "finetune": ("finetune", folder / "drawing.json", "--init", folder / "pretrained", "--run-dir", out),
         "generate grid": ("generate", "--checkpoint", folder / "drawn", "红色圆形", "--out", out / "grid.png"),
         "generate folder": ("generate", "--checkpoint", folder / "drawn", "红色圆形", "--out-dir", out),
-        "submit": ("submit", folder / "drawing.json", "--init", folder / "pretrained", "--run-dir", out)
-        + ("--job", folder / "job.json"),
+        "submit": ("submit", folder / "drawing.json", "--init", folder / "pretrained", "--run-dir", out, *job),
         "train-image-tokenizer": ("train-image-tokenizer", folder / "image_tokenizer.json", "--out", out),
     }[name]
 
