@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe import MoEConfig, MoELayer
+from moe.collectives import Collectives
 from moe.expert_parallel import _make_dispatcher, _make_groups, exchange_steps
 from tests.distributed.exchange_bytes import check_bytes_and_balance, check_payloads
 from tests.distributed.exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split
@@ -99,6 +100,18 @@ def compare(case: Case, layer: MoELayer, whole: MoELayer, num_tokens: list[int],
         assert_equal(parameter.grad, share, f"{where}, {name}")
 
 
+def check_sums(world_size: int) -> None:
+    """256 of one rank and 1 of each other: added in bfloat16 one after the other, the sum would stay at 256."""
+    collectives = Collectives(dist.group.WORLD, "same")
+    own = 256.0 if dist.get_rank() == 0 else 1.0
+    rows = torch.full((2 * world_size, 8), own, dtype=torch.bfloat16)
+    expected = torch.full((2, 8), 255.0 + world_size).bfloat16()
+    assert torch.equal(collectives.reduce_scatter(rows).wait(), expected)
+    gathered_from = rows[:2].clone().requires_grad_()
+    collectives.all_gather(gathered_from).wait().backward(rows)
+    assert torch.equal(gathered_from.grad, expected)
+
+
 def check_cases(world_size: int) -> None:
     init_deepspeed()
     unequal, none_somewhere, none, equal = [9, 0, 17, 6], [0, 5, 0, 0], [0, 0, 0, 0], [8, 8, 8, 8]
@@ -122,6 +135,7 @@ def check_cases(world_size: int) -> None:
 
     check_bytes_and_balance(world_size)
     check_payloads(world_size)
+    check_sums(world_size)
     check_overlap(world_size)
     with pytest.raises(ValueError, match="num_prototypes 3 and ep_size 2 have no common"):
         split(make_layer(config(num_experts=12, num_prototypes=3, exchange="prototype")), 2)
