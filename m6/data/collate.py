@@ -38,6 +38,8 @@ class MicroBatch:
     """[B, S] fp32, 0 at positions without a label"""
     objective_ids: Tensor
     """[B, S]: index in OBJECTIVES at labels, -1 elsewhere"""
+    data_source_ids: Tensor
+    """[B, S]: index of the sample's source in the run's sources at labels, -1 elsewhere"""
     pixel_values: Tensor
     """[N, 3, image_size, image_size] fp32 in [-1, 1], in the order of their placeholder tokens, row by row"""
     num_target_tokens: int
@@ -130,7 +132,8 @@ class Collator:
         shape = (max(1, len(rows)), self.sequence_length)
         input_ids = np.full(shape, tokenizer.pad_token_id, np.int64)
         token_type_ids, position_ids, sample_ids = (np.zeros(shape, np.int64) for _ in range(3))
-        labels, objective_ids = np.full(shape, IGNORED_LABEL, np.int64), np.full(shape, -1, np.int64)
+        labels = np.full(shape, IGNORED_LABEL, np.int64)
+        objective_ids, data_source_ids = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
         loss_weights = np.zeros(shape, np.float32)
         counter = np.arange(self.sequence_length)
         for row, indices in enumerate(rows):
@@ -161,6 +164,7 @@ class Collator:
                     input_ids[row, target + 1 : end - 1] = example.corrupted_target_ids
                 loss_weights[row, labelled] = 1 if example.weights is None else example.weights
                 objective_ids[row, labelled] = example.objective_id
+                data_source_ids[row, labelled] = example.data_source_id
                 begin = end
         # The model assigns pictures to placeholders in the order of the packed rows, not of the examples.
         ordered = [pictures[index] for indices in rows for index in indices]
@@ -172,6 +176,7 @@ class Collator:
             labels=torch.from_numpy(labels),
             loss_weights=torch.from_numpy(loss_weights),
             objective_ids=torch.from_numpy(objective_ids),
+            data_source_ids=torch.from_numpy(data_source_ids),
             pixel_values=pixel_values([p for p in ordered if p is not None], self.image_size),
             num_target_tokens=sum(len(example.target_ids) + 1 for example in examples),
             num_tokens=sum(lengths),

@@ -144,6 +144,7 @@ class Example:
         image: picture file whose patches come first, or None.
         weights: loss weights of the target ids and of ``<eos>`` (one more than target_ids); None: all 1.
         objective_id: index in OBJECTIVES.
+        data_source_id: index of the row's source in the run's sources.
     """
 
     source_ids: list[int]
@@ -152,6 +153,7 @@ class Example:
     image: bytes | None = None
     weights: list[float] | None = None
     objective_id: int = 0
+    data_source_id: int = 0
 
 
 def _text(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]:

@@ -1,6 +1,7 @@
 """Micro-batches of the pretraining mixture. Each is a pure function of its global index."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,6 +253,7 @@ class PretrainingData:
             sample = _paired(sample, self._open[source, split], rng)
         try:
             example = make_example(objective, sample, rng, self.tokenizer, self.objectives, self._max_tokens[objective])
+            example = replace(example, data_source_id=self.sources.index(source))
             if example.image is None:
                 return example, None
             return example, self._decode(example.image)

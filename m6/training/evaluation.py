@@ -1,32 +1,37 @@
-"""Validation during training: the mean loss of each objective, in nats per target."""
+"""Validation during training: the mean loss of each objective and of each source, in nats per target."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from m6.data.pretraining import PretrainingData
 from m6.runs.processes import Runtime
+from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: Runtime) -> dict[str, float]:
+def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: Runtime) -> dict[str, dict[str, Any]]:
     """Evaluates each objective with a positive weight on its first ``num_batches`` micro-batches.
 
     The ranks share the micro-batches. Layers may communicate, so all ranks run the same number of forward passes, and
     the results of surplus passes are dropped.
 
     Returns:
-        the mean loss of each objective in nats per target; without objectives that have no validation data.
+        ``validation``: the mean loss of each objective in nats per target; without objectives that have no validation
+            data.
+        ``validation_by_source``: the same for each source of an objective that reads several.
     """
-    losses: dict[str, float] = {}
+    losses, by_source = {}, {}
     with engine.evaluating():
         for objective in data.active_objectives:
             batches = data.validation_micro_batches(objective, num_batches)
             if not batches:
                 continue
-            sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+            sums = torch.zeros(2, len(data.sources), dtype=torch.float64, device=runtime.device)
             for begin in range(0, len(batches), runtime.world_size):
                 index = begin + runtime.rank
                 # A rank without a micro-batch of its own repeats the last one.
@@ -34,8 +39,18 @@ def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: R
                 target_losses = engine.forward(batch).target_losses
                 assert target_losses is not None
                 if index < len(batches):
-                    sums += torch.stack([target_losses.double().sum(), sums.new_tensor(target_losses.numel())])
+                    sources = batch.data_source_ids[batch.labels != IGNORED_LABEL]
+                    sums[0].index_add_(0, sources, target_losses.double())
+                    sums[1].index_add_(0, sources, torch.ones_like(target_losses, dtype=torch.float64))
             dist.all_reduce(sums)
-            if sums[1] > 0:
-                losses[objective] = float(sums[0] / sums[1])
-    return losses
+            total, targets = sums.sum(1).tolist()
+            if targets > 0:
+                losses[objective] = total / targets
+            read = {
+                source: loss / count
+                for source, loss, count in zip(data.sources, *sums.tolist(), strict=True)
+                if count > 0
+            }
+            if len(read) > 1:
+                by_source[objective] = read
+    return {"validation": losses, "validation_by_source": by_source}

@@ -31,6 +31,7 @@ def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroB
         labels=labels,
         loss_weights=torch.ones(rows, length, dtype=torch.int64),
         objective_ids=torch.zeros(rows, length, dtype=torch.int64),
+        data_source_ids=torch.zeros(rows, length, dtype=torch.int64),
         pixel_values=to_fake(world, torch.empty(shape.pictures, 3, model.image_size, model.image_size)),
         num_target_tokens=rows * (length - 1),
         num_tokens=rows * length,

@@ -142,7 +142,7 @@ class Trainer:
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
-            self._track({"step": self.step, "time": time.time(), "validation": losses})
+            self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)
         if self.sample_grids is not None and self._is_due(self.sample_grids.settings.interval_steps):
             begin = time.perf_counter()

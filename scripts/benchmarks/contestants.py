@@ -96,10 +96,12 @@ def language_modelling_batch(rows: int, sequence_length: int) -> MicroBatch:
         labels=labels,
         loss_weights=labelled.float(),
         objective_ids=torch.where(labelled, objective, -1),
+        data_source_ids=torch.where(labelled, 0, -1),
         pixel_values=torch.empty(0, 3, 64, 64),
         num_target_tokens=int(labelled.sum()),
         num_tokens=input_ids.numel(),
         num_samples=rows,
+        num_token_pairs=rows * sequence_length**2,
     )
 
 

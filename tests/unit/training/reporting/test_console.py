@@ -21,14 +21,15 @@ def test_a_line_of_training_has_the_time_that_is_left(capsys: pytest.CaptureFixt
         for _ in range(2):
             console.advance()
         console.show(ENTRY)
-        console.show({"step": 2, "validation": {"text_denoising": 3.25}})
+        by_source = {"text_denoising": {"news": 3.0, "poems": 3.5}}
+        console.show({"step": 2, "validation": {"text_denoising": 3.25}, "validation_by_source": by_source})
         console.saved(1000, 0.25)
         console.show({**ENTRY, "loss": None, "objectives": {}})
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
     assert lines == [
         "step 1,000 of 3,000: loss 3.142 (text_denoising 3.500, image_captioning 2.000), 12,346 tokens/s, "
         "2 d 7:33:20 left",
-        "step 1,000: validation text_denoising 3.250",
+        "step 1,000: validation text_denoising 3.250 (news 3.000, poems 3.500)",
         "step 1,000: saves a checkpoint; training waited for 0.2 s",
         "step 1,000 of 3,000: loss none (), 12,346 tokens/s, 2 d 7:33:20 left",
     ]

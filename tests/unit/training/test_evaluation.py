@@ -1,0 +1,57 @@
+"""Validation during training, against every source by itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
+from m6.data.shards import ShardWriter
+from m6.training.evaluation import evaluate
+from m6.training.loop import Trainer
+from tests.fixtures.tiny_data import build_tiny_data
+
+ALL = 100
+TEXTS = {"weather": "今天下雨。明天也下雨。", "animals": "熊猫吃竹子。猫不吃竹子，猫吃鱼。"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data, and two more sources of texts with 7 and 14 rows for validation."""
+    folder = build_tiny_data(tmp_path_factory.mktemp("sources") / "data")
+    entries = dict(Manifest.load(folder).sources)
+    for number, (name, text) in enumerate(TEXTS.items(), start=1):
+        splits = {}
+        for split in ("train", "validation"):
+            with ShardWriter(folder, split, name) as writer:
+                for row in range(7 * number):
+                    key = f"{split}-{row}"
+                    writer.write({"id": key, "group": key, "source": name, "text": text[: 4 + row]})
+            splits[split] = SplitEntry.of(writer.shards)
+        origin = [Origin(package="tests", version="1", licence="MIT")]
+        entries[name] = SourceEntry(kind="text", licence="MIT", origin=origin, splits=splits)
+    Manifest(sources=entries).save(folder)
+    return folder
+
+
+def losses(trainer: Trainer) -> dict[str, dict]:
+    return evaluate(trainer.engine, trainer.data, ALL, trainer.runtime)
+
+
+def test_losses_of_sources_are_those_of_a_run_with_this_source_alone(make_trainer: Callable[..., Trainer], data: Path):
+    objectives = {"image_captioning": {"weight": 1.0}, "language_modelling": {"weight": 1.0}}
+    objectives |= {name: {"weight": 0.0} for name in ("text_denoising", "image_text_denoising")}
+
+    def run(name: str, *sources: str) -> dict[str, dict]:
+        weights = dict.fromkeys([*sources, "tiny_shapes"], 1.0)
+        changes = {"m6__data__path": str(data), "m6__data__sources": weights, "m6__objectives": objectives}
+        return losses(make_trainer(name, **changes))
+
+    alone = {name: run(name, name)["validation"] for name in TEXTS}
+    both = run("both", *TEXTS)
+    # fp32 in rows of other lengths.
+    expected = {name: pytest.approx(each["language_modelling"], rel=1e-5) for name, each in alone.items()}
+    assert both["validation_by_source"] == {"language_modelling": expected}
+    least, most = sorted(both["validation_by_source"]["language_modelling"].values())
+    assert least < both["validation"]["language_modelling"] < most
+    assert both["validation"]["image_captioning"] == pytest.approx(alone["weather"]["image_captioning"], rel=1e-5)
