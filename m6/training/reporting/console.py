@@ -15,7 +15,8 @@ class Console:
     """Shows the progress of a run on stderr. Use it as a context manager.
 
     Without a terminal, each line of metrics gives a line: step, loss with that of each objective, tokens per second and
-    the time that is left; then the validation losses, of objectives and of their sources. With a terminal, a bar shows the same facts.
+    the time that is left; then the validation losses, of objectives and of their sources. With a terminal, a bar shows
+    the same facts.
 
     Args:
         name: name of the run.
