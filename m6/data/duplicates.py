@@ -27,22 +27,20 @@ def signature(picture: bytes) -> NDArray[np.uint8]:
     return np.concatenate([np.asarray(colours.convert("L")).ravel(), np.asarray(coarse).ravel()])
 
 
-def near_duplicates(signatures: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
-    """Yields pairs of near duplicates.
+def near_duplicates(signatures: NDArray[np.uint8], others: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of near duplicates between two sets of pictures, which may be the same.
 
     Args:
-        signatures: [N, 304], of ``signature``.
+        signatures: [N, 304], of ``signature``, N > 0.
+        others: [M, 304], M > 0.
 
     Yields:
-        (i, j), i < j: no cell and no coarse colour differs by more than 8 levels.
+        (i, j): no cell and no coarse colour differs by more than 8 levels.
     """
-    if len(signatures) < 2:
-        return
-    coarse = signatures[:, _GRID * _GRID :].astype(np.float32)
-    tree = KDTree(coarse)
-    for first, candidates in enumerate(tree.query_ball_point(coarse, _MAX_COARSE_DIFFERENCE, p=np.inf)):
-        later = np.array([other for other in candidates if other > first], dtype=np.int64)
-        if len(later):
-            cells = signatures[:, : _GRID * _GRID]
-            differences = np.abs(cells[later].astype(np.int16) - cells[first]).max(axis=1)
-            yield from ((first, int(other)) for other in later[differences <= _MAX_CELL_DIFFERENCE])
+    cells = _GRID * _GRID
+    tree = KDTree(others[:, cells:].astype(np.float32))
+    found = tree.query_ball_point(signatures[:, cells:].astype(np.float32), _MAX_COARSE_DIFFERENCE, p=np.inf)
+    for first, candidates in enumerate(found):
+        near = np.array(candidates, dtype=np.int64)
+        differences = np.abs(others[near, :cells].astype(np.int16) - signatures[first, :cells]).max(axis=1, initial=0)
+        yield from ((first, int(other)) for other in near[differences <= _MAX_CELL_DIFFERENCE])

@@ -150,7 +150,7 @@ def _joined(texts: list[bytes | None], pictures: list[bytes], signatures: NDArra
             if key is not None:
                 join(row, seen.setdefault(key, row))
     if len(signatures) <= MAX_COMPARED:
-        for first, second in near_duplicates(signatures):
+        for first, second in near_duplicates(signatures, signatures):
             join(first, second)
     return [root(row) for row in range(len(texts))]
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -18,6 +19,8 @@ MAX_SIDE = 65_535  # JPEG's limit. Decoders take memory and time for each row, s
 # An element that others refer to is drawn again for each of them, and references may nest. In a drawing without
 # references cairosvg makes about 300 calls for an element, and 3 for a byte of the file.
 _CALLS, _CALLS_PER_BYTE = 1_000_000, 10
+_QUALITIES = (95, 90, 85, 75, 60, 40, 20)
+_WEBP_HEADER = 1 << 16  # bytes; the name of the first chunk of pixels is in them, also after a colour profile
 _REFERENCES = re.compile(rb"href|url|&|\\|@import")  # also as they may be written with entities and escapes
 
 
@@ -29,7 +32,8 @@ def encode(data: bytes, image_size: int) -> bytes:
     """Converts a picture file to an opaque square PNG, JPEG or WebP of at most ``image_size`` pixels a side.
 
     Proportions are kept: the picture is padded with white to a square. Transparent areas become white. Bitmaps are
-    never enlarged; SVG drawings are rendered at ``image_size``. A file that already fits is kept byte for byte.
+    never enlarged; SVG drawings are rendered at ``image_size``. A file that already fits is kept byte for byte, and
+    others take no more bytes than they came with, if that is possible.
 
     Raises:
         BadPicture: the file is damaged, too large, or no picture.
@@ -71,12 +75,32 @@ def _encode(data: bytes, image_size: int) -> bytes:
     side = max(picture.size)
     canvas = Image.new("RGB", (side, side), "white")
     canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)
-    buffer = io.BytesIO()
-    if kind == "JPEG":  # photographs are several times smaller as JPEG than as PNG
-        canvas.save(buffer, "JPEG", quality=95, subsampling=0)
+    return _compressed(canvas, kind, data)
+
+
+def _compressed(picture: Image.Image, kind: str | None, original: bytes) -> bytes:
+    """The picture in the best quality that takes no more bytes than the original file, or in the fewest bytes.
+
+    Photographs stay lossy, which takes several times fewer bytes, and drawings stay exact.
+    """
+    options: list[tuple[str, dict[str, Any]]]
+    if kind == "JPEG":
+        # Below 85 with half the resolution of colours, as cameras and programs store it.
+        options = [
+            ("JPEG", {"quality": quality, "subsampling": 2 * (quality < 85), "optimize": True}) for quality in _QUALITIES
+        ]
+    elif kind == "WEBP" and b"VP8L" not in original[:_WEBP_HEADER]:
+        options = [("WEBP", {"quality": quality}) for quality in _QUALITIES]
     else:
-        canvas.save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
+        options = [("PNG", {"optimize": True}), ("WEBP", {"lossless": True})]
+    files = []
+    for name, settings in options:
+        buffer = io.BytesIO()
+        picture.save(buffer, name, **settings)
+        files.append(buffer.getvalue())
+        if len(files[-1]) <= len(original):
+            return files[-1]
+    return min(files, key=len)
 
 
 def _render(svg: bytes, size: int) -> bytes:

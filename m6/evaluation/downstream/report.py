@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.evaluation.downstream import captions, classification, matching
 from m6.evaluation.downstream.classification import LabelledTexts
+from m6.evaluation.downstream.held_out import Rows, held_out
 from m6.evaluation.downstream.neighbours import nearest_pictures
 from m6.files import write_text
 from m6.formatting import markdown_table
@@ -58,6 +58,8 @@ class _Subject:
 def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
     """Evaluates every downstream task that a run was trained on, and writes the tables.
 
+    Test rows that training holds are left out, and counted below the table.
+
     Args:
         run_dir: a run with a complete checkpoint; its data folder must still exist.
         out: the Markdown file to write.
@@ -76,18 +78,19 @@ def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
     model, processor = load_run_model(run_dir, default_device())
     manifest = Manifest.load(config.m6.data.path)
     subject = _Subject(model, processor, config, manifest, max_rows)
-    tables = {"image_captioning": _captioning, "text_classification": _classification, "image_text_matching": _matching}
+    draw = {"image_captioning": _captioning, "text_classification": _classification, "image_text_matching": _matching}
     parts = [f"# Downstream tasks of {run_dir.absolute().name}"]
     for task in tasks:
         for source in source_weights(manifest, "train", config.m6.data.sources):
             if manifest.sources[source].kind == source_kind(task) and manifest.split(source, "test").rows:
-                parts.append(tables[task](subject, source))
+                training = subject.rows(source, "train")
+                tested = held_out(subject.rows(source), training)
+                parts += filter(None, [draw[task](subject, source, tested.rows, training), tested.remark])
     write_text(out, "\n\n".join(parts) + "\n")
     return out
 
 
-def _captioning(subject: _Subject, source: str) -> str:
-    rows, training = subject.rows(source), subject.rows(source, "train")
+def _captioning(subject: _Subject, source: str, rows: Rows, training: Rows) -> str:
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
     references = [row["text"] for row in rows]
     generated = caption(
@@ -106,19 +109,18 @@ def _captioning(subject: _Subject, source: str) -> str:
     return f"{title}\n\n{markdown_table(['captions', 'chrF', 'BLEU', 'equal to the reference'], lines)}"
 
 
-def _classification(subject: _Subject, source: str) -> str:
-    parts = {split: _labelled(subject.rows(source, split)) for split in ("train", "validation", "test")}
-    test = parts["test"]
-    labels = sorted(set(parts["train"].labels))
+def _classification(subject: _Subject, source: str, rows: Rows, training: Rows) -> str:
+    test, train = _labelled(rows), _labelled(training)
+    labels = sorted(set(train.labels))
     max_tokens = subject.max_tokens("text_classification")
     predictions = {
         "this model": classification.predict_by_likelihood(
             subject.model, subject.processor, test.texts, labels, max_tokens
         ),
         "TF-IDF and logistic regression": classification.predict_by_word_counts(
-            parts["train"], parts["validation"], test.texts
+            train, _labelled(subject.rows(source, "validation")), test.texts
         ),
-        "commonest training label": [captions.most_frequent(parts["train"].labels)] * len(test.texts),
+        "commonest training label": [captions.most_frequent(train.labels)] * len(test.texts),
     }
     lines = []
     for name, predicted in predictions.items():
@@ -128,8 +130,7 @@ def _classification(subject: _Subject, source: str) -> str:
     return f"{title}\n\n{markdown_table(['labels', 'accuracy', 'macro F1'], lines)}"
 
 
-def _matching(subject: _Subject, source: str) -> str:
-    rows, training = subject.rows(source), subject.rows(source, "train")
+def _matching(subject: _Subject, source: str, rows: Rows, training: Rows) -> str:
     texts = sorted({row["text"] for row in rows})
     # Several pictures can have the same caption; each of them is relevant to it.
     relevant = np.array([[row["text"] == text for text in texts] for row in rows])
@@ -151,10 +152,10 @@ def _matching(subject: _Subject, source: str) -> str:
     return f"{title}\n\n{markdown_table(['order by', *header], lines)}"
 
 
-def _neighbour_captions(rows: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]]) -> list[str]:
+def _neighbour_captions(rows: Rows, training: Rows) -> list[str]:
     nearest = nearest_pictures([row["image"] for row in rows], [row["image"] for row in training])
     return [training[index]["text"] for index in nearest.tolist()]
 
 
-def _labelled(rows: Sequence[dict[str, Any]]) -> LabelledTexts:
+def _labelled(rows: Rows) -> LabelledTexts:
     return LabelledTexts([row["text"] for row in rows], [row["answer"] for row in rows])

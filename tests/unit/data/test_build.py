@@ -1,6 +1,7 @@
 import io
 import json
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -233,6 +234,27 @@ def test_a_large_picture_shrinks_onto_a_white_square():
 
 def test_a_small_picture_is_not_enlarged():
     assert decoded(encode(picture((30, 20)), 64)).size == (30, 30)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "stored"),
+    [
+        ("JPEG", {"quality": 95}, "JPEG"),
+        ("JPEG", {"quality": 20}, "JPEG"),
+        ("WEBP", {"quality": 80}, "WEBP"),
+        ("WEBP", {"lossless": True}, "PNG"),
+        ("PNG", {}, "PNG"),
+    ],
+)
+def test_a_stored_picture_is_no_larger_than_it_came(kind, options, stored):
+    noise = np.random.default_rng(0).normal(0, 12, (96, 128, 3)) + np.linspace(40, 200, 128)[None, :, None]
+    photograph = Image.fromarray(noise.clip(0, 255).astype(np.uint8))
+    buffer = io.BytesIO()
+    photograph.save(buffer, kind, **options)
+    data = encode(buffer.getvalue(), 96)
+    assert len(data) <= len(buffer.getvalue())
+    assert decoded(data).format == stored
+    assert decoded(data).size == (96, 96)
 
 
 def test_transparency_becomes_white():

@@ -73,14 +73,15 @@ def test_a_picture_that_was_stored_again_is_found(change: object, tmp_path: Path
     images = [photograph(number) for number in range(20)]
     pictures = [stored(image) for image in images] + [change(image) for image in images]  # type: ignore[operator]
     signatures = np.stack([signature(picture) for picture in pictures])
-    assert sorted(near_duplicates(signatures)) == [(number, number + 20) for number in range(20)]
+    pairs = near_duplicates(signatures, signatures)
+    assert sorted(pair for pair in pairs if pair[0] < pair[1]) == [(number, number + 20) for number in range(20)]
 
 
 def test_a_small_object_makes_another_picture():
     first = photograph(0)
     second = first.copy()
     second.paste((255, 0, 0), (40, 40, 52, 52))
-    assert not list(near_duplicates(np.stack([signature(stored(first)), signature(stored(second))])))
+    assert not list(near_duplicates(signature(stored(first))[None], signature(stored(second))[None]))
 
 
 def test_labels_are_in_every_split(tmp_path: Path):

@@ -91,8 +91,9 @@ def test_tables_of_pictures(folder: Path):
     assert outcome.code == 0, outcome.stderr
     text = (run / "downstream.md").read_text(encoding="utf-8")
     assert outcome.stdout == text + "\n"
-    assert "## Captioning: tiny_shapes, 6 test pictures" in text
-    assert "## Matching: tiny_shapes, 6 test pictures" in text
+    assert "## Captioning: tiny_shapes, 1 test pictures" in text
+    assert "## Matching: tiny_shapes, 1 test pictures" in text
+    assert text.count("5 of 6 test rows are left out: training holds their picture") == 2
     assert "caption of the nearest training picture" in text
 
 
