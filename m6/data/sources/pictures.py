@@ -87,7 +87,8 @@ def _compressed(picture: Image.Image, kind: str | None, original: bytes) -> byte
     if kind == "JPEG":
         # Below 85 with half the resolution of colours, as cameras and programs store it.
         options = [
-            ("JPEG", {"quality": quality, "subsampling": 2 * (quality < 85), "optimize": True}) for quality in _QUALITIES
+            ("JPEG", {"quality": quality, "subsampling": 2 * (quality < 85), "optimize": True})
+            for quality in _QUALITIES
         ]
     elif kind == "WEBP" and b"VP8L" not in original[:_WEBP_HEADER]:
         options = [("WEBP", {"quality": quality}) for quality in _QUALITIES]
