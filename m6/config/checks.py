@@ -58,7 +58,7 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None
         raise UserError(
             f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
             f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
-            f"{codebook_size} or more"
+            f"{codebook_size} or more, or train an image tokenizer with model.codebook_size {model.image_vocab_size}"
         )
     if model.code_grid_size and model.code_grid_size**2 != num_codes:
         raise UserError(
@@ -71,7 +71,10 @@ def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[
     """Raises UserError if a caption is empty, or if it or a picture is too long for the model's positions."""
     limit = config.max_position_embeddings
     if num_codes + 2 > limit:  # <bos>, <boi> and all codes but the last are inputs, <eoi> is a target in training
-        raise UserError(f"a picture of {num_codes} codes does not fit into max_position_embeddings {limit}")
+        raise UserError(
+            f"a picture of {num_codes} codes does not fit into the model's max_position_embeddings {limit}; an image "
+            "tokenizer of configs/image_tokenizer/pictures_64_small.json makes 64"
+        )
     for caption in captions:
         length = len(tokenizer.encode_ids(caption))
         if length == 0:

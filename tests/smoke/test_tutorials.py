@@ -46,6 +46,7 @@ def test_own_pictures_and_texts(first_run: Path):
     assert "image_captioning" in report
     assert "language_modelling" in report
     assert (first_run / "runs" / "own_hf" / "config.json").exists()
+    assert (first_run / "runs" / "own_drawing.png").exists()
 
 
 @pytest.mark.slow

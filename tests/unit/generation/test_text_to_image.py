@@ -168,7 +168,7 @@ def test_a_caption_score_is_its_mean_log_likelihood(model, processor):
 def test_captions_that_cannot_be_drawn(model, processor, captions, message):
     with pytest.raises(UserError, match=message):
         draw(model, processor, captions)
-    with pytest.raises(UserError, match="31 codes does not fit into max_position_embeddings 32"):
+    with pytest.raises(UserError, match="31 codes does not fit into the model's max_position_embeddings 32"):
         draw(model, processor, ["红"], numbers=torch.zeros(1, 31))
 
 
