@@ -129,7 +129,7 @@ def _train(
 
 @app.command()
 def train_image_tokenizer(
-    config: Annotated[Path, typer.Argument(help="the JSON, for example configs/image_tokenizer/pictures_64.json")],
+    config: Annotated[Path, typer.Argument(help="the JSON, or the name of a shipped one, for example pictures_64")],
     out: Annotated[Path, typer.Option(help="folder of the tokenizer; an interrupted training there is resumed")],
     overrides: Overrides = None,
 ) -> None:
@@ -205,7 +205,11 @@ def export(
 def submit(
     config: ConfigFile,
     job: Annotated[
-        Path, typer.Option(help="JSON with the nodes and limits of the job: see configs/jobs, or m6 plan --out")
+        Path,
+        typer.Option(
+            help="JSON with the nodes and limits of the job, which m6 plan --out writes, or the name of a shipped one, "
+            "for example gpu_1x8"
+        ),
     ],
     run: Annotated[
         Path | None,
