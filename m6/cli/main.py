@@ -180,12 +180,19 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="micro-batches per objective; default: as many as during training"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Markdown report; default RUN/report.md")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help='a data folder, made by "m6 data build"; default: the one the run learned from')
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="train, validation or test; default: validation")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Markdown report; default RUN/report.md, or RUN/report_DATA_SPLIT.md")
+    ] = None,
 ) -> None:
-    """Compares the validation loss of each objective with unigram, bigram and 5-gram models."""
-    from m6.evaluation.report import write_report
+    """Compares the loss of each objective on held-out data with unigram, bigram and 5-gram models."""
+    from m6.evaluation.report import report_file, write_report
 
-    print(write_report(run, out or run / "report.md", batches).read_text(encoding="utf-8"))
+    written = write_report(run, out or report_file(run, data, split), batches, data, split)
+    print(written.read_text(encoding="utf-8"))
 
 
 @app.command()

@@ -44,9 +44,11 @@ def test_a_plot_finds_all_glyphs(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Glyph")  # which matplotlib says of a glyph that it draws as a box
         plot_run(run)
-        with pytest.raises(UserWarning, match="Glyph"), plotting() as pyplot:
-            pyplot.figure().suptitle(chr(0xE123))  # in no font
-            pyplot.gcf().savefig(tmp_path / "missing.png")
+        with plotting() as pyplot:
+            figure = pyplot.figure()
+            figure.suptitle(chr(0xE123))  # in no font
+            with pytest.raises(UserWarning, match="Glyph"):
+                figure.savefig(tmp_path / "missing.png")
 
 
 def caption_of(text: str, side: int = 64) -> np.ndarray:
