@@ -282,8 +282,10 @@ def _mount_commands() -> None:
     from m6.cli.pictures import evaluate_pictures
     from m6.cli.plan import app as plan_app
     from m6.cli.serve import serve
+    from m6.cli.tasks import evaluate_tasks
 
     app.command()(evaluate_pictures)
+    app.command()(evaluate_tasks)
     app.command()(generate)
     app.command()(serve)
     app.command()(downstream)

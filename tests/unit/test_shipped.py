@@ -1,4 +1,4 @@
-"""Shipped files by name, from the checkout and from an installed wheel."""
+"""Shipped files by name, from the checkout and from an installed wheel, which holds all that is no Python too."""
 
 import os
 import shutil
@@ -80,6 +80,9 @@ def test_the_wheel_holds_them(tmp_path: Path):
     shutil.rmtree(source)
     inside = {str(file.relative_to(installed / "m6")) for file in (installed / "m6" / "configs").rglob("*.json")}
     assert inside == {str(file.relative_to(ROOT)) for file in (ROOT / "configs").rglob("*.json")}
+
+    tasks = installed / "m6" / "evaluation" / "harness" / "tasks"
+    assert {file.name for file in tasks.iterdir() if file.is_file()} == {"news.yaml", "reviews.yaml", "rows.py"}
 
     def m6(*arguments: str) -> str:
         return run("m6", *arguments, cwd=elsewhere, PYTHONPATH=str(installed))
