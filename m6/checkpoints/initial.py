@@ -19,6 +19,7 @@ from m6.checkpoints.loading import INDEX, is_exported, newest_complete_checkpoin
 from m6.config.run import RunConfig, load_config, parse_document
 from m6.errors import UserError
 from m6.model.configuration import M6Config
+from m6.shipped import shipped_file
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 from m6.validation import read_document
 
@@ -30,13 +31,14 @@ def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = 
     configuration is complete and no longer depends on ``init``.
 
     Args:
-        path: the JSON file.
+        path: the JSON file, or the name of a shipped one.
         init: the folder of a run, or one that ``m6 export`` wrote.
         overrides: see ``load_config``.
 
     Raises:
         UserError: as in ``load_config``; or ``init`` is neither a run nor an exported model.
     """
+    path = shipped_file(path, "configuration")
     document = read_document(path, overrides)
     section = document.get("m6")
     if isinstance(section, dict):

@@ -82,10 +82,13 @@ def generate(
         texts, num_images=num, num_candidates=candidates, sampling=sampling, seed=seed, batch_size=batch_size
     )
     if out is not None:
-        from m6.generation.grid import picture_grid
+        from m6.generation.grid import in_rows, picture_grid
 
+        # A row for each caption; the pictures of a single one stand alone.
+        several = len(texts) > 1
+        grid = picture_grid(in_rows(generated.images, num if several else None), texts if several else ())
         with atomic_path(out) as temporary:
-            picture_grid(generated.images, num if len(texts) > 1 else None).save(temporary, format="PNG")
+            grid.save(temporary, format="PNG")
         print(out)
     if out_dir is not None:
         write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)

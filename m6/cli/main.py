@@ -129,7 +129,7 @@ def _train(
 
 @app.command()
 def train_image_tokenizer(
-    config: Annotated[Path, typer.Argument(help="the JSON, for example configs/image_tokenizer/pictures_64.json")],
+    config: Annotated[Path, typer.Argument(help="the JSON, or the name of a shipped one, for example pictures_64")],
     out: Annotated[Path, typer.Option(help="folder of the tokenizer; an interrupted training there is resumed")],
     overrides: Overrides = None,
 ) -> None:
@@ -180,12 +180,19 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="micro-batches per objective; default: as many as during training"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Markdown report; default RUN/report.md")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help='a data folder, made by "m6 data build"; default: the one the run learned from')
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="train, validation or test; default: validation")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Markdown report; default RUN/report.md, or RUN/report_DATA_SPLIT.md")
+    ] = None,
 ) -> None:
-    """Compares the validation loss of each objective with unigram, bigram and 5-gram models."""
-    from m6.evaluation.report import write_report
+    """Compares the loss of each objective on held-out data with unigram, bigram and 5-gram models."""
+    from m6.evaluation.report import report_file, write_report
 
-    print(write_report(run, out or run / "report.md", batches).read_text(encoding="utf-8"))
+    written = write_report(run, out or report_file(run, data, split), batches, data, split)
+    print(written.read_text(encoding="utf-8"))
 
 
 @app.command()
@@ -205,7 +212,11 @@ def export(
 def submit(
     config: ConfigFile,
     job: Annotated[
-        Path, typer.Option(help="JSON with the nodes and limits of the job: see configs/jobs, or m6 plan --out")
+        Path,
+        typer.Option(
+            help="JSON with the nodes and limits of the job, which m6 plan --out writes, or the name of a shipped one, "
+            "for example gpu_1x8"
+        ),
     ],
     run: Annotated[
         Path | None,
@@ -271,8 +282,10 @@ def _mount_commands() -> None:
     from m6.cli.pictures import evaluate_pictures
     from m6.cli.plan import app as plan_app
     from m6.cli.serve import serve
+    from m6.cli.tasks import evaluate_tasks
 
     app.command()(evaluate_pictures)
+    app.command()(evaluate_tasks)
     app.command()(generate)
     app.command()(serve)
     app.command()(downstream)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, for example configs/m6_smoke.json")]
+ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),

@@ -32,7 +32,7 @@ class _PlanGroup(TyperGroup):
 app = typer.Typer(no_args_is_help=True, cls=_PlanGroup)
 
 ClusterFile = Annotated[
-    Path, typer.Option("--cluster", help="a cluster's JSON, or the name of one in configs/clusters")
+    Path, typer.Option("--cluster", help="a cluster's JSON, or the name of a shipped one, for example h100_x128")
 ]
 Forced = Annotated[
     list[str] | None, typer.Option("--force", help="NAME=VALUE that the layout must have, such as zero_stage=2")
@@ -77,11 +77,11 @@ def best(
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}")
     if out is not None:
         job = job_description(planner, result.best, time_limit_min)
-        write_json(out / config.name, run_document(planner, result.best))
+        write_json(out / f"{config.stem}.json", run_document(planner, result.best))
         write_json(out / f"{config.stem}.job.json", job.model_dump(exclude_defaults=True))
         write_text(out / f"{config.stem}.sbatch", sbatch_header(job, config.stem))
         print(f"\nwrote {out / config.stem}.json, .job.json and .sbatch; to submit it:")
-        print(f"m6 submit {out / config.name} --job {out / config.stem}.job.json --run-dir RUN")
+        print(f"m6 submit {out / config.stem}.json --job {out / config.stem}.job.json --run-dir RUN")
 
 
 @app.command()

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from m6.errors import UserError
+from m6.shipped import shipped_file
 from m6.tokenizers.image.configuration import ImageTokenizerConfig
 from m6.validation import Section, read_document, validate
 
@@ -91,12 +92,13 @@ def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> ImageTokenizer
     """Reads and validates the JSON of an image tokenizer.
 
     Args:
-        path: the JSON file.
+        path: the JSON file, or the name of a shipped one.
         overrides: see ``m6.validation.read_document``.
 
     Raises:
         UserError: the file or a key is wrong; the message names both.
     """
+    path = shipped_file(path, "image tokenizer")
     document = read_document(path, overrides)
     try:
         return validate(ImageTokenizerTraining, document, "")

@@ -16,6 +16,7 @@ from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.sections import M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
+from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
 
 # Keys of m6.pseudo_to_real that belong to one rule of the switch.
@@ -54,12 +55,13 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Reads and validates a run's JSON.
 
     Args:
-        path: the JSON file.
+        path: the JSON file, or the name of a shipped one.
         overrides: ``key.path=value`` strings; the value is JSON, or else a plain string.
 
     Raises:
         UserError: the file is missing, is not JSON, or has a wrong key or value; the message names it.
     """
+    path = shipped_file(path, "configuration")
     return parse_document(path, read_document(path, overrides))
 
 

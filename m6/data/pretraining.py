@@ -204,15 +204,15 @@ class PretrainingData:
                 )
             yield batch
 
-    def validation_micro_batches(self, objective: str, num: int) -> Sequence[MicroBatch]:
-        """Returns up to ``num`` micro-batches of one objective on the validation split, made when they are indexed.
+    def validation_micro_batches(self, objective: str, num: int, split: str = "validation") -> Sequence[MicroBatch]:
+        """Returns up to ``num`` micro-batches of one objective on a held-out split, made when they are indexed.
 
         They are equal for all seeds: each row is read once, in a fixed random order and with fixed corruption. The last
         micro-batch may be smaller. Rows that cannot be used are left out. The sequence is empty if no source of the
-        objective has validation rows.
+        objective has rows in the split.
         """
         self.objectives.of(objective)
-        return _ValidationBatches(self, objective, num)
+        return _ValidationBatches(self, objective, num, split)
 
     def _find_codes(self) -> CodesManifest | None:
         if not any(reads_codes(name) for name in self.active_objectives):
@@ -285,11 +285,11 @@ class PretrainingData:
 class _ValidationBatches(Sequence[MicroBatch]):
     """The micro-batches of ``PretrainingData.validation_micro_batches``."""
 
-    def __init__(self, data: PretrainingData, objective: str, num: int) -> None:
-        self._data, self._objective = data, objective
+    def __init__(self, data: PretrainingData, objective: str, num: int, split: str) -> None:
+        self._data, self._objective, self._split = data, objective, split
         manifest = data.manifest
         eligible = [s for s in data._source_weights if manifest.sources[s].kind == source_kind(objective)]
-        self._sizes = {source: manifest.split(source, "validation").rows for source in eligible}
+        self._sizes = {source: manifest.split(source, split).rows for source in eligible}
         self._total = sum(self._sizes.values())
         self._length = min(num, -(-self._total // data.micro_batch_size))
 
@@ -305,7 +305,7 @@ class _ValidationBatches(Sequence[MicroBatch]):
         for position in range(index * size, min((index + 1) * size, self._total)):
             # A fixed key instead of the run's seed: validation losses are comparable between runs.
             source, row = self._locate(permuted(position, self._total, key=0))
-            read.append(data._read(self._objective, source, "validation", row, position, bad_rows))
+            read.append(data._read(self._objective, source, self._split, row, position, bad_rows))
         samples = [sample for sample in read if sample is not None]
         return data._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
 
@@ -314,7 +314,7 @@ class _ValidationBatches(Sequence[MicroBatch]):
             if row < size:
                 return source, row
             row -= size
-        raise AssertionError("a row beyond the validation split")
+        raise AssertionError("a row beyond the split")
 
 
 class _MicroBatches(Dataset[MicroBatch | UserError]):

@@ -58,21 +58,28 @@ def read_baselines(run_dir: Path) -> Baselines:
     return {} if stored is None else stored["losses"]
 
 
-def compute_baselines(config: RunConfig, data: PretrainingData, num_batches: int) -> Baselines:
+def compute_baselines(
+    config: RunConfig, data: PretrainingData, num_batches: int, held_out: PretrainingData | None = None
+) -> Baselines:
     """Trains n-gram models on each objective's training targets and evaluates them on its validation micro-batches.
+
+    With ``held_out``, they are evaluated on micro-batches of its split instead.
 
     Every training row of the objective's sources is used once; the sources' weights in the mixture are ignored. The
     n-gram models have the vocabulary of the run's model, so that the losses are comparable.
     """
     losses: Baselines = {}
-    for objective in data.active_objectives:
-        batches = data.validation_micro_batches(objective, num_batches)
-        held_out = batch_targets(batches, data.tokenizer.bos_token_id)
-        if not held_out:  # no validation rows, or none that can be used
+    for objective in (held_out or data).active_objectives:
+        if held_out is None:
+            batches = data.validation_micro_batches(objective, num_batches)
+        else:
+            batches = held_out.validation_micro_batches(objective, num_batches, held_out.split)
+        evaluated = batch_targets(batches, data.tokenizer.bos_token_id)
+        if not evaluated:  # no validation rows, or none that can be used
             continue
         targets = training_targets(config, data, objective)
         losses[objective] = {
-            name: NGramModel(targets, order, config.model.vocab_size).mean_loss(held_out)
+            name: NGramModel(targets, order, config.model.vocab_size).mean_loss(evaluated)
             for name, order in ORDERS.items()
         }
     return losses

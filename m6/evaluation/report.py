@@ -16,8 +16,10 @@ import torch
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.loading import load_weights, open_newest_checkpoint, run_processor
 from m6.config.run import RunConfig, load_config
+from m6.data.manifest import MANIFEST_NAME
 from m6.data.pretraining import PretrainingData
-from m6.evaluation.baselines import ORDERS, Baselines, run_baselines
+from m6.evaluation.baselines import ORDERS, Baselines, compute_baselines, run_baselines
+from m6.evaluation.held_out import open_held_out
 from m6.evaluation.samples import write_samples
 from m6.files import write_text
 from m6.formatting import format_bytes, markdown_table
@@ -26,15 +28,25 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import default_device
 
 
-def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Path:
+def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:
+    """Returns where a report goes by default; one on other data or another split does not replace the run's own."""
+    parts = ["report", *([] if folder is None else [folder.absolute().name]), *([] if split is None else [split])]
+    return run_dir / f"{'_'.join(parts)}.md"
+
+
+def write_report(
+    run_dir: Path, out: Path, num_batches: int | None = None, folder: Path | None = None, split: str | None = None
+) -> Path:
     """Evaluates a run's newest checkpoint and writes the report.
 
     The untrained model, the trained model and the n-gram models are measured on the same targets.
 
     Args:
-        run_dir: a run with a complete checkpoint; its data folder and tokenizer must still exist.
+        run_dir: a run with a complete checkpoint.
         out: the Markdown file to write; samples are written to a folder next to it.
-        num_batches: validation micro-batches per objective; None: as many as during training.
+        num_batches: micro-batches per objective; None: as many as during training.
+        folder: the data folder to evaluate on; None: the run's own.
+        split: the split to evaluate on; None: validation, with samples of the test split.
 
     Returns:
         ``out``.
@@ -42,11 +54,10 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
     Raises:
         UserError: the folder is not a run, or its checkpoint or data are missing or damaged.
     """
-    from m6.runs.data import open_data
-
     config = load_config(run_dir / "config.json")
     reader = open_newest_checkpoint(run_dir)
-    data = open_data(config)
+    processor = run_processor(run_dir, config, reader)
+    data = open_held_out(run_dir, config, folder, split or "validation")
     num_batches = num_batches or config.m6.evaluation.num_batches
     device = default_device()
     with torch.device("meta"):
@@ -58,19 +69,28 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
     # One model for both measurements: a second copy might not fit into memory.
     load_weights(model, reader)
     trained = validation_losses(model, data, num_batches)
-    baselines = run_baselines(run_dir, config, num_batches)
+    if folder is None and split is None:
+        baselines = run_baselines(run_dir, config, num_batches)
+    else:
+        baselines = _baselines_on(data, run_dir, config, num_batches)
     parts = [
         f"# {run_dir.absolute().name}",
         _origin(run_dir, config, reader, device),
-        "## Validation loss",
+        f"## Loss on {data.split} of {data.manifest.folder}",
         f"Nats per target token, with the perplexity in brackets, on up to {num_batches} micro-batches of "
-        f"{config.deepspeed.micro_batch_size} samples for each objective.",
+        f"{config.deepspeed.micro_batch_size} samples for each objective."
+        + ("" if baselines else " The n-gram models are left out: the run's own data, which they count, is missing."),
         _loss_table(untrained, trained, baselines, reader.state["step"]),
         "## Speed and size",
         markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
     samples = write_samples(
-        model, run_processor(run_dir, config, reader), data.manifest, data.sources, out.parent / "samples"
+        model,
+        processor,
+        data.manifest,
+        data.sources,
+        out.parent / ("samples" if folder is None and split is None else f"{out.stem}_samples"),
+        split or "test",
     )
     if samples:
         parts += ["## What it writes", samples]
@@ -82,11 +102,11 @@ def write_report(run_dir: Path, out: Path, num_batches: int | None = None) -> Pa
 def validation_losses(
     model: M6ForConditionalGeneration, data: PretrainingData, num_batches: int
 ) -> dict[str, tuple[float, int]]:
-    """Returns {objective: (mean loss in nats per target, number of targets)} for objectives with validation data."""
+    """Returns {objective: (mean loss in nats per target, number of targets)} for objectives with rows in the split."""
     losses = {}
     for objective in data.active_objectives:
         total, targets = 0.0, 0
-        for cpu_batch in data.validation_micro_batches(objective, num_batches):
+        for cpu_batch in data.validation_micro_batches(objective, num_batches, data.split):
             batch = cpu_batch.to(model.device)
             # Summed per target, not per batch: batches have different numbers of targets.
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
@@ -132,6 +152,13 @@ def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: 
     return "\n".join(lines)
 
 
+def _baselines_on(held_out: PretrainingData, run_dir: Path, config: RunConfig, num_batches: int) -> Baselines:
+    """The n-gram models of the run's own training split, on other data; empty if the run's data is missing."""
+    if not (config.m6.data.path / MANIFEST_NAME).is_file():
+        return {}
+    return compute_baselines(config, open_held_out(run_dir, config, None, "train"), num_batches, held_out)
+
+
 def _loss_table(
     untrained: dict[str, tuple[float, int]],
     trained: dict[str, tuple[float, int]],
@@ -144,11 +171,11 @@ def _loss_table(
             f"{targets:,}",
             _loss(untrained[objective][0]),
             f"**{_loss(loss)}**",
-            *(_loss(baselines[objective][name]) for name in ORDERS),
+            *(_loss(baselines[objective][name]) for name in ORDERS if baselines),
         ]
         for objective, (loss, targets) in trained.items()
     ]
-    return markdown_table(["objective", "targets", "untrained", f"step {step}", *ORDERS], rows)
+    return markdown_table(["objective", "targets", "untrained", f"step {step}", *(ORDERS if baselines else ())], rows)
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:

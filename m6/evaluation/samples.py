@@ -24,9 +24,14 @@ PROMPT_CHARACTERS = 10  # characters of a passage that form the prompt
 
 
 def write_samples(
-    model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, sources: list[str], folder: Path
+    model: M6ForConditionalGeneration,
+    processor: M6Processor,
+    manifest: Manifest,
+    sources: list[str],
+    folder: Path,
+    split: str = "test",
 ) -> str:
-    """Captions pictures and continues passages of the test split.
+    """Captions pictures and continues passages of a split.
 
     The samples are the first rows in a fixed random order, so they are not selected by quality.
 
@@ -43,24 +48,24 @@ def write_samples(
     """
     parts = []
     for source in sources:
-        if manifest.split(source, "test").rows == 0:
+        if manifest.split(source, split).rows == 0:
             continue
         if manifest.sources[source].kind == "image_text":
-            parts.append(_captions(model, processor, manifest, source, folder))
+            parts.append(_captions(model, processor, manifest, source, folder, split))
         elif manifest.sources[source].kind == "text":
-            parts.append(_continuations(model, processor, manifest, source))
+            parts.append(_continuations(model, processor, manifest, source, split))
     return "\n\n".join(parts)
 
 
 def _captions(
-    model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str, folder: Path
+    model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str, folder: Path, split: str
 ) -> str:
-    rows = list(_test_rows(manifest, source, PICTURES))
+    rows = list(_rows(manifest, source, split, PICTURES))
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
     texts = caption(model, processor, pictures, num_beams=1, max_new_tokens=24, do_sample=False)
     exact = sum(text == row["text"] for text, row in zip(texts, rows, strict=True))
     lines = [
-        f"**{source}**: {exact} of {len(rows)} test pictures are described with exactly the reference's words.",
+        f"**{source}**: {exact} of {len(rows)} {split} pictures are described with exactly the reference's words.",
         "",
     ]
     shown = []
@@ -72,18 +77,20 @@ def _captions(
     return "\n".join([*lines, markdown_table(["picture", "generated", "reference"], shown, "lll")])
 
 
-def _continuations(model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str) -> str:
-    prompts = [row["text"][:PROMPT_CHARACTERS] for row in _test_rows(manifest, source, SHOWN)]
+def _continuations(
+    model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str, split: str
+) -> str:
+    prompts = [row["text"][:PROMPT_CHARACTERS] for row in _rows(manifest, source, split, SHOWN)]
     texts = continue_text(model, processor, prompts, max_new_tokens=32, do_sample=False)
-    lines = [f"**{source}**: greedy continuations of the first {PROMPT_CHARACTERS} characters of test passages.", ""]
+    lines = [f"**{source}**: greedy continuations of the first {PROMPT_CHARACTERS} characters of {split} passages.", ""]
     lines += [
         f"- {_cell(prompt)} → {_cell(text.removeprefix(prompt))}" for prompt, text in zip(prompts, texts, strict=True)
     ]
     return "\n".join(lines)
 
 
-def _test_rows(manifest: Manifest, source: str, number: int) -> Iterator[dict[str, Any]]:
-    data = open_split(manifest, source, "test")
+def _rows(manifest: Manifest, source: str, split: str, number: int) -> Iterator[dict[str, Any]]:
+    data = open_split(manifest, source, split)
     for index in range(min(number, len(data))):
         yield data[permuted(index, len(data), key=0)]
 

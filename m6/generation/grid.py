@@ -1,21 +1,68 @@
-"""Grids of pictures."""
+"""Grids of pictures with captions at the left."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
+
+from m6.fonts import chinese_font
 
 GAP = 2  # pixels between pictures
+_MARGIN = 6  # pixels beside a caption
+_CAPTION_EMS = 12  # longest line of a caption, in widths of a Chinese character
+_COLOUR = "#202020"
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
-def picture_grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Arranges pictures of equal size in a grid on white, row by row; the grid is about square without ``columns``."""
-    columns = columns or math.ceil(math.sqrt(len(images)))
-    rows = math.ceil(len(images) / columns)
-    width, height = images[0].size
-    grid = Image.new("RGB", (columns * (width + GAP) - GAP, rows * (height + GAP) - GAP), "white")
-    for index, image in enumerate(images):
-        grid.paste(image, ((index % columns) * (width + GAP), (index // columns) * (height + GAP)))
+def picture_grid(rows: Sequence[Sequence[Image.Image]], captions: Sequence[str] = ()) -> Image.Image:
+    """Arranges pictures of equal size on white.
+
+    Args:
+        rows: pictures from left to right, rows from top to bottom.
+        captions: a text for each row, written at its left, cut where it is longer than the row is high; or none.
+    """
+    width, height = rows[0][0].size
+    font = _font(height)
+    texts = [_wrapped(caption, font, height) for caption in captions]
+    margin = max((math.ceil(_extent(text, font)) + 2 * _MARGIN for text in texts), default=0)
+    columns = max(map(len, rows))
+    size = (margin + columns * (width + GAP) - GAP, len(rows) * (height + GAP) - GAP)
+    grid = Image.new("RGB", size, "white")
+    for y, row in enumerate(rows):
+        for x, picture in enumerate(row):
+            grid.paste(picture, (margin + x * (width + GAP), y * (height + GAP)))
+    draw = ImageDraw.Draw(grid)
+    for y, text in enumerate(texts):
+        draw.multiline_text((_MARGIN, y * (height + GAP) + height / 2), text, _COLOUR, font, anchor="lm", spacing=0)
     return grid
+
+
+def in_rows(pictures: Sequence[Image.Image], columns: int | None = None) -> list[Sequence[Image.Image]]:
+    """Divides pictures into rows of ``columns``; without it the grid is about square."""
+    columns = columns or math.ceil(math.sqrt(len(pictures)))
+    return [pictures[begin : begin + columns] for begin in range(0, len(pictures), columns)]
+
+
+def _font(height: int) -> Font:
+    size = min(max(height // 5, 11), 24)  # legible, and four lines in a row of pictures of 64 pixels
+    path = chinese_font()
+    return ImageFont.load_default(size) if path is None else ImageFont.truetype(path, size)
+
+
+def _wrapped(text: str, font: Font, height: int) -> str:
+    """Breaks a text at any Chinese character and between Latin words, and cuts it to the lines of a row."""
+    limit = _CAPTION_EMS * font.getlength("国")
+    lines = [""]
+    for part in re.findall(r"[!-~]+|\s+|.", text):
+        if lines[-1] and font.getlength(lines[-1] + part) > limit:
+            lines.append("")
+        lines[-1] = (lines[-1] + part).lstrip()
+    shown = max(1, int(height // font.getbbox("国j")[3]))
+    return "\n".join(lines if len(lines) <= shown else [*lines[: shown - 1], f"{lines[shown - 1]}…"])
+
+
+def _extent(text: str, font: Font) -> float:
+    return max(font.getlength(line) for line in text.split("\n"))

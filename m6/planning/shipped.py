@@ -6,12 +6,12 @@ from pathlib import Path
 
 from m6.config.run import load_config
 from m6.files import write_text
-from m6.planning.machine.cluster import CLUSTERS, load_cluster
+from m6.planning.machine.cluster import load_cluster
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search.job_files import job_description, sbatch_header
 from m6.planning.search.planner import Planner, training_stages
+from m6.shipped import CONFIGS
 
-CONFIGS = CLUSTERS.parent
 PLANS = CONFIGS / "plans"
 SHIPPED = {"m6_100b": "a100_80g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
 _ADAM = 'optimizer={"type": "AdamW", "params": {"lr": 1e-4}}'

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m6.errors import UserError
-from m6.plots.run import STYLE, save_figure
+from m6.plots.style import plotting, save_figure
 from m6.runs.directory import RunDirectory
 from m6.training.reporting.experts import decode_loads
 
@@ -35,17 +35,12 @@ def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: the metrics hold no loads, or damaged ones.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     steps, loads, prototypes = _read_loads(RunDirectory(run_dir))
     layers = loads.shape[1]
     columns = min(layers, _MAX_COLUMNS)
     rows = math.ceil(layers / columns)
     out = out or run_dir / "experts.png"
-    with pyplot.rc_context({**STYLE, "axes.grid": False}):
+    with plotting(axes__grid=False) as pyplot:
         figure, grid = pyplot.subplots(
             rows, columns, figsize=(2 + 3.6 * columns, 1.2 + 2.8 * rows), layout="constrained", squeeze=False
         )
@@ -62,6 +57,7 @@ def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
                 axes.axis("off")
         bar = figure.colorbar(image, ax=grid, extend="both", shrink=0.8)
         ticks = [2.0**power for power in range(-2, 3)]
+        bar.set_label("load over the mean")
         bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}x" for tick in ticks])
         save_figure(figure, out)
     return out

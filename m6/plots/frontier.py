@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from m6.planning.search.planner import PricedLayout
-from m6.plots.run import save_figure
+from m6.plots.style import plotting, save_figure
 
 
 def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
@@ -21,23 +21,18 @@ def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for count in sorted({plan.layout.world_size for plan in plans}):
-        selected = [plan for plan in plans if plan.layout.world_size == count]
-        sizes = [20 + 40 * (plan.footprint.host > 0) for plan in selected]  # large markers: states on the host
-        axes.scatter(
-            [plan.footprint.peak / 1e9 for plan in selected],
-            [plan.time.total for plan in selected],
-            s=sizes,
-            label=f"{count} devices",
-        )
-    axes.set(xlabel="device memory, GB", ylabel="seconds a step", yscale="log", title="large: states on the host")
-    axes.grid(alpha=0.25)
-    axes.legend()
-    save_figure(figure, out)
+    with plotting() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for count in sorted({plan.layout.world_size for plan in plans}):
+            selected = [plan for plan in plans if plan.layout.world_size == count]
+            sizes = [20 + 40 * (plan.footprint.host > 0) for plan in selected]  # large markers: states on the host
+            axes.scatter(
+                [plan.footprint.peak / 1e9 for plan in selected],
+                [plan.time.total for plan in selected],
+                s=sizes,
+                label=f"{count} devices",
+            )
+        axes.set(xlabel="device memory, GB", ylabel="seconds a step", yscale="log", title="large: states on the host")
+        axes.legend()
+        save_figure(figure, out)
     return out

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m6.errors import UserError
-from m6.plots.run import STYLE, save_figure
+from m6.plots.style import plotting, save_figure
 from m6.training.offloading.report import MEMORY_RECORD
 
 if TYPE_CHECKING:
@@ -30,14 +30,9 @@ def plot_memory(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: the record of the memory is missing or damaged.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     record = _read(run_dir / MEMORY_RECORD)
     out = out or run_dir / "memory.png"
-    with pyplot.rc_context(STYLE):
+    with plotting() as pyplot:
         figure, axes = pyplot.subplots(figsize=(12, 4.8), layout="constrained")
         _draw(axes, record)
         axes.set_title(f"{run_dir.absolute().name}   device memory over step {record['step'] + 1}, rank 0, MiB")

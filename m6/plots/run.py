@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
 from m6.evaluation.baselines import ORDERS, read_baselines
-from m6.files import atomic_path
 from m6.plots.stages import draw_layers, draw_losses, staged
+from m6.plots.style import plotting, save_figure
 from m6.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The palette of Okabe and Ito, which is distinguishable for people with colour vision deficiency.
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
@@ -27,17 +26,6 @@ _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _COLOURS = dict(zip(OBJECTIVES, itertools.cycle(_PALETTE), strict=False))
 _GREY = "#5a5a5a"
 _BASELINE_STYLES = dict(zip(ORDERS, ("dotted", "dashdot", "dashed"), strict=True))
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "figure.constrained_layout.h_pad": 0.1,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-}
 _EXPERT_PANELS = {
     "load_cv": "load of the experts: deviation / mean",
     "dropped_fraction": "choices beyond capacity, share",
@@ -64,10 +52,6 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: the run has no training metrics yet, or the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import LogFormatter
 
     run = RunDirectory(run_dir)
@@ -81,7 +65,7 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
     stages = staged(training)
     baselines = read_baselines(run_dir)
     out = out or run_dir / "curves.png"
-    with pyplot.rc_context(STYLE):
+    with plotting() as pyplot:
         rows = 2 + bool(experts) + bool(stages)
         figure = pyplot.figure(figsize=(14, 1.0 + 3.2 * rows), layout="constrained")
         last = training[-1]
@@ -126,25 +110,12 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
     return out
 
 
-def save_figure(figure: Figure, out: Path) -> None:
-    """Writes a figure as PNG atomically and closes it; UserError if the file cannot be written."""
-    from matplotlib import pyplot
-
-    try:
-        with atomic_path(out) as temporary:
-            figure.savefig(temporary, format="png", dpi=130)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
-    finally:
-        pyplot.close(figure)
-
-
 def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entries, baselines: dict[str, float]) -> None:
     colour = _COLOURS[objective]
     entries = [entry for entry in training if entry["objectives"].get(objective) is not None]
     steps = [entry["step"] for entry in entries]
     losses = [entry["objectives"][objective] for entry in entries]
-    axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8, label="training")
     axes.plot(steps, smoothed(losses), color=colour, linewidth=1.6, label="training, smoothed")
     points = [
         (entry["step"], entry["validation"][objective]) for entry in validation if objective in entry["validation"]
@@ -165,9 +136,10 @@ def _draw_loss(axes: Axes, objective: str, training: Entries, validation: Entrie
 def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:
     entries = [entry for entry in entries if entry[key] is not None]  # null: not finite, so the step was skipped
     steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
-    axes.plot(steps, values, color=_GREY, alpha=0.3, linewidth=0.8)
-    axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6)
+    axes.plot(steps, values, color=_GREY, alpha=0.3, linewidth=0.8, label="measured")
+    axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6, label="smoothed")
     axes.set_title(title)
+    axes.legend(fontsize=8, frameon=False)
 
 
 def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: bool) -> None:

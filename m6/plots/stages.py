@@ -73,8 +73,10 @@ def draw_layers(axes: Axes, entries: Entries, key: str, title: str) -> None:
     measured = [entry for entry in entries if key in entry["stage"]]
     steps, values = [entry["step"] for entry in measured], [entry["stage"][key] for entry in measured]
     if measured:
-        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color="#009E73", alpha=0.2)
-        axes.plot(steps, [sum(v) / len(v) for v in values], color="#009E73", marker=".")
+        lowest, highest = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(steps, lowest, highest, color="#009E73", alpha=0.2, label="lowest to highest layer")
+        axes.plot(steps, [sum(v) / len(v) for v in values], color="#009E73", marker=".", label="mean of the layers")
+        axes.legend(fontsize=8, frameon=False)
     switch = switch_step(entries)
     if switch is not None:
         mark_switch(axes, switch)

@@ -7,8 +7,8 @@ from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
 
 
-def open_data(config: RunConfig) -> PretrainingData:
-    """Opens the run's micro-batches for training and for validation.
+def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
+    """Opens the run's micro-batches, of one split and of validation.
 
     Raises:
         UserError: the data folder, the tokenizer or the image tokenizer does not fit the model.
@@ -17,6 +17,7 @@ def open_data(config: RunConfig) -> PretrainingData:
     data = PretrainingData(
         settings.data,
         settings.objectives,
+        split=split,
         seed=settings.training.seed,
         micro_batch_size=config.deepspeed.micro_batch_size,
         image_size=config.model.image_size,

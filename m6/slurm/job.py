@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, PositiveInt, model_validator
 
 from m6.errors import UserError
+from m6.shipped import shipped_file
 from m6.validation import Section, parse_json, validate
 
 # Slurm checks its timers once a minute, so a signal can arrive this much too early.
@@ -80,11 +81,12 @@ class JobDescription(Section):
 
 
 def load_job(path: Path) -> JobDescription:
-    """Reads and validates a job description.
+    """Reads and validates a job description, a file or the name of a shipped one.
 
     Raises:
         UserError: the file cannot be read, a key or value is wrong, or values contradict each other.
     """
+    path = shipped_file(path, "job")
     try:
         return validate(JobDescription, parse_json(path.read_text(encoding="utf-8")), "")
     except FileNotFoundError:

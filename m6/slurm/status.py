@@ -23,7 +23,9 @@ def describe_status(root: Path) -> str:
     run = RunDirectory(root)
     if not (root / "slurm").is_dir() and not (root / "config.json").is_file():
         raise UserError(f"{root}: holds no run")
-    lines = [("run", os.path.abspath(root)), ("state", _state(root)), ("jobs", _jobs(root))]
+    lines = [("run", os.path.abspath(root)), ("state", _state(root))]
+    if (root / "slurm").is_dir():  # else it has never been submitted
+        lines.append(("jobs", _jobs(root)))
     attempts = sorted((root / "slurm" / "attempts").glob("[0-9]*"))
     if attempts:
         lines.append(("attempts", f"{len(attempts)}, the last in {attempts[-1]}"))
@@ -72,7 +74,7 @@ def _jobs(root: Path) -> str:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return "unknown: squeue is not available"
     if queue.returncode:
-        return f"unknown: {' '.join(queue.stderr.split())}"
+        return "unknown: squeue does not answer"  # its own message tells of a configuration that is not here
     jobs = []
     for line in queue.stdout.splitlines():
         job, state, reason, nodes, left, comment = line.strip().split("|", 5)

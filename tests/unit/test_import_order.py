@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     "m6": (
         {"errors"},
-        {"files", "formatting", "validation"},
+        {"files", "fonts", "formatting", "shipped", "validation"},
         {"lock"},
         {"tokenizers"},
         {"model"},

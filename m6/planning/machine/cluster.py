@@ -13,9 +13,10 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from m6.errors import UserError, nearest
+from m6.shipped import CONFIGS, shipped_file
 from m6.validation import Section, parse_json, validate
 
-CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
+CLUSTERS = CONFIGS / "clusters"
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
@@ -169,16 +170,12 @@ class Cluster(Section):
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Reads a cluster's JSON. A name without folder and suffix is a file of ``configs/clusters``.
+    """Reads a cluster's JSON, a file or the name of a shipped one.
 
     Raises:
         UserError: a missing file, broken JSON, or a key or value that is wrong; the message names it.
     """
-    if not path.exists() and path.suffix == "" and len(path.parts) == 1:
-        shipped = {file.stem: file for file in CLUSTERS.glob("*.json")}
-        if path.name not in shipped:
-            raise UserError(f"{path}: no such file, and no shipped cluster{nearest(path.name, shipped)}")
-        path = shipped[path.name]
+    path = shipped_file(path, "cluster")
     try:
         return validate(Cluster, parse_json(path.read_text(encoding="utf-8")), "")
     except FileNotFoundError:

@@ -8,7 +8,7 @@ import torch
 
 from m6.config.sections import SampleSettings
 from m6.files import atomic_path
-from m6.generation.grid import picture_grid
+from m6.generation.grid import in_rows, picture_grid
 from m6.generation.pipeline import paint
 from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
 from m6.runs.processes import Runtime
@@ -60,7 +60,8 @@ class SampleGrids:
             )
         if not self.runtime.is_main:  # it has only helped the layers that communicate
             return None
-        grid = picture_grid(paint(self.image_tokenizer, codes), self.settings.num_images)
+        rows = in_rows(paint(self.image_tokenizer, codes), self.settings.num_images)
+        grid = picture_grid(rows, self.settings.captions)
         file = self.folder / f"step_{step:08d}.png"
         with atomic_path(file) as temporary:
             grid.save(temporary, format="PNG")

@@ -1,8 +1,7 @@
-"""Draws sheets of pictures as PNG files."""
+"""Draws sheets of reconstructed pictures as PNG files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,8 @@ from PIL import Image
 
 from m6.data.pictures import PictureSet, to_bytes, to_unit_range
 from m6.files import atomic_path
+from m6.generation.grid import picture_grid
 from m6.tokenizers.image.base import ImageTokenizer
-
-_GAP = 2  # pixels between pictures
 
 
 def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int, path: Path) -> None:
@@ -22,9 +20,9 @@ def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int,
         per_source: pictures in a row.
         path: the PNG file.
     """
-    rows: list[np.ndarray] = []
+    rows: dict[str, np.ndarray] = {}
     first = 0
-    for size in pictures.sizes.values():
+    for source, size in pictures.sizes.items():
         # Evenly spaced over the source, whose rows may be sorted.
         chosen = np.linspace(first, first + size - 1, min(per_source, size), dtype=int).tolist()
         first += size
@@ -32,17 +30,7 @@ def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int,
         if batch.rows:
             device = next(tokenizer.parameters()).device
             decoded = tokenizer.decode(tokenizer.encode(to_unit_range(batch.pixels, device)))
-            rows += [batch.pixels, to_bytes(decoded)]
-    write_grid(rows, path)
-
-
-def write_grid(rows: Sequence[np.ndarray], path: Path) -> None:
-    """Writes rows of pictures, each uint8 ``[n, H, H, 3]``, on a white background into one PNG file."""
-    side = rows[0].shape[1] + _GAP
-    sheet = np.full((len(rows) * side + _GAP, max(map(len, rows)) * side + _GAP, 3), 255, np.uint8)
-    for y, row in enumerate(rows):
-        for x, picture in enumerate(row):
-            top, left = y * side + _GAP, x * side + _GAP
-            sheet[top : top + len(picture), left : left + len(picture)] = picture
+            rows |= {source: batch.pixels, f"{source}, reconstructed": to_bytes(decoded)}
+    sheet = picture_grid([[Image.fromarray(picture) for picture in row] for row in rows.values()], list(rows))
     with atomic_path(path) as temporary:
-        Image.fromarray(sheet).save(temporary, "PNG", optimize=True)
+        sheet.save(temporary, "PNG", optimize=True)

@@ -3,18 +3,23 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
 
+from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.run import load_config
+from m6.data.manifest import Manifest
 from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
-from m6.evaluation.report import write_report
+from m6.evaluation.report import report_file, write_report
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.data import open_data
-from tests.fixtures.fabricated_run import run_document, training_entry, write_metrics, write_run
-from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
+from m6.tokenizers.text import load_text_tokenizer
+from tests.fixtures.command import user_error
+from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
+from tests.fixtures.tiny_data import build_labelled_data, build_tiny_data, build_tiny_tokenizer
 
 
 @pytest.fixture
@@ -42,10 +47,10 @@ def cells(text: str, first: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-def one_sample_at_a_time(model, data, objective, num_batches):
+def one_sample_at_a_time(model, data, objective, num_batches, split="validation"):
     """Mean over all targets, through the logits of a row at a time."""
     losses = []
-    for batch in data.validation_micro_batches(objective, num_batches):
+    for batch in data.validation_micro_batches(objective, num_batches, split):
         with torch.no_grad():
             logits = model(**batch.model_inputs()).logits
         for row in range(len(batch.labels)):
@@ -97,3 +102,51 @@ def test_a_run_without_checkpoint(run):
     with pytest.raises(UserError, match="no complete checkpoint"):
         write_report(run, run / "report.md")
     assert not (run / "report.md").exists()
+
+
+def test_another_split(run):
+    out = report_file(run, None, "test")
+    text = write_report(run, out, split="test").read_text()
+    assert out.name == "report_test.md"
+    assert not (run / "report.md").exists()
+    config = load_config(run / "config.json")
+    model = M6ForConditionalGeneration(config.model).eval()
+    initialize_parameters(model, config.m6.training.seed)
+    for objective in OBJECTIVES[:4]:
+        targets, untrained, *_ = cells(text, objective)
+        expected, count = one_sample_at_a_time(model, open_data(config), objective, 2, "test")
+        assert targets == str(count)
+        assert float(untrained.split()[0]) == pytest.approx(expected, abs=6e-4)
+    assert cells(text, "objective")[-3:] == ["unigram", "bigram", "5-gram"]
+    assert not (run / "baselines.json").exists(), "m6 plot shows those of the validation split"
+
+
+def test_another_folder_with_the_tokenizer_that_the_run_keeps(run, tmp_path):
+    """The new folder has no tokenizer, no pictures, and the run's own data is gone."""
+    keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)
+    own = Manifest.load(tmp_path / "data")
+    Manifest(sources={"tiny_text": own.sources["tiny_text"]}).save(tmp_path / "data")
+    (tmp_path / "data").rename(tmp_path / "other")
+    shutil.rmtree(tmp_path / "tokenizer")
+    other = tmp_path / "other"
+    text = write_report(run, report_file(run, other, None), folder=other).read_text()
+    assert f"## Loss on validation of {other}" in text
+    assert cells(text, "objective") == ["targets", "untrained", "step 100"]
+    assert "image_captioning" not in text
+    assert int(cells(text, "language_modelling")[0]) > 0
+    assert "n-gram models are left out" in text
+
+
+def test_what_cannot_be_evaluated(run, tmp_path):
+    def message(*options: object) -> str:
+        return user_error("evaluate", run, *options)
+
+    assert message("--split", "tests") == 'there is no split "tests"; did you mean "test"?'
+    assert "manifest.json does not exist" in message("--data", tmp_path / "none")
+    labelled = build_labelled_data(tmp_path / "labelled")
+    expected = f'{labelled}: split "test" has no rows for the objectives of {run} ('
+    assert message("--data", labelled, "--split", "test").startswith(expected)
+    keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)
+    change_state(run, tokenizer="0" * 64)
+    assert "not the tokenizer that" in message("--split", "test")
+    assert not list(run.glob("report*"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -76,3 +77,20 @@ def test_how_a_run_ended(run: Path, name: str, text: str, state: str):
 
 def test_no_run(tmp_path: Path):
     assert user_error("status", tmp_path) == f"{tmp_path}: holds no run"
+
+
+def test_off_a_cluster(run: Path, tmp_path: Path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "squeue").write_text(
+        "#!/bin/bash\necho 'squeue: error: fetch_config: DNS SRV lookup failed' >&2\nexit 1\n"
+    )
+    (programs / "squeue").chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    assert status(run, PATH=path)["jobs"] == "unknown: squeue does not answer"
+    # A run that was never submitted has no jobs to ask for.
+    shutil.rmtree(run / "slurm")
+    (run / "config.json").write_text("{}")
+    found = status(run, PATH=path)
+    assert "jobs" not in found
+    assert found["loss"] == "3.1250 at step 45"

@@ -1,0 +1,1 @@
+"""Evaluation with EleutherAI's lm-evaluation-harness: the model's adapter, and Chinese tasks on data folders."""

@@ -1,0 +1,136 @@
+"""The adapter between a model and lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from m6.checkpoints.loading import load_run_model
+from m6.generation.captioning import continue_text
+from m6.runs.processes import default_device
+
+Request = tuple[tuple[str, str], list[int], list[int]]
+_NEW_TOKENS = 64  # of a continuation whose task sets no limit
+
+
+@register_model("m6")
+class M6LM(TemplateLM):
+    """A run or an exported model as a language model: the source is empty, the target is context and continuation.
+
+    This is the objective ``language_modelling``. Probabilities are those of the whole vocabulary, image codes included.
+
+    Args:
+        pretrained: folder of a run, or one that ``m6 export`` wrote.
+        batch_size: rows of a forward pass.
+    """
+
+    def __init__(self, pretrained: str | Path, batch_size: int | str = 16, **_: Any) -> None:
+        super().__init__()
+        self.model, self.processor = load_run_model(Path(pretrained), default_device())
+        self.batch_size = int(batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id of ``<eos>``."""
+        return self.model.config.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id of ``<bos>``, which begins every target."""
+        return self.model.config.bos_token_id
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of context and continuation that are scored together."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The fingerprint of the tokenizer."""
+        return self.processor.tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Encodes a text, without special tokens."""
+        return self.processor.tokenizer.encode_ids(string)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        # Apart, as generation sees a prompt. The harness would cut the ids of the joined text after as many as the
+        # context has, but SentencePiece may join characters over the border, which then leaves an answer no token.
+        return self.tok_encode(context), self.tok_encode(continuation)
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Scores continuations.
+
+        Args:
+            requests: (texts, ids of the context, ids of the continuation). A context is cut at its beginning to what
+                the model can read.
+
+        Returns:
+            For each the log-likelihood of the continuation in nats, and whether greedy decoding gives it.
+        """
+        bos, pad = self.prefix_token_id, self.model.config.pad_token_id
+        # The last token is predicted only, so that <bos> takes its place among the inputs.
+        rows = [
+            ([token for token in context if token != bos] + continuation)[-self.max_length :]
+            for _, context, continuation in requests
+        ]
+        counts = [min(len(row), len(request[2])) for row, request in zip(rows, requests, strict=True)]
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        for begin in tqdm(range(0, len(order), self.batch_size), disable=disable_tqdm, desc="log-likelihoods"):
+            part = order[begin : begin + self.batch_size]
+            length = len(rows[part[0]])
+            inputs = torch.tensor([[bos, *rows[i][:-1]] + [pad] * (length - len(rows[i])) for i in part])
+            mask = torch.tensor([[1] * len(rows[i]) + [0] * (length - len(rows[i])) for i in part])
+            device = self.model.device
+            logits = self.model(inputs.to(device), attention_mask=mask.to(device)).logits
+            for i, row_logits in zip(part, logits, strict=True):
+                first, last = len(rows[i]) - counts[i], len(rows[i])
+                targets = torch.tensor(rows[i][first:], device=device)
+                log_probabilities = row_logits[first:last].double().log_softmax(-1)
+                chosen = log_probabilities.gather(1, targets[:, None])
+                scores[i] = float(chosen.sum()), bool((log_probabilities.argmax(-1) == targets).all())
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Returns the log-likelihood of each text in nats, of long ones in windows that do not overlap."""
+        windows: list[Request] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            (text,) = request.args
+            # One place is kept for <bos>, which also begins the later windows.
+            pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            for context, continuation in map(make_disjoint_window, pairs):
+                windows.append((("", text), context, continuation))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += score
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continues texts up to the first of the strings ``until``; contexts are cut at their beginning."""
+        return [self._continue(*request.args) for request in tqdm(requests, disable=disable_tqdm, desc="texts")]
+
+    def _continue(self, context: str, options: dict[str, Any]) -> str:
+        chosen: dict[str, Any] = dict(normalize_gen_kwargs(options, _NEW_TOKENS))
+        until = chosen.pop("until")
+        new_tokens = min(chosen.pop("max_gen_toks"), self.max_length // 2)
+        if not chosen["do_sample"]:
+            chosen.pop("temperature", None)
+        tokenizer = self.processor.tokenizer
+        prompt = str(tokenizer.decode(self.tok_encode(context)[new_tokens - self.max_length :]))
+        [text] = continue_text(self.model, self.processor, [prompt], max_new_tokens=new_tokens, **chosen)
+        text = text.removeprefix(prompt)
+        return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]

@@ -1,0 +1,38 @@
+"""The JSON files that come with the package, by name: configurations of runs, image tokenizers, clusters and jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from m6.errors import UserError, nearest
+
+CONFIGS = Path(__file__).parent / "configs"
+Kind = Literal["configuration", "image tokenizer", "cluster", "job"]
+_FOLDERS: dict[Kind, tuple[str, ...]] = {
+    "configuration": (".", "finetune"),
+    "image tokenizer": ("image_tokenizer",),
+    "cluster": ("clusters",),
+    "job": ("jobs",),
+}
+
+
+def shipped_file(path: Path, kind: Kind) -> Path:
+    """Returns ``path``, or the shipped file that it names.
+
+    A name without folder and suffix, such as ``m6_smoke``, is that of a shipped file, unless there is a file of that
+    name.
+
+    Raises:
+        UserError: nothing of that kind has the name; or ``path`` is missing and a shipped file has its name.
+    """
+    if path.is_file():
+        return path
+    shipped = {file.stem: file for folder in _FOLDERS[kind] for file in (CONFIGS / folder).glob("*.json")}
+    if str(path) == path.stem:
+        if path.stem not in shipped:
+            raise UserError(f"{path}: no such file, and no shipped {kind}{nearest(path.stem, shipped)}")
+        return shipped[path.stem]
+    if path.stem in shipped and not path.exists():
+        raise UserError(f'{path}: no such file; did you mean the shipped {kind} "{path.stem}"?')
+    return path
