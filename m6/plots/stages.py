@@ -74,8 +74,8 @@ def draw_layers(axes: Axes, entries: Entries, key: str, title: str) -> None:
     steps, values = [entry["step"] for entry in measured], [entry["stage"][key] for entry in measured]
     if measured:
         lowest, highest = [min(v) for v in values], [max(v) for v in values]
-        axes.fill_between(steps, lowest, highest, color="#009E73", alpha=0.2, label="lowest to highest layer")
-        axes.plot(steps, [sum(v) / len(v) for v in values], color="#009E73", marker=".", label="mean of the layers")
+        axes.fill_between(steps, lowest, highest, color="#009E73", alpha=0.2, label="lowest to highest")
+        axes.plot(steps, [sum(v) / len(v) for v in values], color="#009E73", marker=".", label="mean")
         axes.legend(fontsize=8, frameon=False)
     switch = switch_step(entries)
     if switch is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,8 +55,12 @@ def _chinese_families() -> tuple[str, ...]:
     path = chinese_font()
     if path is None:
         return ()
-    font_manager.fontManager.addfont(path)
-    return (font_manager.FontProperties(fname=path).get_name(),)
+    manager = font_manager.fontManager
+    manager.addfont(path)
+    entry = manager.ttflist[-1]
+    # Bold titles take the one weight that there is; without an entry for it matplotlib would warn in every plot.
+    manager.ttflist.append(replace(entry, weight=700))
+    return (entry.name,)
 
 
 def save_figure(figure: Figure, out: Path) -> None:

@@ -37,13 +37,14 @@ def test_without_the_package_it_is_said_once(monkeypatch: pytest.MonkeyPatch, ca
         chinese_font.cache_clear()
 
 
-def test_a_plot_finds_all_glyphs(tmp_path: Path):
+def test_a_plot_finds_all_glyphs(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run = tmp_path / "中文预训练"
     run.mkdir()
     write_metrics(run, [training_entry(step, {"language_modelling": 9.0}) for step in (1, 2)])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Glyph")  # which matplotlib says of a glyph that it draws as a box
         plot_run(run)
+        assert not caplog.records, "no word about fonts"
         with plotting() as pyplot:
             figure = pyplot.figure()
             figure.suptitle(chr(0xE123))  # in no font
