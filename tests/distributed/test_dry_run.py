@@ -49,6 +49,7 @@ def steps_are_the_formulas(documents: dict[str, dict[str, Any]]) -> None:
         assert "| alltoall | 16 |" in report(result, 16, 5), name
 
 
+@pytest.mark.slow
 def test_steps_of_a_small_model(tmp_path: Path):
     documents = {name: small(**changes) for name, changes in CHANGES.items()}
     run_distributed(steps_are_the_formulas, 1, documents, timeout_s=600)

@@ -59,6 +59,7 @@ def test_a_new_objective(first_run: Path, tmp_path: Path):
     follow("objective", code, code)
 
 
+@pytest.mark.slow
 def test_the_submission_of_the_slurm_tutorial(tmp_path: Path):
     """Without Slurm: the job's description is the one that is shipped, and the dry run prints a command of sbatch."""
     description, submission, *_ = blocks(f"{TUTORIALS}/slurm.md")

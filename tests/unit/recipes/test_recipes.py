@@ -34,6 +34,7 @@ def apply(patch: str, code: Path) -> list[str]:
     return [line.removeprefix("+++ b/") for line in patch.splitlines() if line.startswith("+++ ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path):
     patch, proof = blocks("CONTRIBUTING.md", recipe)

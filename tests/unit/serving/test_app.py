@@ -251,6 +251,7 @@ def test_a_model_that_does_not_draw_has_no_such_route(captioning: Captioning):
     assert with_client(captioning, scenario) == 404
 
 
+@pytest.mark.slow
 def test_a_process_answers_and_ends_cleanly(run: Path):
     """SIGTERM while a request is on its way: it is answered, and the exit code is 0."""
     command = [sys.executable, "-m", "m6", "serve", "--checkpoint", run, "--port", "0", "--max-new-tokens", "8"]
