@@ -25,7 +25,9 @@ from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+"""The weights of an exported model; with several files their names have numbers, and an index names them."""
+INDEX = f"{WEIGHTS}.index.json"
 
 
 def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditionalGeneration, M6Processor]:

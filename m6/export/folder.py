@@ -1,31 +1,24 @@
-"""Export of a run's newest checkpoint to a folder that ``from_pretrained`` reads."""
+"""A run's newest checkpoint as a folder that ``from_pretrained`` reads, with or without this project."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
-from m6.checkpoints.loading import (
-    INDEX,
-    check_shape,
-    load_run_image_tokenizer,
-    open_newest_checkpoint,
-    run_processor,
-)
+from m6.checkpoints.loading import load_run_image_tokenizer, open_newest_checkpoint, run_processor
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError, nearest
+from m6.export.code import AUTO_MAP, write_code
+from m6.export.weights import write_weights
 from m6.files import sync, write_json
 from m6.lock import new_folder
-from m6.model import M6Config, M6ForConditionalGeneration
+from m6.model import M6ForConditionalGeneration
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,9 +49,15 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         with new_folder(out.absolute()) as temporary:
             model_config = copy.deepcopy(config.model)
             model_config.architectures, model_config.dtype = [M6ForConditionalGeneration.__name__], dtype
-            _write_weights(temporary, reader, model_config, DTYPES[dtype], max_shard_bytes)
+            # On the meta device the model gives names and shapes without memory for its weights.
+            with torch.device("meta"):
+                model = M6ForConditionalGeneration(model_config).to(DTYPES[dtype])  # type: ignore[arg-type]
+            write_weights(temporary, reader, model, max_shard_bytes)
+            model.generation_config.save_pretrained(temporary)
             model_config.save_pretrained(temporary)
             processor.save_pretrained(temporary)
+            write_code(temporary)
+            _set_auto_maps(temporary)
             if reader.state.get("image_tokenizer") is not None:
                 load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
             mode = (temporary / "config.json").stat().st_mode
@@ -69,39 +68,15 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         raise UserError(f"{out} cannot be written: {error}") from None
 
 
-def _write_weights(
-    folder: Path, reader: CheckpointReader, config: M6Config, dtype: torch.dtype, max_shard_bytes: int
-) -> None:
-    """Writes the weights as safetensors shards and their index."""
-    # On the meta device the model gives names and shapes without memory for its weights.
-    with torch.device("meta"):
-        model = M6ForConditionalGeneration(config)
-    model.generation_config.save_pretrained(folder)
-    tensors = model.to(dtype).state_dict()  # type: ignore[arg-type]
-    for name, tensor in tensors.items():  # before the first shard is written
-        check_shape(reader, name, tensor)
-    shards = list(_shards(tensors, max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        shard = {}
-        for name in names:
-            shard[name] = torch.empty_like(tensors[name], device="cpu")
-            reader.read_into(name, WEIGHT, 0, shard[name].view(-1))
-            weight_map[name] = file
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _shards(tensors: dict[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
-    """Splits the names, in the order of the model, into shards of at most ``max_bytes``."""
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > max_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield names
+def _set_auto_maps(folder: Path) -> None:
+    """Names the classes of the modelling code in the JSON files of the model, the processor and the tokenizer."""
+    for file, key in (
+        ("config.json", None),
+        ("processor_config.json", None),
+        ("processor_config.json", "image_processor"),
+        ("tokenizer_config.json", None),
+    ):
+        document: dict[str, Any] = json.loads((folder / file).read_text(encoding="utf-8"))
+        section = document if key is None else document[key]
+        section["auto_map"] = AUTO_MAP
+        write_json(folder / file, document)
