@@ -14,6 +14,7 @@ from m6.checkpoints.loading import load_run_image_tokenizer, open_newest_checkpo
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError, nearest
+from m6.export.card import model_card
 from m6.export.code import AUTO_MAP, write_code
 from m6.export.weights import write_weights
 from m6.files import sync, write_json
@@ -21,10 +22,11 @@ from m6.lock import new_folder
 from m6.model import M6ForConditionalGeneration
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CARD = "README.md"
 
 
 def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes: int = 4 << 30) -> None:
-    """Writes the newest checkpoint of a run in Hugging Face's format: model, tokenizer and processor.
+    """Writes the newest checkpoint of a run in Hugging Face's format: model, processor, modelling code and model card.
 
     Weights stream from checkpoint to shard: only one shard is in memory at a time. The folder is written under a
     temporary name and renamed to ``out`` when it is complete.
@@ -58,6 +60,7 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
             processor.save_pretrained(temporary)
             write_code(temporary)
             _set_auto_maps(temporary)
+            model_card(run_dir, config, reader, dtype).save(temporary / CARD)
             if reader.state.get("image_tokenizer") is not None:
                 load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
             mode = (temporary / "config.json").stat().st_mode
