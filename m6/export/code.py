@@ -32,6 +32,7 @@ AUTO_MAP: dict[str, str | list[str | None]] = {
     "AutoConfig": f"{ENTRY}.M6Config",
     "AutoImageProcessor": f"{ENTRY}.M6ImageProcessor",
     "AutoModel": f"{ENTRY}.M6Model",
+    "AutoModelForCausalLM": f"{ENTRY}.M6ForConditionalGeneration",
     "AutoModelForImageTextToText": f"{ENTRY}.M6ForConditionalGeneration",
     "AutoProcessor": f"{ENTRY}.M6Processor",
     "AutoTokenizer": [f"{ENTRY}.M6Tokenizer", None],  # the slow and the fast one
