@@ -57,7 +57,7 @@ class M6GenerationMixin(GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See transformers, whose version 5.23 also gives the tokenizer of ``stop_strings`` to the forward pass."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[arg-type]
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc, arg-type]
         return {name: value for name, value in inputs.items() if name not in ("tokenizer", "assistant_tokenizer")}
 
     def _check_length(
