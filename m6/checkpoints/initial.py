@@ -11,11 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import open_together
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
-from m6.checkpoints.loading import INDEX, WEIGHTS, is_exported, newest_complete_checkpoint
+from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config, parse_document
 from m6.errors import UserError
 from m6.model.configuration import M6Config
@@ -117,7 +116,7 @@ def _open_checkpoint(run: Path) -> CheckpointReader:
     reader, problems = open_together(newest_complete_checkpoint(run).folder)
     if reader is None:
         raise UserError("; ".join(problems))
-    return DelinkedReader(reader.folder) if is_pseudo(reader) else reader
+    return as_plain_model(reader)
 
 
 def _model_sections(init: Path) -> dict[str, dict[str, Any]]:

@@ -152,6 +152,14 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
         rows.append(
             ["initial weights", f"of {settings.init.name}, whose data and training this card does not describe"]
         )
+    if settings.lora is not None:
+        lora = settings.lora
+        rows.append(
+            [
+                "adapters",
+                f"LoRA of {', '.join(lora.targets)}, rank {lora.rank}, alpha {lora.alpha:g}; in the weights here",
+            ]
+        )
     if settings.pseudo_to_real is not None:
         rows.append(["first stage", "layers share weights (Pseudo-to-Real, arXiv 2110.03888)"])
     attempts = [

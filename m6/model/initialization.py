@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from m6.model.adapters import DOWN, UP
 from m6.model.configuration import M6Config
 from m6.model.patch_encoders import EfficientNetPatchEncoder
 
@@ -61,6 +62,10 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
     leaf = name.rsplit(".", 1)[-1]
     if leaf in ("bias", "b_in", "b_out", "balance_bias", "running_mean", "num_batches_tracked"):
         tensor.zero_()
+    elif name.endswith(UP):
+        tensor.zero_()  # an adapted model begins as the model without adapters
+    elif name.endswith(DOWN):
+        _draw(tensor, 1 / math.sqrt(3 * tensor.shape[1]), seed, name)  # as wide as the uniform numbers of peft
     elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
         # The last norm of each residual branch of the ResNet starts at 0, see ResNetPatchEncoder.
         tensor.fill_(0.0 if name.endswith(".layer.2.normalization.weight") else 1.0)

@@ -235,7 +235,7 @@ class Trainer:
 
     def _announce_memory(self) -> None:
         """Prints the predicted memory and time of the run, based on a few of its micro-batches."""
-        if self.runtime.is_main:
+        if self.runtime.is_main and self.settings.lora is None:  # the planner knows no adapters
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.stages_ahead():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
@@ -259,6 +259,7 @@ class Trainer:
             "tokenizer": self.data.tokenizer.fingerprint,
             "image_tokenizer": self.data.codes_checksum,
             "model": self.config.model.to_diff_dict(),
+            "lora": self.settings.lora and self.settings.lora.model_dump(),
             **self.stage.state(),
         }
         return self.checkpointer.save(self.engine, self.step, state)
