@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
-from m6.model.adapters import DOWN, UP, is_adapter, plain_name
+from m6.model.adapter_names import adapter_names, is_adapter, plain_name
 
 STATE = "lora"
 """The key of the adapters' rank and alpha in a checkpoint's state; none without adapters."""
@@ -43,18 +44,18 @@ class MergedReader(CheckpointReader):
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
         """Fills ``target`` as in ``CheckpointReader``; sums are in fp32."""
-        module = name.removesuffix(".weight")
-        if (f"{module}{DOWN}", kind) not in self._stored.shapes:
+        names = next((each for each in adapter_names(name) if (each[0], kind) in self._stored.shapes), None)
+        if names is None:
             super().read_into(name, kind, offset, target)
             return
         merged = torch.empty(target.numel())
         super().read_into(name, kind, offset, merged)
-        down, up = (self._stored.read(f"{module}{part}", WEIGHT).float() for part in (DOWN, UP))
-        # Only the rows of B A that the range touches: a fragment of a large matrix needs no whole one.
-        columns = down.shape[1]
-        first, last = offset // columns, -(-(offset + target.numel()) // columns)
-        product = (up[first:last] @ down).view(-1)
-        merged += self._scale * product[offset - first * columns :][: target.numel()]
+        down, up = (self._stored.read(each, WEIGHT) for each in names)
+        # Only those rows of a matrix, or matrices of a stack, that the range touches.
+        size = math.prod(self.shapes[name, kind][1:])
+        first, last = offset // size, -(-(offset + target.numel()) // size)
+        product = up[first:last] @ (down if down.dim() == 2 else down[first:last])
+        merged += self._scale * product.reshape(-1)[offset - first * size :][: target.numel()]
         target.copy_(merged)
 
 

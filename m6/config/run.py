@@ -156,7 +156,14 @@ def _check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> Non
     if run.offload is not None:
         raise UserError("m6.lora: the experts of m6.offload are trained, but beside adapters all weights are frozen")
     if "dense" in settings.targets and model.num_moe_layers == model.num_layers:
-        raise UserError('m6.lora.targets: "dense", but the feed-forwards of all layers are experts; use "attention"')
+        raise UserError('m6.lora.targets: "dense", but the feed-forwards of all layers are experts; use "experts"')
+    if "experts" in settings.targets and not model.num_moe_layers:
+        raise UserError('m6.lora.targets: "experts", but the model is dense; use "dense"')
+    if "experts" not in settings.targets and run.training.ep_size > 1:
+        # DeepSpeed 0.19.8 demands a trained expert on each rank where experts are divided.
+        raise UserError(
+            f'm6.lora.targets: m6.training.ep_size is {run.training.ep_size}, which needs "experts" among them'
+        )
 
 
 def _check_pictures(settings: M6Settings) -> None:

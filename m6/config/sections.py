@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from m6.config.offload import OffloadSettings
 from m6.data.objectives import ObjectivesSettings
@@ -113,26 +113,16 @@ class PseudoToRealSettings(Section):
 
 
 class LoraSettings(Section):
-    """Trains low-rank adapters beside frozen weights: W + alpha / rank * B A (LoRA, arXiv 2106.09685), by peft."""
+    """Trains low-rank adapters beside frozen weights: W + alpha / rank * B A (LoRA, arXiv 2106.09685)."""
 
     rank: PositiveInt = Field(8, description="rows of A and columns of B")
     alpha: PositiveFloat = Field(16.0, description="scale of the adapters, times the rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate at the input of A")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate at the input of A; experts have none")
     targets: list[AdapterTarget] = Field(
         ["attention"],
         min_length=1,
-        description="matrices with adapters: of attention, and of dense feed-forwards; experts have none",
+        description="matrices with adapters: of attention, dense feed-forwards, experts (without the shared ones)",
     )
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _no_experts(cls, targets: Any) -> Any:
-        if isinstance(targets, list) and "experts" in targets:
-            raise ValueError(
-                "experts cannot have adapters: those of peft for stacked weights cannot be divided over ranks; "
-                'expected "attention" or "dense"'
-            )
-        return targets
 
 
 class EvaluationSettings(Section):

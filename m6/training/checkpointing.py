@@ -19,7 +19,7 @@ from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, writ
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError, UserError
 from m6.files import write_text
-from m6.model.adapters import is_adapter
+from m6.model.adapter_names import is_adapter
 from m6.runs.directory import LAST_CHECKPOINT
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine

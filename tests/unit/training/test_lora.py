@@ -16,7 +16,7 @@ from m6.checkpoints.loading import load_run_model, newest_complete_checkpoint, o
 from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.export import export_hf
-from m6.model.adapters import DOWN, is_adapter, plain_name
+from m6.model.adapter_names import DOWN, is_adapter, plain_name
 from m6.runs.machine import check_machine
 from tests.fixtures.fabricated_run import write_run
 from tests.fixtures.tiny_run import tiny_document
@@ -24,7 +24,8 @@ from tests.fixtures.tiny_run import tiny_document
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
 MODEL = {"m6__model__hidden_dropout": 0.0, "m6__model__moe_layer_frequency": 2}
-LORA = {"rank": 2, "alpha": 8.0, "dropout": 0.1, "targets": ["attention", "dense"]}
+LORA = {"rank": 2, "alpha": 8.0, "dropout": 0.1, "targets": ["attention", "dense", "experts"]}
+STACKS = {f"model.layers.1.ffn.experts.{name}" for name in ("w_in", "w_out")}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,8 @@ def test_only_adapters_train_and_their_sum_is_exported(make_finetuning, pretrain
         weights(newest_complete_checkpoint(tmp_path / "run")),
     )
     adapters = {name for name in after if is_adapter(name)}
-    modules = {name.removesuffix(DOWN) for name in adapters if name.endswith(DOWN)}
+    modules = {name.removesuffix(DOWN[0]) for name in adapters if name.endswith(DOWN[0])}
+    assert {name.removesuffix(DOWN[1]) for name in adapters if name.endswith(DOWN[1])} == STACKS
     assert modules == {
         *(f"model.layers.{layer}.attention.{part}" for layer in (0, 1) for part in ("qkv", "output")),
         *(f"model.layers.0.ffn.{part}" for part in ("input", "output")),
@@ -70,8 +72,11 @@ def test_only_adapters_train_and_their_sum_is_exported(make_finetuning, pretrain
     assert merged.keys() == before.keys()
     for name, weight in before.items():
         module = name.removesuffix(".weight")
-        if module in modules and name.endswith(".weight"):
-            down, up = (after[f"{module}.lora_{part}.default.weight"] for part in "AB")
+        if name in STACKS or (module in modules and name.endswith(".weight")):
+            names = [
+                f"{name}_lora_{part}" if name in STACKS else f"{module}.lora_{part}.default.weight" for part in "AB"
+            ]
+            down, up = (after[each] for each in names)
             assert up.abs().max() > 0
             torch.testing.assert_close(merged[name], weight + 4.0 * up @ down)
         else:
@@ -90,20 +95,20 @@ def test_the_merged_model_computes_what_the_adapted_one_does(make_finetuning, tm
         expected = adapted(**batch).logits
         torch.testing.assert_close(exported(**batch).logits, expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(loaded(**batch).logits, exported(**batch).logits)
-    assert "LoRA of attention, dense, rank 2, alpha 8" in (tmp_path / "hf" / "README.md").read_text()
+    assert "LoRA of attention, dense, experts, rank 2, alpha 8" in (tmp_path / "hf" / "README.md").read_text()
     assert set(loaded.state_dict()) == set(exported.state_dict())
 
 
 def test_any_range_of_a_merged_weight_can_be_read(make_finetuning, tmp_path):
     assert make_finetuning().train()
     reader = open_initial_weights(tmp_path / "run")
-    name = "model.layers.0.attention.qkv.weight"
-    whole = torch.empty(96 * 32)
-    reader.read_into(name, WEIGHT, 0, whole)
-    for begin, end in ((0, 1), (31, 33), (40, 50), (100, 3000), (3071, 3072)):
-        part = torch.empty(end - begin)
-        reader.read_into(name, WEIGHT, begin, part)
-        torch.testing.assert_close(part, whole[begin:end])
+    for name in ("model.layers.0.attention.qkv.weight", "model.layers.1.ffn.experts.w_in"):
+        whole = torch.empty(torch.Size(reader.shapes[name, WEIGHT]).numel())
+        reader.read_into(name, WEIGHT, 0, whole)
+        for begin, end in ((0, 1), (31, 33), (40, 50), (100, 3000), (len(whole) - 1, len(whole))):
+            part = torch.empty(end - begin)
+            reader.read_into(name, WEIGHT, begin, part)
+            torch.testing.assert_close(part, whole[begin:end])
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -138,9 +143,10 @@ def test_adapters_begin_as_the_model_without(make_finetuning, pretrained):
     ("lora", "changes", "message"),
     [
         ({}, {"m6__init": None}, "use m6 finetune with --init"),
-        ({"targets": ["experts"]}, {}, r"m6\.lora\.targets: experts cannot have adapters"),
-        ({"targets": ["dense"]}, {"m6__model__moe_layer_frequency": 1}, 'all layers are experts; use "attention"'),
-        ({"targets": ["attn"]}, {}, "'attention' or 'dense'"),
+        ({"targets": ["experts"]}, {"m6__moe": None, "m6__model__moe_layer_frequency": 1}, 'is dense; use "dense"'),
+        ({"targets": ["dense"]}, {"m6__model__moe_layer_frequency": 1}, 'all layers are experts; use "experts"'),
+        ({"targets": ["attention"]}, {"m6__training__ep_size": 2}, 'needs "experts" among them'),
+        ({"targets": ["attn"]}, {}, "'attention', 'dense' or 'experts'"),
         ({"rank": 0}, {}, r"m6\.lora\.rank"),
         ({}, {"m6__offload": {"device_budget_mib": 100}}, r"m6\.lora: the experts of m6\.offload"),
     ],
