@@ -54,10 +54,11 @@ def test_the_auto_classes_load_it_where_this_project_is_not(exported, tmp_path):
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageTextToText, AutoProcessor
-from transformers import AutoTokenizer
-classes = [AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer]
-loaded = {{each.__name__: each.from_pretrained(folder, trust_remote_code=True) for each in classes}}
+import transformers
+from transformers import AutoModelForImageTextToText
+loaded = {{
+    name: getattr(transformers, name).from_pretrained(folder, trust_remote_code=True) for name in {sorted(AUTO_MAP)}
+}}
 print(sorted((name, type(each).__name__) for name, each in loaded.items()))
 model = loaded["AutoModelForImageTextToText"].eval()
 processor = loaded["AutoProcessor"]
