@@ -60,6 +60,7 @@ class Experts(_FeedForward):
             "first_expert": 0,
             "num_global_experts": config.num_experts,
         }
+        self.adapter_scale: float | None = None
         self._add_parameters((config.num_experts,), hidden_size, ffn_hidden_size, config, device, dtype)
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
@@ -73,6 +74,28 @@ class Experts(_FeedForward):
             # A clone, because a view would keep all experts in memory.
             local = parameter.detach().narrow(0, first_expert, num_local_experts).clone()
             setattr(self, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+
+    def add_adapters(self, rank: int, scale: float) -> None:
+        """Freezes the parameters and adds a trained product to each expert's matrices: W + scale * B A.
+
+        Of the matrices NAME [E, Q, P] this adds NAME_lora_A [E, rank, P] and NAME_lora_B [E, Q, rank] (LoRA, arXiv
+        2106.09685). Each call makes the sum for all experts of this rank, as large as the matrices themselves. The
+        values of new parameters are not set.
+        """
+        self.adapter_scale = scale
+        self.requires_grad_(False)
+        for name in ("w_in", "w_out"):
+            weight = getattr(self, name)
+            experts, rows, columns = weight.shape
+            for part, shape in (("A", (experts, rank, columns)), ("B", (experts, rows, rank))):
+                self.register_parameter(f"{name}_lora_{part}", nn.Parameter(weight.new_empty(shape)))
+
+    def _matrices(self, name: str) -> Tensor:
+        weight: Tensor = getattr(self, name)
+        if self.adapter_scale is None:
+            return weight
+        down, up = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
+        return torch.baddbmm(weight, up, down, alpha=self.adapter_scale)
 
     def draw_dropout(self, num_rows: int, device: torch.device) -> Tensor | None:
         """Draws the mask of hidden units that dropout keeps, bool [R, F]; None if it keeps all."""
@@ -97,7 +120,7 @@ class Experts(_FeedForward):
         Raises:
             ValueError: the type of the rows differs from that of the weights.
         """
-        weights = (self.w_in, self.w_out, self.b_in, self.b_out)
+        weights = (self._matrices("w_in"), self._matrices("w_out"), self.b_in, self.b_out)
         dtype = autocast_dtype(rows)
         if dtype is None:
             check_dtype(rows, self.w_in)

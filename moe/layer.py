@@ -115,7 +115,8 @@ class MoELayer(nn.Module):
             )
         if not hidden_states.is_floating_point():
             raise ValueError(f"hidden_states is {hidden_states.dtype}; expected a floating-point type")
-        if hidden_states.device != weight.device:
+        # Weights that accelerate offloads are on "meta" until their module is called.
+        if hidden_states.device != weight.device and not weight.is_meta:
             raise ValueError(f"hidden_states is on {hidden_states.device}, but the layer on {weight.device}")
         if token_mask is None:
             return

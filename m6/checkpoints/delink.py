@@ -20,6 +20,7 @@ from m6.errors import UserError
 from m6.files import sync, sync_folder, write_text
 from m6.lock import FolderLock
 from m6.model.sharing import Sharing
+from m6.runs.data import SOURCES
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, on_main_rank
 
@@ -74,6 +75,8 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         write_text(temporary.checkpoints / "latest", folder.name + "\n")
         temporary.open(config, runtime.world_size)  # the new run records this command as its first attempt
         copy_kept_tokenizers(run_dir, temporary.root)
+        if (run_dir / SOURCES).exists():
+            shutil.copyfile(run_dir / SOURCES, temporary.root / SOURCES)
         source = RunDirectory(run_dir)
         if source.metrics.exists():
             shutil.copyfile(source.metrics, temporary.metrics)

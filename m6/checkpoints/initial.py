@@ -11,11 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import open_together
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
-from m6.checkpoints.loading import INDEX, is_exported, newest_complete_checkpoint
+from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config, parse_document
 from m6.errors import UserError
 from m6.model.configuration import M6Config
@@ -81,7 +80,7 @@ class ExportedWeights(WeightReader):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            self._files = _files_of_tensors(folder)
             self._open = {file: safe_open(folder / file, framework="pt") for file in set(self._files.values())}
             self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -107,11 +106,19 @@ class ExportedWeights(WeightReader):
         return self._open[self._files[name]].get_slice(name)
 
 
+def _files_of_tensors(folder: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor of an exported model."""
+    if (folder / INDEX).is_file():
+        return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return dict.fromkeys(file.keys(), WEIGHTS)
+
+
 def _open_checkpoint(run: Path) -> CheckpointReader:
     reader, problems = open_together(newest_complete_checkpoint(run).folder)
     if reader is None:
         raise UserError("; ".join(problems))
-    return DelinkedReader(reader.folder) if is_pseudo(reader) else reader
+    return as_plain_model(reader)
 
 
 def _model_sections(init: Path) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from m6.checkpoints.adapters import MergedReader, is_adapted
 from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
@@ -25,7 +26,9 @@ from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+"""The weights of an exported model; with several files their names have numbers, and an index names them."""
+INDEX = f"{WEIGHTS}.index.json"
 
 
 def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditionalGeneration, M6Processor]:
@@ -81,7 +84,7 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
 def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
     """Opens the newest complete checkpoint of a run after a check of its checksums.
 
-    A checkpoint of a Pseudo model is read as that of the Real model, which computes the same function.
+    See ``as_plain_model`` for that of a Pseudo model or of one with adapters.
 
     Raises:
         UserError: there is no complete checkpoint, or it is damaged.
@@ -90,7 +93,14 @@ def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
     problems = reader.verify()
     if problems:
         raise UserError("; ".join(problems))
-    return DelinkedReader(reader.folder) if is_pseudo(reader) else reader
+    return as_plain_model(reader)
+
+
+def as_plain_model(reader: CheckpointReader) -> CheckpointReader:
+    """Reads a checkpoint of a Pseudo model, or of one with adapters, as that of the model which computes the same."""
+    if is_pseudo(reader):
+        return DelinkedReader(reader.folder)
+    return MergedReader(reader.folder) if is_adapted(reader) else reader
 
 
 def newest_complete_checkpoint(run_dir: Path) -> CheckpointReader:

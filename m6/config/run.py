@@ -13,7 +13,7 @@ from typing import Any
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
-from m6.config.sections import M6Settings, PseudoToRealSettings, ScheduleSettings
+from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.shipped import shipped_file
@@ -103,6 +103,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
+    if settings.lora is not None:
+        _check_lora(settings.lora, model, settings)
     _check_pictures(settings)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
 
@@ -148,6 +150,22 @@ def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: 
         settings.sharing(model.num_layers).check(model)
     except UserError as error:
         raise UserError(f"m6.pseudo_to_real: {error}") from None
+
+
+def _check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> None:
+    if run.init is None:
+        raise UserError("m6.lora: adapters belong to weights that are trained already; use m6 finetune with --init")
+    if run.offload is not None:
+        raise UserError("m6.lora: the experts of m6.offload are trained, but beside adapters all weights are frozen")
+    if "dense" in settings.targets and model.num_moe_layers == model.num_layers:
+        raise UserError('m6.lora.targets: "dense", but the feed-forwards of all layers are experts; use "experts"')
+    if "experts" in settings.targets and not model.num_moe_layers:
+        raise UserError('m6.lora.targets: "experts", but the model is dense; use "dense"')
+    if "experts" not in settings.targets and run.training.ep_size > 1:
+        # DeepSpeed 0.19.8 demands a trained expert on each rank where experts are divided.
+        raise UserError(
+            f'm6.lora.targets: m6.training.ep_size is {run.training.ep_size}, which needs "experts" among them'
+        )
 
 
 def _check_pictures(settings: M6Settings) -> None:

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from m6.config.offload import OffloadSettings
 from m6.data.objectives import ObjectivesSettings
 from m6.data.pretraining import DataSettings
+from m6.model.adapters import AdapterTarget
 from m6.model.sharing import PARTS, SharedPart, Sharing
 from m6.validation import Section
 
@@ -111,6 +112,19 @@ class PseudoToRealSettings(Section):
         return Sharing(num_layers, self.num_groups, tuple(self.shared))
 
 
+class LoraSettings(Section):
+    """Trains low-rank adapters beside frozen weights: W + alpha / rank * B A (LoRA, arXiv 2106.09685)."""
+
+    rank: PositiveInt = Field(8, description="rows of A and columns of B")
+    alpha: PositiveFloat = Field(16.0, description="scale of the adapters, times the rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate at the input of A; experts have none")
+    targets: list[AdapterTarget] = Field(
+        ["attention"],
+        min_length=1,
+        description="matrices with adapters: of attention, dense feed-forwards, experts (without the shared ones)",
+    )
+
+
 class EvaluationSettings(Section):
     """Validation during training; it measures one mean loss per objective."""
 
@@ -181,6 +195,10 @@ class M6Settings(Section):
     )
     offload: OffloadSettings | None = Field(
         None, description="offloading of experts to host memory; absent: experts stay on the device"
+    )
+    lora: LoraSettings | None = Field(
+        None,
+        description="low-rank adapters instead of training all weights, for `m6 finetune`; absent: all weights train",
     )
     init: Path | None = Field(
         None,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from m6.files import write_text
 from m6.formatting import format_bytes, markdown_table
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.directory import RunDirectory
+from m6.runs.hardware import hardware
 from m6.runs.processes import default_device
 
 
@@ -115,22 +114,6 @@ def validation_losses(
         if targets:
             losses[objective] = (total / targets, targets)
     return losses
-
-
-def hardware(device: torch.device) -> str:
-    """Returns a description of this machine: CPU model, cores that this process may use, GPUs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = f"{_cpu_model()}, {cores} cores"
-    if device.type == "cuda":
-        text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
-    return text
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: torch.device) -> str:

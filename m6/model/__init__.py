@@ -4,6 +4,7 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
@@ -19,6 +20,7 @@ from m6.tokenizers import M6ImageProcessor, M6Processor, M6Tokenizer
 # Lets the ``from_pretrained`` of the Auto classes load what ``m6 export`` writes.
 AutoConfig.register("m6", M6Config)
 AutoModel.register(M6Config, M6Model)
+AutoModelForCausalLM.register(M6Config, M6ForConditionalGeneration)
 AutoModelForImageTextToText.register(M6Config, M6ForConditionalGeneration)
 AutoTokenizer.register(M6Config, tokenizer_class=M6Tokenizer)
 AutoImageProcessor.register(M6Config, image_processor_classes={"pil": M6ImageProcessor})

@@ -40,6 +40,7 @@ _TRANSFORMERS_KEYS = {
     "output_attentions",
     "num_labels",
     "_commit_hash",
+    "auto_map",
 }
 
 

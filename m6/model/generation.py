@@ -33,13 +33,14 @@ class M6GenerationMixin(GenerationMixin):
             kwargs: as in transformers, and ``pixel_values``.
 
         Raises:
-            UserError: a prompt has no ``<bos>`` or two pictures, or the target would need more positions than the
-                model has learned.
+            UserError: a prompt has no ``<bos>`` or two pictures, the target would need more positions than the
+                model has learned, or an argument asks for what does not work with this model.
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None:
             raise UserError("generate needs input_ids: a prompt is at least <bos>")
-        config = self.config
+        settings, config = generation_config or self.generation_config, self.config
+        _check_arguments(settings, kwargs)
         mask = kwargs.get("attention_mask")
         mask = (input_ids != config.pad_token_id).long() if mask is None else mask
         types = kwargs.get("token_type_ids")
@@ -48,11 +49,16 @@ class M6GenerationMixin(GenerationMixin):
         positions = kwargs.get("position_ids")
         positions = derive_position_ids(types, mask) if positions is None else positions
         _check_prompts(input_ids, config.bos_token_id, config.image_token_id, config.num_patches)
-        self._check_length(input_ids.shape[1], positions, generation_config or self.generation_config, kwargs)
+        self._check_length(input_ids.shape[1], positions, settings, kwargs)
         kwargs |= {"attention_mask": mask, "token_type_ids": types, "position_ids": positions}
         return super().generate(  # type: ignore[misc]  # its self is typed by a protocol
             input_ids, generation_config=generation_config, **kwargs
         )
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See transformers, whose version 5.23 also gives the tokenizer of ``stop_strings`` to the forward pass."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc, arg-type]
+        return {name: value for name, value in inputs.items() if name not in ("tokenizer", "assistant_tokenizer")}
 
     def _check_length(
         self, prompt_length: int, position_ids: Tensor, generation_config: GenerationConfig, kwargs: dict[str, Any]
@@ -80,6 +86,21 @@ class M6GenerationMixin(GenerationMixin):
             return None
         keys, _offset = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
         return torch.nn.functional.pad(attention_mask, (0, keys - attention_mask.shape[1]))
+
+
+def _check_arguments(settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("guidance_scale", settings.guidance_scale) not in (None, 1):
+        raise UserError(
+            "guidance_scale: generate knows no prompt without the condition; M6TextToImagePipeline guides pictures"
+        )
+    assisted = kwargs.get("assistant_model") is not None or kwargs.get(
+        "assistant_early_exit", settings.assistant_early_exit
+    )
+    if assisted and kwargs.get("pixel_values") is not None:
+        raise UserError(
+            "assistant_model and assistant_early_exit: transformers gives an assistant no pictures; leave them out, or "
+            "use prompt_lookup_num_tokens"
+        )
 
 
 def _check_prompts(input_ids: Tensor, bos_token_id: int, image_token_id: int, num_patches: int) -> None:

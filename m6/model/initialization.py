@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from m6.model.adapter_names import DOWN, UP
 from m6.model.configuration import M6Config
 from m6.model.patch_encoders import EfficientNetPatchEncoder
 
@@ -61,6 +62,8 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
     leaf = name.rsplit(".", 1)[-1]
     if leaf in ("bias", "b_in", "b_out", "balance_bias", "running_mean", "num_batches_tracked"):
         tensor.zero_()
+    elif name.endswith(UP):
+        tensor.zero_()  # an adapted model begins as the model without adapters
     elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
         # The last norm of each residual branch of the ResNet starts at 0, see ResNetPatchEncoder.
         tensor.fill_(0.0 if name.endswith(".layer.2.normalization.weight") else 1.0)
@@ -72,12 +75,14 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
         # Under expert parallelism the tensor holds only the experts of this rank.
         first = getattr(tensor, "first_expert", 0)
         for index, expert in enumerate(tensor):
-            _draw(expert, _deviation(name, config), seed, name, first + index)
+            _draw(expert, _deviation(name, tensor, config), seed, name, first + index)
     else:
-        _draw(tensor, _deviation(name, config), seed, name)
+        _draw(tensor, _deviation(name, tensor, config), seed, name)
 
 
-def _deviation(name: str, config: M6Config) -> float:
+def _deviation(name: str, tensor: Tensor, config: M6Config) -> float:
+    if name.endswith(DOWN):
+        return 1 / math.sqrt(3 * tensor.shape[-1])  # as wide as the uniform numbers of peft
     deviation = config.initializer_range
     scaled = ("attention.output.weight", "ffn.output.weight", "experts.w_out")
     if name.endswith((*scaled, "shared.w_out")):

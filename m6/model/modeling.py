@@ -1,6 +1,6 @@
 """The M6 Transformer: one stack of pre-LN blocks for pictures, source text and target."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,16 @@ class M6PreTrainedModel(PreTrainedModel):
         """The token embedding, which is also the output matrix."""
         return self.base_model.get_submodule("embeddings.tokens")
 
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the token embedding by another one of the same shape."""
+        self.base_model.get_submodule("embeddings").tokens = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Refuses with a UserError: image codes follow the text pieces, so more pieces would move the ids of codes."""
+        raise UserError(
+            "the vocabulary of an M6 model cannot be resized: m6.model sets its text pieces and image codes"
+        )
+
 
 class M6Model(M6PreTrainedModel):
     """Embeddings, blocks and final norm, without the language-model head."""
@@ -134,6 +144,8 @@ class M6Model(M6PreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> M6ModelOutput:
         """Runs the stack.
 
@@ -149,10 +161,17 @@ class M6Model(M6PreTrainedModel):
             past_key_values: cache of earlier calls. Every query may attend to all of it, so pictures and source
                 belong in the first call.
             use_cache: creates a DynamicCache if ``past_key_values`` is None.
+            output_hidden_states: also returns the input of each block and the last hidden state.
+            output_attentions: refused, since no layer computes its attention weights as such.
 
         Raises:
-            UserError: the placeholders do not match the pictures, or an input is missing and cannot be derived.
+            UserError: the placeholders do not match the pictures, an input is missing and cannot be derived, or
+                attention weights are asked for.
         """
+        if output_attentions:
+            raise UserError("output_attentions: attention weights are never computed as such (fused attention)")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -193,14 +212,19 @@ class M6Model(M6PreTrainedModel):
         # fp32 also in a 16-bit model: small balance losses of many layers add up.
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
+        all_hidden_states: list[Tensor] = []
         for index, layer in enumerate(self.layers):
+            if output_hidden_states:
+                all_hidden_states.append(hidden_states)
             output = layer(hidden_states, mask, token_mask, index, past_key_values=past_key_values)
             hidden_states = output.hidden_states
             if output.aux_loss is not None:
                 aux_loss = aux_loss + output.aux_loss
                 router_stats.extend(output.router_stats)
+        hidden_states = self.norm(hidden_states)
         return M6ModelOutput(
-            last_hidden_state=self.norm(hidden_states),
+            last_hidden_state=hidden_states,
+            hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
             aux_loss=aux_loss,
             router_stats=tuple(router_stats),
             past_key_values=past_key_values,
@@ -253,9 +277,11 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         loss_weights: Tensor | None = None,
         num_items_in_batch: Tensor | int | float | None = None,
         return_logits: bool = True,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> M6Output:
         """Predicts the next token at every position, and computes the loss if labels are given.
 
@@ -267,7 +293,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             num_items_in_batch: divisor of the weighted sum of losses. With the sum of weights of the whole global
                 batch the loss does not depend on how the batch is split. Absent: the sum of weights of this call.
             return_logits: False saves memory: logits are computed only at labelled positions and not returned.
-            logits_to_keep: number of last positions whose logits are computed; 0: all.
+            logits_to_keep: number of last positions whose logits are computed, or int64 indices of positions; 0: all.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -278,10 +304,13 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             return_dict=True,
         )
         hidden_states: Tensor = outputs.last_hidden_state
-        logits = self._head(hidden_states[:, -logits_to_keep:]) if return_logits else None
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self._head(hidden_states[:, kept]) if return_logits else None
         loss = target_losses = None
         if labels is not None:
             targets = labels[:, 1:]
@@ -300,6 +329,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             loss=loss,
             logits=logits,
             target_losses=target_losses,
+            hidden_states=outputs.hidden_states,
             aux_loss=outputs.aux_loss,
             router_stats=outputs.router_stats,
             past_key_values=outputs.past_key_values,

@@ -15,12 +15,14 @@ class M6ModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: [B, S, hidden_size], after the final norm.
+        hidden_states: with ``output_hidden_states`` the input of each block, then ``last_hidden_state``; else None.
         aux_loss: scalar fp32, the sum of the sparse layers' weighted balance losses; 0 for a dense model.
         router_stats: one entry per sparse layer, in the order of the forward pass.
         past_key_values: the cache, if one is used.
     """
 
     last_hidden_state: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
     aux_loss: torch.Tensor | None = None
     router_stats: tuple[RoutingStats, ...] | None = None
     past_key_values: Cache | None = None
@@ -35,12 +37,13 @@ class M6Output(ModelOutput):
         logits: [B, S, vocab_size], or [B, logits_to_keep, vocab_size]; None with ``return_logits=False``.
         target_losses: [N] unweighted cross entropy of each labelled target in row-major order, in nats, fp32
             (fp64 for a double-precision model); None without labels.
-        aux_loss, router_stats, past_key_values: as in :class:`M6ModelOutput`.
+        hidden_states, aux_loss, router_stats, past_key_values: as in :class:`M6ModelOutput`.
     """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     target_losses: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
     aux_loss: torch.Tensor | None = None
     router_stats: tuple[RoutingStats, ...] | None = None
     past_key_values: Cache | None = None

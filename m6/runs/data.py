@@ -1,10 +1,20 @@
-"""Opens the data of a run and checks that the model can read it."""
+"""Opens the data of a run, checks that the model can read it, and records where it comes from."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pydantic import ValidationError
+
 from m6.config.checks import check_captions, check_codes_fit, check_tokenizer
 from m6.config.run import RunConfig
+from m6.data.manifest import Manifest
 from m6.data.pretraining import PretrainingData
+from m6.errors import UserError
+from m6.files import write_json
+
+SOURCES = "sources.json"
+"""The file in a run's folder with the entries of ``manifest.json`` for the sources that the run reads."""
 
 
 def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
@@ -29,3 +39,24 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
         captions = [] if settings.samples is None else settings.samples.captions
         check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
     return data
+
+
+def keep_sources(root: Path, data: PretrainingData) -> None:
+    """Writes RUN/sources.json, so that kinds, licences and origins are known when the data folder is gone."""
+    read = {name: data.manifest.sources[name] for name in data.sources}
+    write_json(root / SOURCES, Manifest(sources=read).model_dump(exclude_none=True, include={"format", "sources"}))
+
+
+def kept_sources(root: Path) -> Manifest | None:
+    """What ``keep_sources`` wrote; None for an older run, which has no such file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = root / SOURCES
+    if not file.exists():
+        return None
+    try:
+        return Manifest.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{file}: corrupt: {error.errors()[0]['msg']}") from None

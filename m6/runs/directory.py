@@ -1,7 +1,8 @@
 """The run directory: the interface between the trainer, the job scripts and people.
 
 RUN/config.json      the JSON of the run, as validated
-RUN/provenance/      one folder per attempt: git commit and patch, command, environment, package versions
+RUN/provenance/      one folder per attempt: git commit and patch, command, hardware, environment, package versions
+RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time
@@ -33,6 +34,8 @@ from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
 from m6.lock import FolderLock
+from m6.runs.hardware import hardware
+from m6.runs.processes import default_device
 from m6.runs.snapshot import SNAPSHOT, git
 
 # Of the environment only these are recorded: a list of what is secret would never be complete.
@@ -176,6 +179,7 @@ class RunDirectory:
             "world_size": world_size,
             "host": platform.node(),
             "platform": platform.platform(),
+            "hardware": hardware(default_device()),  # of the main rank
             "python": platform.python_version(),
             "git_commit": commit,
             "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},

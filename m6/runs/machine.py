@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def check_machine(config: RunConfig) -> None:
         _check_module(name)
     check_trackers(config.m6.logging, with_credentials=is_main_of_environment())
     check_patch_encoder(config.model.patch_encoder)
+    if config.m6.lora is not None and importlib.util.find_spec("peft") is None:
+        raise UserError("m6.lora needs the package peft, which is not installed; pip install 'm6-recipes[huggingface]'")
 
 
 def _check_operators(settings: DeepSpeedSettings) -> None:

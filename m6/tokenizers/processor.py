@@ -1,6 +1,8 @@
 """Converts pictures and texts to the model's inputs."""
 
+import functools
 import io
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from transformers.image_transforms import to_pil_image
 
 from m6.tokenizers.special_tokens import IMAGE, SOURCE, TARGET
 from m6.tokenizers.text import M6Tokenizer
+
+_NESTED = ("common_kwargs", "text_kwargs", "images_kwargs")
 
 
 class M6ImageProcessor(PilBackend):
@@ -102,7 +106,8 @@ class M6Processor(ProcessorMixin):
             padding: True or "longest": to the longest prompt; "max_length": to ``max_length``; False: none.
             truncation: cuts sources, so that no prompt is longer than ``max_length``.
             max_length: in tokens, with picture and target prefix.
-            kwargs: passed to the image processor.
+            kwargs: passed to the image processor; or, as in transformers, all arguments after ``target_prefix`` in the
+                dictionaries ``text_kwargs``, ``images_kwargs`` and ``common_kwargs``.
 
         Returns:
             input_ids, attention_mask and token_type_ids (0 image, 1 source, 2 target; 0 at padding) of int64
@@ -111,6 +116,11 @@ class M6Processor(ProcessorMixin):
         Raises:
             ValueError: neither images nor text is given, their numbers differ, or the lengths do not fit.
         """
+        nested = [kwargs.pop(name) for name in _NESTED if name in kwargs]
+        if nested:
+            plain = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
+            given = functools.reduce(operator.or_, nested, {**plain, "max_length": max_length, **kwargs})
+            return self(images, text, target_prefix, **given)
         if text is None and images is None:
             raise ValueError("a prompt needs images or text")
         pictures = list(images) if isinstance(images, (list, tuple)) else [images]

@@ -51,7 +51,8 @@ def split_sentences(text: str) -> list[str]:
 class M6Tokenizer(PreTrainedTokenizer):
     """Slow (pure Python) Hugging Face tokenizer of the joint vocabulary.
 
-    As tokens, image codes are written ``<code_0>``, ``<code_1>``, ...
+    As tokens, image codes are written ``<code_0>``, ``<code_1>``, ... A call gives ``<bos> text``, padded on the left:
+    the prompt of a text that ``generate`` continues. ``M6Processor`` makes prompts with a picture or a source.
 
     Args:
         vocab_file: file of the SentencePiece model.
@@ -60,6 +61,7 @@ class M6Tokenizer(PreTrainedTokenizer):
 
     vocab_files_names = {"vocab_file": MODEL_FILE}  # noqa: RUF012 - the base class declares it so
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    padding_side = "left"
 
     def __init__(self, vocab_file: str, image_vocab_size: int = 8192, **kwargs: Any) -> None:
         # Kept in memory: the file may be gone when the tokenizer is saved with a checkpoint.
@@ -69,6 +71,7 @@ class M6Tokenizer(PreTrainedTokenizer):
         self.image_vocab_size = image_vocab_size
         named = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "mask", "sep", "image", "boi", "eoi")}
         kwargs |= named | {"extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in named.values()]}
+        kwargs |= {"special_tokens_pattern": "bos", "padding_side": "left"}
         super().__init__(vocab_file=vocab_file, image_vocab_size=image_vocab_size, **kwargs)
 
     @property

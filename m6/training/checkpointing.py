@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from m6.checkpoints.adapters import BaseWeights
 from m6.checkpoints.discovery import complete_checkpoints, remove_half_written
 from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError, UserError
 from m6.files import write_text
+from m6.model.adapter_names import is_adapter
 from m6.runs.directory import LAST_CHECKPOINT
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
@@ -133,12 +135,13 @@ def restore(engine: Engine, reader: CheckpointReader) -> None:
 
 
 def restore_weights(engine: Engine, reader: WeightReader) -> None:
-    """Loads only the weights, for a run that starts from another run or an exported model.
+    """Loads only the weights, for a run that starts from another run or an exported model; adapters keep their values.
 
     Raises:
         UserError: the weights belong to another model.
     """
-    _fill(engine, reader, (fragment for fragment in engine.fragments() if fragment.kind == WEIGHT))
+    targets = (each for each in engine.fragments() if each.kind == WEIGHT and not is_adapter(each.name))
+    _fill(engine, BaseWeights(reader, engine.tensor_names), targets)
 
 
 def _fill(engine: Engine, reader: WeightReader, targets: Iterable[Fragment]) -> None:

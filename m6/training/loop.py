@@ -21,7 +21,7 @@ from m6.errors import StorageError, UserError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
-from m6.runs.data import open_data
+from m6.runs.data import keep_sources, open_data
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank
 from m6.runs.signals import Requests, StopFlag
@@ -207,6 +207,7 @@ class Trainer:
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         if self.runtime.is_main:
             keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
+            keep_sources(self.run.root, self.data)
             damaged = self.run.cut_metrics_after(self.step)
             if damaged:
                 self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
@@ -234,7 +235,7 @@ class Trainer:
 
     def _announce_memory(self) -> None:
         """Prints the predicted memory and time of the run, based on a few of its micro-batches."""
-        if self.runtime.is_main:
+        if self.runtime.is_main and self.settings.lora is None:  # the planner knows no adapters
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.stages_ahead():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
@@ -258,6 +259,7 @@ class Trainer:
             "tokenizer": self.data.tokenizer.fingerprint,
             "image_tokenizer": self.data.codes_checksum,
             "model": self.config.model.to_diff_dict(),
+            "lora": self.settings.lora and self.settings.lora.model_dump(),
             **self.stage.state(),
         }
         return self.checkpointer.save(self.engine, self.step, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from m6.config.run import RunConfig
+from m6.model.adapters import add_adapters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
 from moe.expert_parallel import apply_expert_parallelism
@@ -21,6 +22,9 @@ def build_meta_model(config: RunConfig, sharing: Sharing | None = None) -> M6For
         model = M6ForConditionalGeneration(config.model)
     if config.m6.training.ep_size > 1:
         apply_expert_parallelism(model, config.m6.training.ep_size)
+    if config.m6.lora is not None:
+        lora = config.m6.lora
+        add_adapters(model, lora.rank, lora.alpha, lora.dropout, lora.targets)
     if sharing is not None:
         share_layers(model, sharing)
     return model

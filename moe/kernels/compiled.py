@@ -92,11 +92,13 @@ def load_kernel() -> ctypes.CDLL | None:
     """Builds or finds the kernel and loads it.
 
     Returns:
-        None on processors without AVX-512, where the kernel was not measured; None, after a warning, where it cannot be
-        built.
+        None on processors without AVX-512, where the kernel was not measured, and without the C++ file, which is not
+        part of exported models; None, after a warning, where it cannot be built.
     """
     # The kernel itself needs AVX-512, so it must not be loaded elsewhere.
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    if not SOURCE.is_file():
         return None
     kernel = load_library(SOURCE, FLAGS, ("g++",), "experts on this processor take a tenth longer")
     if kernel is None:

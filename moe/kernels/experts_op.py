@@ -105,10 +105,14 @@ def compute_experts(
         return sum_by_token(y, pairs, weigh=True), h, a, y if save and not recompute else y.new_empty(0)
 
 
-experts_op = library.custom_op("moe::experts", compute_experts, mutates_args=())
+# Here "moe". An exported model carries a copy of this file under another name, and a second operator of one name would
+# break the first one in a process that has both.
+_NAMESPACE = __name__.removesuffix(".kernels.experts_op").replace(".", "_")
+
+experts_op = library.custom_op(f"{_NAMESPACE}::experts", compute_experts, mutates_args=())
 
 
-@library.custom_op("moe::experts_backward", mutates_args=())
+@library.custom_op(f"{_NAMESPACE}::experts_backward", mutates_args=())
 def experts_backward_op(
     grad: Tensor,
     h: Tensor,

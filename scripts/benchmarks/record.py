@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from m6.evaluation.report import hardware
 from m6.files import write_json, write_text
 from m6.formatting import markdown_table
+from m6.runs.hardware import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.loading import open_newest_checkpoint
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, train
 from tests.fixtures.tiny_data import build_tiny_codes
@@ -39,3 +42,18 @@ def test_finetuning_does_not_depend_on_the_layout(folder: Path, stage: int, ep_s
     assert losses(root) == pytest.approx(losses(folder / "reference"), rel=TOLERANCE)
     pictures = [Image.open(run / "samples" / "step_00000004.png").tobytes() for run in (root, folder / "reference")]
     assert pictures[0] == pictures[1]
+
+
+def test_adapters_do_not_depend_on_the_layout(folder: Path):
+    pytest.importorskip("peft")
+    merged = []
+    for ranks, stage, ep_size in ((1, 0, 1), (2, 2, 2)):
+        made = document(folder, ranks, stage, ep_size)
+        made["m6"]["lora"] = {"rank": 2, "targets": ["attention", "experts"]}
+        run_distributed(train, ranks, made, str(folder / f"adapted_{ranks}"))
+        reader = open_newest_checkpoint(folder / f"adapted_{ranks}")
+        merged.append({name: reader.read(name, WEIGHT) for name in reader.names(WEIGHT)})
+    assert losses(folder / "adapted_2") == pytest.approx(losses(folder / "adapted_1"), rel=TOLERANCE)
+    assert merged[0].keys() == merged[1].keys()
+    for name, weight in merged[0].items():
+        torch.testing.assert_close(merged[1][name], weight, rtol=0, atol=1e-5)

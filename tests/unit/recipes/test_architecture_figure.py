@@ -56,4 +56,4 @@ def test_every_package_is_in_the_figure():
 
 
 def test_one_name_for_the_files_below_all_packages():
-    assert {path.stem for path in Path(ROOT / "m6").glob("*.py")} - BASE == {"__init__", "__main__", "export"}
+    assert {path.stem for path in Path(ROOT / "m6").glob("*.py")} - BASE == {"__init__", "__main__"}

@@ -112,8 +112,12 @@ def test_huggingface_interface(tokenizer):
         tokenizer.decode([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id], skip_special_tokens=True)
         == "今天吃竹子"
     )
+    short_ids = [tokenizer.bos_token_id, *tokenizer.encode_ids("今天")]
     batch = tokenizer(["今天", "公园里吃竹子"], padding=True, return_tensors="pt")
-    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
+    short, long = batch["input_ids"].tolist()
+    assert short == [tokenizer.pad_token_id] * (len(long) - len(short_ids)) + short_ids
+    assert long == [tokenizer.bos_token_id, *tokenizer.encode_ids("公园里吃竹子")]
+    assert batch["attention_mask"][0].sum() == len(short_ids)
     with pytest.raises(ValueError, match="no_such_token"):
         tokenizer.convert_tokens_to_ids("no_such_token")
 

@@ -17,6 +17,7 @@ from m6.errors import UserError
 from m6.export import export_hf
 from m6.generation.grid import GAP
 from m6.generation.pipeline import M6TextToImagePipeline
+from m6.runs.data import kept_sources
 from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpointing import restore_weights
 from tests.fixtures.command import m6, user_error
@@ -161,7 +162,7 @@ def test_resuming_is_going_through(config_file, pretrained, tmp_path, drawn):
     assert losses(run) == losses(drawn)
 
 
-def test_drawing_from_a_run_and_from_its_export(drawn: Path, tmp_path: Path):
+def test_drawing_from_a_run_and_from_its_export(drawn: Path, pretrained: Path, tmp_path: Path):
     folder = tmp_path / "pictures"
     outcome = m6(
         "generate", "--checkpoint", drawn, "红色圆形", "--num", 5, "--out", tmp_path / "grid.png", "--out-dir", folder
@@ -172,7 +173,14 @@ def test_drawing_from_a_run_and_from_its_export(drawn: Path, tmp_path: Path):
     lines = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
     assert lines == [{"file": f"{index:05d}.png", "caption": "红色圆形"} for index in range(5)]
 
+    sources = kept_sources(drawn)
+    assert sources is not None
+    assert {entry.kind for entry in sources.sources.values()} >= {"image_text"}
     export_hf(drawn, tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert all(name in card for name in sources.sources)
+    assert f"of {pretrained.name}, whose data" in card
+    assert "M6TextToImagePipeline" in card
     assert load_image_tokenizer(tmp_path / "exported" / IMAGE_TOKENIZER)
     pipeline = M6TextToImagePipeline.from_pretrained(tmp_path / "exported")
     output = pipeline("红色圆形", num_images=5, progress=False)

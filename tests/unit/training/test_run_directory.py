@@ -32,6 +32,7 @@ def test_an_attempt_is_recorded(run: RunDirectory, config: RunConfig):
     attempt = run.root / "provenance" / "attempt_000"
     record = json.loads((attempt / "attempt.json").read_text())
     assert record["world_size"] == 2
+    assert "cores" in record["hardware"]
     assert record["command"] == sys.argv
     assert record["packages"].keys() >= {"torch", "deepspeed", "transformers", "safetensors"}
     assert json.loads((attempt / "config.json").read_text()) == config.document

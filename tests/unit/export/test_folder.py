@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
-from m6.checkpoints.loading import INDEX, load_run_model
+from m6.checkpoints.loading import INDEX, WEIGHTS, load_run_model
 from m6.errors import UserError
 from m6.export import export_hf
 from m6.model import M6ForConditionalGeneration
@@ -127,7 +127,7 @@ def test_an_existing_folder_is_not_overwritten(make_run, tmp_path):
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
     (out / "mine.txt").unlink()
     export_hf(run, out)
-    assert (out / INDEX).is_file()
+    assert (out / WEIGHTS).is_file()
 
 
 def test_another_tokenizer_is_refused(make_run, tmp_path):

@@ -1,0 +1,6 @@
+"""What leaves a run for others: a folder in Hugging Face's format, with a model card and the modelling code."""
+
+from m6.export.folder import export_hf
+from m6.export.hub import check_push, push
+
+__all__ = ["check_push", "export_hf", "push"]

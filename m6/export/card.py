@@ -1,0 +1,224 @@
+"""The model card of an export, made of what its run recorded. What the run does not hold is called unknown."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+import m6
+from m6.checkpoints.format import CheckpointReader
+from m6.config.run import RunConfig
+from m6.data.manifest import Manifest
+from m6.data.objectives import OBJECTIVES
+from m6.data.sources import BUILT_IN
+from m6.formatting import markdown_table
+from m6.model import num_parameters
+from m6.runs.data import kept_sources
+from m6.runs.directory import RunDirectory
+
+_DRAWS = "text_to_image"
+
+
+def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype: str) -> ModelCard:
+    """Makes the README.md of an exported model, with the header that the Hub reads.
+
+    Args:
+        run_dir: the run.
+        config: of the run.
+        reader: of the checkpoint that is exported.
+        dtype: type of the exported weights.
+
+    Raises:
+        UserError: a record of the run is damaged.
+    """
+    name = run_dir.absolute().name
+    sources = kept_sources(run_dir)
+    sections = {
+        name: _summary(config),
+        "How to load it": _loading(config),
+        "Model": _model(config, dtype),
+        "Training data": _data(sources),
+        "Training": _training(run_dir, config, reader),
+        "Validation": _validation(run_dir, reader.state["step"]),
+        "Limits": _limits(config),
+        "Licence": _licence(sources),
+    }
+    first, *others = sections
+    text = f"# {first}\n\n{sections[first]}\n" + "".join(f"\n## {title}\n{sections[title]}\n" for title in others)
+    return ModelCard(f"---\n{_header(config, sources).to_yaml()}\n---\n\n{text}")
+
+
+def _header(config: RunConfig, sources: Manifest | None) -> ModelCardData:
+    origins = [origin.package for entry in (sources.sources if sources else {}).values() for origin in entry.origin]
+    datasets = [package.split(":")[1] for package in origins if package.startswith("hf:")]
+    # All built-in sources are Chinese; the language of a user's own data is not recorded.
+    chinese = sources is not None and sources.sources.keys() <= BUILT_IN.keys()
+    return ModelCardData(
+        license="unknown",
+        language="zh" if chinese else None,
+        library_name="transformers",
+        pipeline_tag="image-text-to-text",
+        tags=["m6", "multimodal", *(["mixture-of-experts"] if config.model.moe else []), "custom_code"],
+        datasets=sorted(set(datasets)) or None,
+    )
+
+
+def _summary(config: RunConfig) -> str:
+    counts = num_parameters(config.model)
+    writes = "text and image codes" if _objectives(config).get(_DRAWS) else "text"
+    kind = "mixture of experts" if config.model.moe else "dense transformer"
+    return (
+        f"An M6 model ([arXiv 2103.00823](https://arxiv.org/abs/2103.00823)) that reads pictures and text and writes "
+        f"{writes}: a {kind} with {counts['total']:,} parameters, of which a token uses "
+        f"{counts['active_per_token']:,}. It was trained with m6-recipes, which wrote this card from the run's records."
+    )
+
+
+def _loading(config: RunConfig) -> str:
+    text = """```python
+from PIL import Image
+from transformers import pipeline
+
+describe = pipeline("image-text-to-text", model="FOLDER_OR_NAME", trust_remote_code=True)
+print(describe(images=Image.open("picture.png"), text="", max_new_tokens=16, return_full_text=False))
+```
+`trust_remote_code` runs the Python files of this folder; they need torch, transformers, sentencepiece and pillow."""
+    if _objectives(config).get(_DRAWS):
+        text += " Drawing pictures needs m6-recipes: `M6TextToImagePipeline.from_pretrained(FOLDER)`."
+    return text
+
+
+def _model(config: RunConfig, dtype: str) -> str:
+    model, counts = config.model, num_parameters(config.model)
+    rows = [
+        ["parameters", f"{counts['total']:,}"],
+        ["active per token", f"{counts['active_per_token']:,}"],
+        ["layers x hidden x FFN", f"{model.num_layers} x {model.hidden_size:,} x {model.ffn_hidden_size:,}"],
+        ["attention heads", f"{model.num_attention_heads}"],
+    ]
+    if model.moe is not None:
+        moe = model.moe_config()
+        rows += [
+            [
+                "experts of a sparse layer (prototypes x top-k)",
+                f"{moe.num_experts} ({moe.num_prototypes} x {moe.top_k})",
+            ],
+            ["sparse layers", f"{model.num_moe_layers}"],
+        ]
+    rows += [
+        ["vocabulary", f"{model.text_vocab_size:,} text pieces and {model.image_vocab_size:,} image codes"],
+        [
+            "picture",
+            f"{model.image_size} x {model.image_size} pixels, {model.num_patches} patches, {model.patch_encoder}",
+        ],
+        ["weights", dtype],
+    ]
+    return markdown_table(["", "value"], rows)
+
+
+def _data(sources: Manifest | None) -> str:
+    if sources is None:
+        return "Unknown: the run did not record its sources."
+    rows = [
+        [
+            name,
+            entry.kind,
+            *(f"{entry.splits[split].rows:,}" if split in entry.splits else "0" for split in ("train", "validation")),
+            entry.licence,
+            ", ".join(f"{origin.package} {origin.version}" for origin in entry.origin),
+        ]
+        for name, entry in sources.sources.items()
+    ]
+    return markdown_table(["source", "kind", "rows: train", "validation", "licence", "made from"], rows)
+
+
+def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str:
+    state, settings = reader.state, config.m6
+    objectives = ", ".join(f"{name} {weight:g}" for name, weight in _objectives(config).items())
+    rows = [
+        ["objectives and their weights", objectives],
+        ["steps", f"{state['step']:,} of {settings.training.total_steps:,}"],
+        ["samples and tokens seen", f"{state['samples_seen']:,} and {state['tokens_seen']:,}"],
+        ["samples of a step", f"{config.document['train_batch_size']:,}"],
+        ["precision", config.deepspeed.precision],
+        ["optimizer", config.document["optimizer"]["type"]],
+        ["seed", f"{settings.training.seed}"],
+    ]
+    if settings.init is not None:
+        rows.append(
+            ["initial weights", f"of {settings.init.name}, whose data and training this card does not describe"]
+        )
+    if settings.lora is not None:
+        lora = settings.lora
+        rows.append(
+            [
+                "adapters",
+                f"LoRA of {', '.join(lora.targets)}, rank {lora.rank}, alpha {lora.alpha:g}; in the weights here",
+            ]
+        )
+    if settings.pseudo_to_real is not None:
+        rows.append(["first stage", "layers share weights (Pseudo-to-Real, arXiv 2110.03888)"])
+    attempts = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted((run_dir / "provenance").glob("attempt_*/attempt.json"))
+    ]
+    if attempts:
+        rows += _attempts(attempts)
+    return markdown_table(["", "value"], rows)
+
+
+def _attempts(attempts: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows about when, on what and with which software the run was trained; without names of hosts and folders."""
+    last = attempts[-1]
+    machines = list(dict.fromkeys(f"{each['world_size']} x {each.get('hardware', 'unknown')}" for each in attempts))
+    packages = ", ".join(f"{name} {last['packages'][name]}" for name in ("torch", "deepspeed", "transformers"))
+    return [
+        ["trained since", f"{attempts[0]['time']}, in {len(attempts)} attempt{'s' * (len(attempts) > 1)}"],
+        ["ranks x hardware of the first rank", "; ".join(machines)],
+        ["software", f"m6-recipes {m6.__version__} (commit {last['git_commit'] or 'unknown'}), {packages}"],
+    ]
+
+
+def _validation(run_dir: Path, step: int) -> str:
+    run = RunDirectory(run_dir)
+    entries = run.read_metrics() if run.metrics.exists() else []
+    measured = [entry for entry in entries if "validation" in entry and entry["step"] <= step]
+    if not measured:
+        return "Unknown: the run recorded no validation."
+    last = measured[-1]
+    rows = [
+        [name, "not finite", ""] if loss is None else [name, f"{loss:.3f}", f"{math.exp(loss):,.3f}"]
+        for name, loss in last["validation"].items()
+    ]
+    table = markdown_table(["objective", "loss", "perplexity"], rows)
+    return f"At step {last['step']:,}, in nats per target token, on the validation split of the data.\n\n{table}"
+
+
+def _limits(config: RunConfig) -> str:
+    model = config.model
+    lines = [
+        "The run measured only the validation above: nothing is known about errors, bias or harm in what it writes.",
+        "A prompt holds at most one picture, then text, then `<bos>`; there is no chat format.",
+        f"Text and target have at most {model.max_position_embeddings} tokens each.",
+    ]
+    if model.moe is not None and model.moe_config().eval_capacity_factor is not None:
+        lines.append("Experts have a capacity: an answer depends on what else is in its batch.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _licence(sources: Manifest | None) -> str:
+    data = "unknown" if sources is None else ", ".join(sorted({entry.licence for entry in sources.sources.values()}))
+    return (
+        f"Of the weights: not stated by the run; whoever publishes them decides. Of the data: {data}. "
+        "Of the Python files of this folder: Apache-2.0."
+    )
+
+
+def _objectives(config: RunConfig) -> dict[str, float]:
+    """The objectives that were trained, with their weights."""
+    weights = {name: config.m6.objectives.of(name).weight for name in OBJECTIVES}
+    return {name: weight for name, weight in weights.items() if weight}

@@ -1,0 +1,86 @@
+"""A run's newest checkpoint as a folder that ``from_pretrained`` reads, with or without this project."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from m6.checkpoints.loading import load_run_image_tokenizer, open_newest_checkpoint, run_processor
+from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
+from m6.config.run import load_config
+from m6.errors import UserError, nearest
+from m6.export.card import model_card
+from m6.export.code import AUTO_MAP, write_code
+from m6.export.weights import write_weights
+from m6.files import write_json
+from m6.lock import new_folder
+from m6.model import M6ForConditionalGeneration
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CARD = "README.md"
+
+
+def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes: int = 4 << 30) -> None:
+    """Writes the newest checkpoint of a run in Hugging Face's format: model, processor, modelling code and model card.
+
+    Weights stream from checkpoint to shard: only one shard is in memory at a time. The folder is written under a
+    temporary name and renamed to ``out`` when it is complete.
+
+    Args:
+        run_dir: a run with a complete checkpoint.
+        out: a folder that does not exist or is empty.
+        dtype: type of the floating-point weights, a key of ``DTYPES``.
+        max_shard_bytes: limit of a weight file. A tensor that is larger gets its own file.
+
+    Raises:
+        UserError: the run has no checkpoint, a shard is damaged (the message names it), or ``out`` is not empty.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype: unknown type {dtype!r}{nearest(dtype, DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder; choose another one")
+    config = load_config(run_dir / "config.json")
+    reader = open_newest_checkpoint(run_dir)
+    processor = run_processor(run_dir, config, reader)
+    try:
+        with new_folder(out.absolute()) as temporary:
+            model_config = copy.deepcopy(config.model)
+            model_config.architectures, model_config.dtype = [M6ForConditionalGeneration.__name__], dtype
+            # On the meta device the model gives names and shapes without memory for its weights.
+            with torch.device("meta"):
+                model = M6ForConditionalGeneration(model_config).to(DTYPES[dtype])  # type: ignore[arg-type]
+            write_weights(temporary, reader, model, max_shard_bytes)
+            # transformers' pipelines would ask for 256 tokens. Half of the positions leaves room for a prompt's target.
+            model.generation_config.max_new_tokens = min(256, model_config.max_position_embeddings // 2)
+            model.generation_config.save_pretrained(temporary)
+            model_config.save_pretrained(temporary)
+            processor.save_pretrained(temporary)
+            write_code(temporary)
+            _set_auto_maps(temporary)
+            model_card(run_dir, config, reader, dtype).save(temporary / CARD)
+            if reader.state.get("image_tokenizer") is not None:
+                load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
+            mode = (temporary / "config.json").stat().st_mode
+            for file in (path for path in temporary.rglob("*") if path.is_file()):
+                file.chmod(mode)  # safetensors makes files that only their owner may read
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written: {error}") from None
+
+
+def _set_auto_maps(folder: Path) -> None:
+    """Names the classes of the modelling code in the JSON files of the model, the processor and the tokenizer."""
+    for file, key in (
+        ("config.json", None),
+        ("processor_config.json", None),
+        ("processor_config.json", "image_processor"),
+        ("tokenizer_config.json", None),
+    ):
+        document: dict[str, Any] = json.loads((folder / file).read_text(encoding="utf-8"))
+        section = document if key is None else document[key]
+        section["auto_map"] = AUTO_MAP
+        write_json(folder / file, document)

@@ -1,0 +1,25 @@
+"""What a machine is called in reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def hardware(device: torch.device) -> str:
+    """Returns a description of this machine: CPU model, cores that this process may use, GPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = f"{_cpu_model()}, {cores} cores"
+    if device.type == "cuda":
+        text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+    return text
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,112 @@
+"""The model card says what the run recorded, and what it did not."""
+
+import json
+import re
+
+import pytest
+from huggingface_hub import ModelCard
+
+from m6.checkpoints.loading import open_newest_checkpoint
+from m6.config.run import load_config
+from m6.errors import UserError
+from m6.export import export_hf
+from m6.export.card import model_card
+from m6.model import num_parameters
+from m6.runs.data import SOURCES, keep_sources, open_data
+from tests.fixtures.fabricated_run import training_entry, write_metrics, write_run_and_data
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run_and_data(tmp_path)
+    return tmp_path / "run"
+
+
+def card_of(run) -> ModelCard:
+    return model_card(run, load_config(run / "config.json"), open_newest_checkpoint(run), "float32")
+
+
+def test_a_run_with_all_records(run):
+    config = load_config(run / "config.json")
+    data = open_data(config)
+    keep_sources(run, data)
+    validation = {"image_captioning": 1.25, "text_denoising": None}
+    write_metrics(run, [{"step": 50, "validation": {"image_captioning": 7.0}}, {"step": 100, "validation": validation}])
+    attempt = run / "provenance" / "attempt_000"
+    attempt.mkdir(parents=True)
+    packages = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0"}
+    record = {"time": "2026-11-22", "world_size": 2, "host": "secret", "hardware": "a CPU", "git_commit": "abc"}
+    (attempt / "attempt.json").write_text(json.dumps({**record, "packages": packages}))
+
+    card = card_of(run)
+    counts = num_parameters(config.model)
+    for fact in (
+        f"{counts['total']:,} parameters",
+        f"{counts['active_per_token']:,}",
+        "| image_captioning | 1.250 | 3.490 |",
+        "| text_denoising | not finite |",
+        "At step 100",
+        "400 and 12,000",
+        "2 x a CPU",
+        "commit abc",
+        "torch 2.13.0",
+        "4 (2 x 1)",
+    ):
+        assert fact in card.text, fact
+    for name, entry in data.manifest.sources.items():
+        assert re.search(rf"\| {name} \| {entry.kind} .*\| {re.escape(entry.licence)} \|", card.text)
+    assert "7.0" not in card.text, "only the last validation"
+    assert "secret" not in card.content, "no names of hosts"
+    assert str(run.parent) not in card.content, "no folders of this machine"
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert card.data.license == "unknown"
+    assert "mixture-of-experts" in card.data.tags
+    assert card.data.language is None, "the sources are a user's own"
+
+
+def test_a_run_without_records(run):
+    card = card_of(run)
+    assert "Unknown: the run did not record its sources." in card.text
+    assert "Unknown: the run recorded no validation." in card.text
+    assert "hardware" not in card.text
+    assert "Of the data: unknown" in card.text
+    assert card.data.language is None
+
+
+def test_validation_after_the_checkpoint_is_not_of_this_model(run):
+    write_metrics(run, [training_entry(110, {"text_denoising": 2.0}), {"step": 120, "validation": {"vqa": 1.0}}])
+    assert "Unknown: the run recorded no validation." in card_of(run).text
+
+
+def test_built_in_sources_are_chinese_and_data_sets_of_the_hub_are_linked(run):
+    entry = {"kind": "text", "licence": "MIT", "splits": {"train": {"rows": 3}}}
+    origin = {"package": "hf:someone/texts:train", "version": "0a", "licence": "MIT"}
+    (run / SOURCES).write_text(json.dumps({"sources": {"inews": {**entry, "origin": [origin]}}}))
+    card = card_of(run)
+    assert card.data.language == "zh"
+    assert card.data.datasets == ["someone/texts"]
+    assert "| inews | text | 3 | 0 | MIT | hf:someone/texts:train 0a |" in card.text
+
+
+def test_a_dense_model_is_called_dense(tmp_path, run):
+    document = json.loads((run / "config.json").read_text())
+    del document["m6"]["moe"]
+    (run / "config.json").write_text(json.dumps(document))
+    card = card_of(run)
+    assert "a dense transformer" in card.text
+    assert "mixture-of-experts" not in card.data.tags
+    assert "experts" not in card.text
+
+
+def test_damaged_sources_are_named(run):
+    (run / SOURCES).write_text("{")
+    with pytest.raises(UserError, match=r"sources\.json: corrupt"):
+        card_of(run)
+
+
+def test_the_card_is_in_the_export(run, tmp_path):
+    export_hf(run, tmp_path / "hf")
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert card.content == card_of(run).content
+    assert "trust_remote_code=True" in card.text
