@@ -196,27 +196,6 @@ def evaluate(
 
 
 @app.command()
-def export(
-    run: RunFolder,
-    hf: Annotated[Path, typer.Option("--hf", help="folder to write; must not exist or be empty")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    name: Annotated[
-        str | None,
-        typer.Option("--push", help="upload it to the Hub under this name; a new repository is private"),
-    ] = None,
-) -> None:
-    """Writes a run's newest checkpoint in Hugging Face's format, with a model card, for ``from_pretrained``."""
-    from m6.export import check_push, export_hf, push
-
-    if name is not None:
-        check_push(name)  # before an export that may take long
-    export_hf(run, hf, dtype=dtype)
-    print(hf)
-    if name is not None:
-        print(push(hf, name))
-
-
-@app.command()
 def submit(
     config: ConfigFile,
     job: Annotated[
@@ -286,12 +265,14 @@ def _mount_commands() -> None:
     from m6.cli.data import app as data_app
     from m6.cli.data import codes, tokenizer
     from m6.cli.downstream import downstream
+    from m6.cli.export import export
     from m6.cli.generate import generate
     from m6.cli.pictures import evaluate_pictures
     from m6.cli.plan import app as plan_app
     from m6.cli.serve import serve
     from m6.cli.tasks import evaluate_tasks
 
+    app.command()(export)
     app.command()(evaluate_pictures)
     app.command()(evaluate_tasks)
     app.command()(generate)
