@@ -28,6 +28,7 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 FINETUNED = {
     "text_to_image": (1, "scripts/experiments/text_to_image/pretrain.json"),
     "text_to_image_base": (8, "configs/m6_base.json"),
+    "text_to_image_small": (1, "configs/m6_smoke.json"),
     "image_captioning": (1, "configs/m6_cpu.json"),
     "text_classification": (1, "configs/m6_cpu.json"),
     "image_text_matching": (1, "configs/m6_cpu.json"),
