@@ -49,6 +49,7 @@ on_every_node() { bounded srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 "${S
 on_every_rank() { bounded srun --ntasks="$SLURM_NTASKS" "${SRUN_OPTIONS[@]}" "$@"; }
 
 bounded() { # ends with the command, at its time limit, or when Slurm asks to stop
+    [[ -z $STOP_ASKED ]] || return 0 # `timeout` can leave its command behind if a signal meets its first instructions
     timeout --kill-after=10 "$PREFLIGHT_TIMEOUT_S" "$@" &
     CHECK_PID=$!
     end_check # a stop that came before the line above
