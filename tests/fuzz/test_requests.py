@@ -67,7 +67,7 @@ def address() -> Iterator[tuple[str, int]]:
         yield where
 
 
-@long_and_short(100, 1000)
+@long_and_short(100, 400)
 def test_requests(number: int, address: tuple[str, int]):
     with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=60) as client:
 
