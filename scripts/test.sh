@@ -30,7 +30,8 @@ run_tests() { # that no test was chosen is no failure where the choice was the c
 say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"
-run_tests --numprocesses logical --maxprocesses 8 --dist loadfile -m "not slurm$marks" "$@"
+# In the order of the folders: files with few and long tests would otherwise come last, when one core is idle.
+run_tests --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not slurm$marks" "$@"
 [ -n "$fast" ] && exit
 install_slurm
 # By themselves: several nodes with real jobs leave no core to other tests.
