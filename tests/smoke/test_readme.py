@@ -20,6 +20,7 @@ def test_the_smoke_script(tmp_path: Path):
     assert (tmp_path / "run" / "DONE").read_text().strip() == "70"
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path: Path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     commands = [block for block in blocks("README.md") if block.language == "bash"]

@@ -85,6 +85,7 @@ def test_a_disk_that_is_full_at_any_write(folder: Path, tmp_path: Path, command:
         assert_clean(outcome, out, whole, command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 1000, 10_000])
 def test_files_that_may_not_grow(folder: Path, tmp_path: Path, command: str, whole: dict[str, bytes], limit: int):
     """By the kernel, which also stops what C++ writes."""

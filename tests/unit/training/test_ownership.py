@@ -38,6 +38,7 @@ def losses(root: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_left_alone(folder: Path, runtime: Runtime, tmp_path: Path):
     config, root = parse_config(tiny_document(folder)), tmp_path / "run"
     command = [sys.executable, "-c", HOLDER, root]

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("rules", "changes"), CASES.values(), ids=CASES)
 def test_where_activations_lie_changes_nothing(
@@ -69,6 +70,7 @@ def test_where_activations_lie_changes_nothing(
     assert experts_of(here).runtime.activations.downloaded_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_memory_map_says_what_activations_take(
     make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], checkpointing: bool
@@ -97,6 +99,7 @@ def test_the_memory_map_says_what_activations_take(
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.slow
 def test_auto_is_the_host_where_no_plan_fits_otherwise(folder: Any):
     """The dry trace's non-model memory without offloading is what the budget does not hold."""
     rules = [{"tensor": "activation", "place": "auto"}]

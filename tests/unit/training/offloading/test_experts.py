@@ -77,6 +77,7 @@ def test_experts_start_as_they_would_without_offloading(make_trainer: MakeTraine
         assert torch.equal(weights[name], parameter.detach().view(-1)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [LARGE, {**ALL_HOST, "prefetch_depth": 3}, None])
 def test_resuming_under_another_budget(make_trainer: MakeTrainer, second: dict[str, Any] | None):
     """To the bit; and without offloading at all to the roundings of its other update."""

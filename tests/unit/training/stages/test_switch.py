@@ -137,6 +137,7 @@ def test_parameters_are_those_of_one_layer_then_of_all(make_trainer: MakeTrainer
     assert sum(parameter.numel() for parameter in trainer.engine.module.parameters()) == real["total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_both_stages_hold_the_predicted_bytes(make_trainer: MakeTrainer, stage: int):
     any_batch = BatchShape(samples=1, rows=1, sequence_length=64, real=64, targets=1, pictures=0)
@@ -159,6 +160,7 @@ def test_both_stages_hold_the_predicted_bytes(make_trainer: MakeTrainer, stage: 
     assert sum(seen[1][1].values()) > 1.5 * sum(seen[0][1].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_pseudo_memory_is_free_before_the_real_engine_comes(make_trainer: MakeTrainer, stage: int):
     trainer = make_trainer(**changes(), zero_optimization__stage=stage)
@@ -223,6 +225,7 @@ KILLS: dict[str, tuple[tuple[Any, ...], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", KILLS)
 def test_a_job_killed_in_the_switch_ends_equal_to_the_bit(
     make_trainer: MakeTrainer, where: str, capsys: pytest.CaptureFixture[str]
