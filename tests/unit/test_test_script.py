@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "test.sh"
-OWN = ["--numprocesses", "logical", "--maxprocesses", "8", "--dist", "loadfile"]
+OWN = ["--numprocesses", "logical", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def calls(folder: Path, *arguments: str) -> list[list[str]]:
