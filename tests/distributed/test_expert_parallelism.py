@@ -128,7 +128,8 @@ def train_and_compare(cases: list[Case]) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize(("world_size", "ep_sizes"), [(2, (1, 2)), pytest.param(4, (1, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ep_sizes"), [(2, (1, 2)), (4, (1, 2, 4))])
 def test_training_equals_one_process(world_size: int, ep_sizes: tuple[int, ...]) -> None:
     plain = [
         Case(config, stage, ep_size, accumulation=1, clipping=0.0)

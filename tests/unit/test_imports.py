@@ -60,6 +60,7 @@ def test_the_builder_of_kernels_needs_nothing():
     assert names - set(sys.stdlib_module_names) <= {"native"}
 
 
+@pytest.mark.slow
 def test_imports_are_light():
     """In a process of its own, since this one has loaded everything."""
     modules = (
