@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 import m6
+from m6.cli.address_space import check_address_space
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
 from m6.errors import StorageError, UserError
 
@@ -288,6 +289,7 @@ def _mount_commands() -> None:
 def main() -> None:
     """Entry point of ``m6`` and ``python -m m6``."""
     try:
+        check_address_space()
         _mount_commands()
         app()
     except UserError as error:
@@ -320,7 +322,13 @@ def _is_full_disk(error: BaseException | None) -> bool:
 def _is_out_of_memory(error: BaseException) -> bool:
     # PyTorch's own type for it is that of GPUs; its allocator of host memory raises a plain RuntimeError.
     # The loader of shared libraries raises ImportError.
-    signs = ("can't allocate memory", "out of memory", "failed to map segment", "annot allocate memory")
+    signs = (
+        "can't allocate memory",
+        "out of memory",
+        "failed to map segment",
+        "annot allocate memory",
+        "start new thread",
+    )
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 

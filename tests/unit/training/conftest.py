@@ -14,18 +14,18 @@ from m6.config.run import parse_config
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
+from tests.fixtures.process_group import no_process_group_left
 from tests.fixtures.tiny_run import tiny_document
 
 
 @pytest.fixture(scope="package")
 def runtime() -> Iterator[Runtime]:
     """This process as the only rank."""
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), no_process_group_left():
         runtime = start()
         # This fixture may outlive the tests of this folder, and the port is not free for processes of later ones.
         del os.environ["MASTER_PORT"]
         yield runtime
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="package")
