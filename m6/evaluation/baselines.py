@@ -16,7 +16,7 @@ from m6.data.objectives import source_kind
 from m6.data.pretraining import PretrainingData
 from m6.data.weights import source_weights
 from m6.errors import UserError
-from m6.evaluation.ngram import Ints, NGramModel
+from m6.evaluation.ngram import Ints, NGramCounts, NGramModel
 from m6.files import sha256, write_json
 
 ORDERS = {"unigram": 1, "bigram": 2, "5-gram": 5}
@@ -78,10 +78,8 @@ def compute_baselines(
         if not evaluated:  # no validation rows, or none that can be used
             continue
         targets = training_targets(config, data, objective)
-        losses[objective] = {
-            name: NGramModel(targets, order, config.model.vocab_size).mean_loss(evaluated)
-            for name, order in ORDERS.items()
-        }
+        counts = NGramCounts(targets, max(ORDERS.values()), config.model.vocab_size)
+        losses[objective] = {name: NGramModel(counts, order).mean_loss(evaluated) for name, order in ORDERS.items()}
     return losses
 
 

@@ -33,14 +33,14 @@ Floats = NDArray[np.float64]
 _FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)
 
 
-class NGramModel:
-    """An interpolated modified Kneser-Ney model.
+class NGramCounts:
+    """The m-grams of training sequences, from which models of several orders are made.
 
     Args:
         sequences: token ids, each ``[bos, ..., eos]``. All begin with the same token, which occurs nowhere else and is
             never predicted.
-        order: n; a token is predicted from the n - 1 tokens before it. It is reduced to the longest sequence's length.
-        vocab_size: V, the number of ids; probabilities sum to 1 over them.
+        order: the longest m-grams to count. It is reduced to the longest sequence's length.
+        vocab_size: V, the number of ids.
 
     Raises:
         ValueError: there is nothing to predict, or the ids break the rules above.
@@ -49,20 +49,31 @@ class NGramModel:
     def __init__(self, sequences: Sequence[Sequence[int] | Ints], order: int, vocab_size: int) -> None:
         if order < 1:
             raise ValueError(f"order is {order}; at least 1 is needed")
-        tokens, position = _join(sequences, vocab_size)
-        self.vocab_size, self._bos = vocab_size, int(tokens[0])
-        if np.any((tokens == self._bos) != (position == 0)) or not np.any(position):
-            raise ValueError(f"expected sequences of two tokens or more in which {self._bos} occurs only at the start")
-        self.order = order = min(order, int(position.max()) + 1)
-
-        counted: list[_Counts] = []
+        tokens, self.position = _join(sequences, vocab_size)
+        self.vocab_size, self.bos = vocab_size, int(tokens[0])
+        if np.any((tokens == self.bos) != (self.position == 0)) or not np.any(self.position):
+            raise ValueError(f"expected sequences of two tokens or more in which {self.bos} occurs only at the start")
+        self.by_order: list[_Counts] = []
         context = np.zeros(len(tokens), np.int64)  # order 1 has one context, the empty one with number 0
-        for m in range(1, order + 1):
-            counted.append(_count(context * vocab_size + tokens, position >= m - 1))
-            context = _contexts(counted[-1].number)
+        for m in range(1, min(order, int(self.position.max()) + 1) + 1):
+            self.by_order.append(_count(context * vocab_size + tokens, self.position >= m - 1))
+            context = _contexts(self.by_order[-1].number)
 
+
+class NGramModel:
+    """An interpolated modified Kneser-Ney model.
+
+    Args:
+        counts: of the training sequences. The model's probabilities sum to 1 over their vocabulary.
+        order: n; a token is predicted from the n - 1 tokens before it. It is reduced to the order of the counts.
+    """
+
+    def __init__(self, counts: NGramCounts, order: int) -> None:
+        self.vocab_size, self._bos = counts.vocab_size, counts.bos
+        self.order = order = min(order, len(counts.by_order))
+        counted, position = counts.by_order, counts.position
         self._orders: list[_Order] = []
-        for m, this in enumerate(counted, start=1):
+        for m, this in enumerate(counted[:order], start=1):
             num_contexts = 1 if m == 1 else len(counted[m - 2].keys)
             if m == order:
                 adjusted = this.occurrences
@@ -73,7 +84,7 @@ class NGramModel:
                 adjusted = np.where(position[this.example] == m - 1, this.occurrences, predecessors)
             if m == 1:  # <bos> is never predicted, so it gets no probability
                 adjusted = np.where(this.keys == self._bos, 0, adjusted)
-            self._orders.append(_smooth(this.keys, adjusted, num_contexts, vocab_size))
+            self._orders.append(_smooth(this.keys, adjusted, num_contexts, self.vocab_size))
 
     def log_probabilities(self, sequences: Sequence[Sequence[int] | Ints]) -> Floats:
         """Returns the log probability in nats of every token after ``bos``, given the tokens before it.
@@ -159,12 +170,13 @@ def _contexts(number: Ints) -> Ints:
 def _count(keys: Ints, complete: NDArray[np.bool_]) -> _Counts:
     """Counts the m-grams with the given keys; ``complete`` marks the tokens at which an m-gram ends."""
     where = np.flatnonzero(complete)
-    unique, example, inverse, occurrences = np.unique(
-        keys[where], return_index=True, return_inverse=True, return_counts=True
-    )
+    unique, inverse, occurrences = np.unique(keys[where], return_inverse=True, return_counts=True)
     number = np.full(len(keys), -1, np.int64)
     number[where] = inverse
-    return _Counts(unique, occurrences, where[example], number)
+    # Any example will do. NumPy's return_index finds the first one, for which it sorts several times as long.
+    example = np.empty(len(unique), np.int64)
+    example[inverse] = where
+    return _Counts(unique, occurrences, example, number)
 
 
 def _smooth(keys: Ints, adjusted: Ints, num_contexts: int, vocab_size: int) -> _Order:

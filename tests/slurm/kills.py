@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from dataclasses import asdict, dataclass
@@ -10,7 +11,8 @@ from typing import Any
 from tests.slurm.run import ClusterRun
 
 INTERVAL = 20
-MOMENTS = ("starting", "training", "writing")
+# In this order: two attempts without a new checkpoint end a run, as they should, and a kill while starting leaves none.
+MOMENTS = ("writing", "starting", "training")
 
 
 @dataclass
@@ -18,7 +20,8 @@ class Kill:
     """One kill.
 
     Attributes:
-        moment: "starting", before the attempt's first step; "writing", while a checkpoint was incomplete; "training".
+        moment: what was seen just before it, which may not be what was aimed at: "starting", before the attempt's
+            first step; "writing", while a checkpoint was incomplete; "training".
         time: of the kill, in seconds since 1970.
         step: the last step whose metrics were written.
         checkpoint: the newest complete checkpoint when all ranks were gone; 0 if there was none.
@@ -45,21 +48,19 @@ def steps_for(kills: int) -> int:
 
 
 def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
-    """Kills all ranks of the run's step ``kills`` times, and returns when its job is over."""
+    """Kills all ranks of the run's step ``kills`` times, each moment in turn, and returns when its job is over."""
     rng = random.Random(seed)
     done: list[Kill] = []
-    for index in range(kills):
-        # Two attempts without a new checkpoint end a run, as they should: never twice in a row before the first step.
-        starting = rng.random() < 1 / 3 and not (done and done[-1].moment == "starting")
+    for index, aim in zip(range(kills), itertools.cycle(MOMENTS), strict=False):
         begin = time.time()
         run.wait_for_ranks()
-        if starting:
+        if aim == "starting":
             time.sleep(rng.uniform(0, 6))
         else:
             before = run.newest_checkpoint()
             run.wait_until(lambda start=begin: _entry_since(run, start), f"the first step of attempt {index + 1}")
             run.wait_until(lambda least=before: run.newest_checkpoint() > least, "a new checkpoint")
-            if rng.random() < 0.5:
+            if aim == "writing":
                 run.wait_until(lambda: _incomplete(run), "a checkpoint in the making")
                 time.sleep(rng.uniform(0, 0.05))
             else:

@@ -14,7 +14,7 @@ from tests.slurm.run import INTERVAL, STEPS, ClusterRun
 
 MakeRun = Callable[..., ClusterRun]
 ROOT = Path(__file__).parents[2]
-KILLS = 10  # scripts/benchmarks/slurm.py makes more
+KILLS = 5  # scripts/benchmarks/slurm.py makes more
 FIRST = ("random_kills", "long_left_alone", "lost_node")  # the longest: the others run beside them
 MIDDLE = 25  # a step between two checkpoints
 

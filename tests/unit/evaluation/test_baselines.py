@@ -12,7 +12,7 @@ from m6.data.objectives import OBJECTIVES
 from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.evaluation import baselines
-from m6.evaluation.ngram import NGramModel
+from m6.evaluation.ngram import NGramCounts, NGramModel
 from m6.runs.data import open_data
 from tests.fixtures.fabricated_run import run_document
 from tests.fixtures.tiny_data import ROWS, TINY_VOCAB_SIZE, build_tiny_data, build_tiny_tokenizer
@@ -77,7 +77,8 @@ def test_losses(make_config):
         # The texts are made from few templates, so that a context tells much.
         assert max(by_model["5-gram"], by_model["bigram"]) < by_model["unigram"] - 0.5 < uniform
         held_out = baselines.batch_targets(data.validation_micro_batches(objective, 3), data.tokenizer.bos_token_id)
-        model = NGramModel(baselines.training_targets(config, data, objective), 2, config.model.vocab_size)
+        counts = NGramCounts(baselines.training_targets(config, data, objective), 2, config.model.vocab_size)
+        model = NGramModel(counts, 2)
         assert by_model["bigram"] == model.mean_loss(held_out)
 
 

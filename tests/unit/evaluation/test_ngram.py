@@ -8,10 +8,14 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from m6.evaluation.ngram import NGramModel
+from m6.evaluation.ngram import NGramCounts, NGramModel
 
 BOS, EOS = 7, 8
 VOCAB = 10  # 0..5 occur, 6 and 9 never do
+
+
+def fit(sequences, order: int) -> NGramModel:
+    return NGramModel(NGramCounts(sequences, order, VOCAB), order)
 
 
 class Reference:
@@ -82,7 +86,7 @@ def make_sequences(num, seed, longest=12):
 def test_equals_reference(num, order):
     train, held_out = make_sequences(num, seed=num), make_sequences(15, seed=1000)
     held_out += [[BOS, 9, 0, 1, 6, 6, 2, EOS], [BOS, EOS]]  # ids that were never seen, and an empty target
-    model, reference = NGramModel(train, order, VOCAB), Reference(train, order)
+    model, reference = fit(train, order), Reference(train, order)
     expected = [math.log(reference.probability(s[i], s[:i])) for s in held_out for i in range(1, len(s))]
     # Both are float64 and differ in the order of a few sums.
     np.testing.assert_allclose(model.log_probabilities(held_out), expected, rtol=0, atol=1e-12)
@@ -97,7 +101,7 @@ def test_discounts_are_estimated_on_enough_data():
 
 @pytest.mark.parametrize("order", [1, 2, 5])
 def test_probabilities_sum_to_one_in_seen_and_unseen_contexts(order):
-    model = NGramModel(make_sequences(50, seed=3), order, VOCAB)
+    model = fit(make_sequences(50, seed=3), order)
     contexts = [[BOS], [BOS, 0], [BOS, 9], [BOS, 9, 9, 9, 9, 9], [BOS, EOS, EOS, 1]]
     contexts += [[BOS, *c] for c in itertools.product(range(6), repeat=3)]
     for context in contexts:
@@ -108,7 +112,7 @@ def test_probabilities_sum_to_one_in_seen_and_unseen_contexts(order):
 
 def test_unigram_by_hand():
     # 0 twice, 1 once, eos twice: n_3 = n_4 = 0, so the discounts are 0.5, 1, 1.5; gamma = (1 + 0.5 + 1) / 5.
-    model = NGramModel([[BOS, 0, 0, EOS], [BOS, 1, EOS]], 1, VOCAB)
+    model = fit([[BOS, 0, 0, EOS], [BOS, 1, EOS]], 1)
     uniform = 0.5 / VOCAB
     expected = [(2 - 1) / 5 + uniform, (1 - 0.5) / 5 + uniform, uniform, (2 - 1) / 5 + uniform]
     np.testing.assert_allclose(np.exp(model.log_probabilities([[BOS, 0, 1, 2, EOS]])), expected, rtol=1e-12)
@@ -117,19 +121,19 @@ def test_unigram_by_hand():
 def test_longer_contexts_help_on_text_that_repeats():
     train = make_sequences(300, seed=5, longest=40)
     held_out = make_sequences(50, seed=6, longest=40)
-    losses = [NGramModel(train, order, VOCAB).mean_loss(held_out) for order in (1, 2)]
+    losses = [fit(train, order).mean_loss(held_out) for order in (1, 2)]
     assert losses[1] < losses[0] - 0.05
 
 
 def test_order_is_bounded_by_the_longest_sequence():
     sequences = [[BOS, 1, EOS], [BOS, EOS]]
-    assert NGramModel(sequences, 5, VOCAB).mean_loss(sequences) == NGramModel(sequences, 3, VOCAB).mean_loss(sequences)
+    assert fit(sequences, 5).mean_loss(sequences) == fit(sequences, 3).mean_loss(sequences)
 
 
 def test_arrays_and_lists_are_the_same():
     sequences = make_sequences(10, seed=2)
     arrays = [np.array(sequence) for sequence in sequences]
-    assert NGramModel(arrays, 3, VOCAB).mean_loss(sequences) == NGramModel(sequences, 3, VOCAB).mean_loss(arrays)
+    assert fit(arrays, 3).mean_loss(sequences) == fit(sequences, 3).mean_loss(arrays)
 
 
 @pytest.mark.parametrize(
@@ -146,4 +150,4 @@ def test_arrays_and_lists_are_the_same():
 )
 def test_refuses(sequences, order, message):
     with pytest.raises(ValueError, match=message):
-        NGramModel(sequences, order, VOCAB)
+        NGramCounts(sequences, order, VOCAB)
