@@ -13,21 +13,20 @@ from moe.payload import CODECS, IDENTITY, Codec, Payload
 
 
 @dataclass
-class SentBytes:
-    """How many bytes this rank has passed to collectives for other ranks, whatever route a collective chooses.
+class Traffic:
+    """What this rank has passed to collectives for other ranks, whatever route a collective chooses.
 
     Attributes:
-        within_nodes: bytes to ranks of the same node; all bytes if ``ranks_per_node`` is None.
-        between_nodes: bytes to ranks of other nodes.
+        bytes_within_nodes: bytes to ranks of the same node; all bytes if ``ranks_per_node`` is None.
+        bytes_between_nodes: bytes to ranks of other nodes.
+        messages_within_nodes: one for each collective and other rank of the same node.
+        messages_between_nodes: one for each collective and rank of other nodes.
     """
 
-    within_nodes: int = 0
-    between_nodes: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes to all other ranks."""
-        return self.within_nodes + self.between_nodes
+    bytes_within_nodes: int = 0
+    bytes_between_nodes: int = 0
+    messages_within_nodes: int = 0
+    messages_between_nodes: int = 0
 
 
 class Collectives:
@@ -37,11 +36,11 @@ class Collectives:
         group: a group that contains this rank.
         payload: the number format of rows on the way, see ``moe.payload``. Autograd ignores the rounding.
         ranks_per_node: how many neighbouring ranks form a node; None: all ranks do.
-        sent_bytes: the counter to use, which several objects may share; None: a new one.
+        traffic: the counter to use, which several objects may share; None: a new one.
 
     Attributes:
         size: the number of ranks in the group.
-        sent_bytes: the counter.
+        traffic: the counter.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class Collectives:
         group: torch.distributed.ProcessGroup,
         payload: Payload = "same",
         ranks_per_node: int | None = None,
-        sent_bytes: SentBytes | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.group = group
         self.size = torch.distributed.get_world_size(group)
-        self.sent_bytes = SentBytes() if sent_bytes is None else sent_bytes
+        self.traffic = Traffic() if traffic is None else traffic
         self._to_experts, self._from_experts = CODECS[payload]
         own, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
         nodes = [0 if ranks_per_node is None else rank // ranks_per_node for rank in ranks]
@@ -157,9 +156,11 @@ class Collectives:
             if rank == self._own:
                 continue
             if near:
-                self.sent_bytes.within_nodes += rows * row_bytes
+                self.traffic.bytes_within_nodes += rows * row_bytes
+                self.traffic.messages_within_nodes += 1
             else:
-                self.sent_bytes.between_nodes += rows * row_bytes
+                self.traffic.bytes_between_nodes += rows * row_bytes
+                self.traffic.messages_between_nodes += 1
 
 
 class PendingCollective(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe.collectives import SentBytes
+from moe.collectives import Traffic
 from moe.experts import Experts
 from moe.kernels.experts_op import Pairs
 from moe.routing import Routing, pairs_by_token
@@ -15,10 +15,10 @@ class Dispatcher(Protocol):
     """Brings tokens to the ranks of their experts, and the experts' outputs back.
 
     Attributes:
-        sent_bytes: the bytes that it has sent to other ranks so far.
+        traffic: the bytes that it has sent to other ranks so far.
     """
 
-    sent_bytes: SentBytes
+    traffic: Traffic
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class LocalDispatcher:
     """The dispatcher for layers whose experts are all on this rank."""
 
     def __init__(self) -> None:
-        self.sent_bytes = SentBytes()
+        self.traffic = Traffic()
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ class AllToAllDispatcher:
     """
 
     def __init__(self, ranks: Collectives) -> None:
-        self.ranks, self.sent_bytes = ranks, ranks.sent_bytes
+        self.ranks, self.traffic = ranks, ranks.traffic
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ class PrototypeDispatcher:
     """
 
     def __init__(self, ranks: Collectives, inner: Dispatcher, pairs_per_token: int, equal_tokens: bool = False) -> None:
-        self.ranks, self.inner, self.sent_bytes = ranks, inner, ranks.sent_bytes
+        self.ranks, self.inner, self.traffic = ranks, inner, ranks.traffic
         self.pairs_per_token, self.equal_tokens = pairs_per_token, equal_tokens
 
     def __call__(
@@ -127,7 +127,7 @@ class NodeDispatcher:
     """
 
     def __init__(self, ranks: Collectives, inner: Dispatcher) -> None:
-        self.ranks, self.inner, self.sent_bytes = ranks, inner, ranks.sent_bytes
+        self.ranks, self.inner, self.traffic = ranks, inner, ranks.traffic
 
     def __call__(
         self,

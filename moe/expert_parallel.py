@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed
 from torch import nn
 
-from moe.collectives import Collectives, SentBytes
+from moe.collectives import Collectives, Traffic
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.exchange import AllToAllDispatcher, NodeDispatcher, PrototypeDispatcher
@@ -178,10 +178,10 @@ def _make_dispatcher(
 ) -> Dispatcher:
     """Nests the steps' dispatchers, the last step's innermost; ``groups`` has one group for each step."""
     dispatcher: Dispatcher = LocalDispatcher()
-    sent_bytes = SentBytes()
+    traffic = Traffic()
     parts = math.prod(step.size for step in steps if step.kind == "prototype")
     for step, group in reversed(list(zip(steps, groups, strict=True))):
-        ranks = Collectives(group, config.payload, config.ranks_per_node, sent_bytes)
+        ranks = Collectives(group, config.payload, config.ranks_per_node, traffic)
         if step.kind == "all_to_all":
             dispatcher = AllToAllDispatcher(ranks)
         elif step.kind == "node":

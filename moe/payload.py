@@ -72,3 +72,11 @@ CODECS: dict[Payload, tuple[Codec, Codec]] = {
     "bfloat16": (BFloat16(), BFloat16()),
     "float8": (Float8(), BFloat16()),
 }
+
+
+def row_bytes(payload: Payload, width: int, element_bytes: int, *, to_experts: bool) -> int:
+    """Returns the bytes of a row of ``width`` numbers of ``element_bytes`` each on its way to or from the experts."""
+    codec = CODECS[payload][0 if to_experts else 1]
+    if isinstance(codec, Float8):
+        return width + _SCALE_BYTES
+    return width * (min(2, element_bytes) if isinstance(codec, BFloat16) else element_bytes)

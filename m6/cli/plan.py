@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +41,9 @@ Forced = Annotated[
 Stage = Annotated[
     Literal["pseudo", "real"], typer.Option(help="pseudo: the first stage of m6.pseudo_to_real, with shared weights")
 ]
-World = Annotated[int | None, typer.Option("--world", min=1, help="number of the cluster's devices to use")]
+World = Annotated[
+    int | None, typer.Option("--world", min=1, help="devices: a part of the cluster, or more of its nodes")
+]
 Fraction = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0, help="share of memory to plan for")]
 MEMORY_FRACTION = 0.9
 
@@ -58,6 +61,7 @@ def best(
         Path | None, typer.Option(help="folder for the run's JSON with the plan, the job's JSON and an sbatch header")
     ] = None,
     time_limit_min: Annotated[int, typer.Option(min=1, help="time limit of the job in minutes")] = 1440,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON: days, GPU-days, memory, layouts")] = False,
 ) -> None:
     """Finds the fastest layout that the engine runs and that fits, and says why the others are not better.
 
@@ -65,16 +69,22 @@ def best(
     """
     from m6.errors import UserError
     from m6.files import write_json, write_text
+    from m6.planning.booking import StageBooking, book_stage, booking, booking_table
     from m6.planning.reports import search_report
     from m6.planning.search.job_files import job_description, run_document, sbatch_header
     from m6.planning.search.planner import training_stages
 
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
+    stages: list[StageBooking] = []
     for stage in training_stages(planner):  # the last stage has the whole model; its layout goes into the JSON
         planner, result = stage, stage.search()
-        print(search_report(planner, result), end="\n\n")
+        if not as_json:
+            print(search_report(planner, result), end="\n\n")
+        if result.plans:
+            stages.append(book_stage(planner, result.best, time_limit_min))
     if not result.plans:
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}")
+    print(json.dumps(booking(stages, planner)) if as_json else booking_table(stages, planner, time_limit_min))
     if out is not None:
         job = job_description(planner, result.best, time_limit_min)
         write_json(out / f"{config.stem}.json", run_document(planner, result.best))
@@ -256,7 +266,7 @@ def _planner(
     # Cached: frontier and curve ask for the same numbers of devices several times.
     @functools.cache
     def make(world: int | None) -> Planner:
-        part = whole if world is None else whole.first(world)
+        part = whole if world is None else whole.scaled(world)
         return Planner(settings, part, calibration, None, sharing, memory_fraction, forced)
 
     return make

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from m6.config.run import load_config
 from m6.files import write_text
+from m6.planning.booking import StageBooking, book_stage, booking_table
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search.job_files import job_description, sbatch_header
@@ -28,13 +29,18 @@ def shipped_plan(name: str) -> str:
         f"Written by `python -m m6.planning.shipped`; the same as `m6 plan configs/{name}.json --cluster "
         f"{SHIPPED[name]}`. GB are 10^9 bytes; nine tenths of a memory may be planned for.",
     ]
-    for stage in training_stages(planner):
+    booked: list[StageBooking] = []
+    stages = training_stages(planner)
+    for stage in stages:
         result = stage.search()
         lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
         lines.append(search_report(stage, result))
         if result.plans:
             header = sbatch_header(job_description(stage, result.best, _TIME_LIMIT_MIN), name)
             lines += ["", "```", header.rstrip(), "```"]
+            booked.append(book_stage(stage, result.best, _TIME_LIMIT_MIN))
+    if len(booked) == len(stages):
+        lines += ["", "## To book", "", booking_table(booked, stages[-1], _TIME_LIMIT_MIN)]
     if planner.config.deepspeed.optimizer_type == "Adafactor" and len(training_stages(planner)) == 1:
         adam = Planner(load_config(CONFIGS / f"{name}.json", (_ADAM,)), cluster, forced={"offload_optimizer": False})
         layout = training_stages(planner)[0].search().best.layout

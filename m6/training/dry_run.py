@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
@@ -15,8 +15,9 @@ from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.model.outputs import M6Output
 from m6.planning.cost.batch_shape import full_row, scale_batch
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.work import work_of
+from m6.planning.cost.work import RoutedRows, work_of
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.fake_world import FakeWorld, fake_process_group, fake_tensors
 from m6.planning.machine.profile import Profile
@@ -28,6 +29,8 @@ from m6.training.engine.engine import Engine, Update
 from m6.training.fake_batch import fake_batch
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
+from moe import MoELayer
+from moe.exchange_traffic import exchange_traffic
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class DryRun:
         predicted: the same by :mod:`m6.planning.cost.memory`.
         ledger: bytes at the peak of the forward and backward pass, by the module that allocated them.
         collectives: (operator, ranks) -> [calls, bytes that this rank contributes].
-        exchange: bytes of the rows that this rank exchanges with experts in one step: measured and predicted.
+        exchange: bytes that this rank sends to experts and back to tokens of other ranks in one step, by where those
+            ranks are: measured and predicted. Without ``m6.moe.ranks_per_node`` all are within one node.
         seconds: duration of the dry run.
     """
 
@@ -47,7 +51,7 @@ class DryRun:
     predicted: dict[str, int]
     ledger: dict[str, int]
     collectives: dict[tuple[str, tuple[int, ...]], list[int]]
-    exchange: tuple[int, int]
+    exchange: dict[str, tuple[int, int]]
     seconds: float
 
 
@@ -81,6 +85,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         world.watch(engine.module)
         world.collectives.clear()  # only the second step is reported: the first one also allocates and initializes
         engine.watch(world)
+        before = _sent(engine.module)
         train_step(1, batches, Requests)
         held = {
             "weights": weights,
@@ -89,6 +94,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
             "activations": engine.activations,
             "peak": max(engine.peak, world.peak),  # world.peak is that of the update
         }
+        sent = [now - then for now, then in zip(_sent(engine.module), before, strict=True)]
     layout = layout_of(config, world_size)
     memory = MemoryModel(config, Profile(), full_row(config))
     footprint = memory(layout)
@@ -96,13 +102,33 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     activations = memory.activations_of(layout)
     # Recomputed activations exist only in the backward pass, and ``held`` is measured at the end of the forward pass.
     predicted["activations"] = activations.total() - activations.recomputation()
-    passes = 3 if layout.checkpointing else 2  # forward, backward, and recomputation
-    rows = sum(
-        count * passes * sum(work.exchange_bytes) * accumulation
-        for work, count in work_of(config, memory.model, shape, layout.ep_size)
-    )
-    measured = sum(num_bytes for (name, _), (_, num_bytes) in world.collectives.items() if name == "alltoall")
-    return DryRun(held, predicted, engine.ledger, world.collectives, (measured, rows), time.perf_counter() - begin)
+    to_send = [0.0, 0.0]
+    for work, count in work_of(config, memory.model, shape, layout.ep_size):
+        if work.routed is not None:
+            for tier, num_bytes in enumerate(_to_send(config, layout, work.routed)):
+                to_send[tier] += count * accumulation * num_bytes
+    names = ("sent within nodes", "sent between nodes")
+    exchange = {name: (found, round(due)) for name, found, due in zip(names, sent, to_send, strict=True)}
+    return DryRun(held, predicted, engine.ledger, world.collectives, exchange, time.perf_counter() - begin)
+
+
+def _sent(model: nn.Module) -> list[int]:
+    """Bytes that the layers have sent to other ranks, within and between nodes."""
+    traffic = [module.dispatcher.traffic for module in model.modules() if isinstance(module, MoELayer)]
+    return [sum(each.bytes_within_nodes for each in traffic), sum(each.bytes_between_nodes for each in traffic)]
+
+
+def _to_send(config: RunConfig, layout: ParallelLayout, routed: RoutedRows) -> list[float]:
+    """The same of one layer and micro-batch, by the closed form."""
+    moe = config.model.moe_config()
+    passes = [False, True] + [False] * layout.checkpointing  # forward, backward, and recomputation
+    arguments = (moe, layout.ep_size, routed.tokens, routed.pairs, moe.ranks_per_node or layout.ep_size)
+    tiers = [
+        step.num_bytes(routed.to_experts, routed.from_experts)
+        for backward in passes
+        for step in exchange_traffic(*arguments, backward)
+    ]
+    return [sum(near for near, _ in tiers), sum(far for _, far in tiers)]
 
 
 class _MeasuredEngine(Engine):
@@ -160,8 +186,11 @@ def report(result: DryRun, world_size: int, rank: int, nodes: Nodes | None = Non
         [name.replace("_", " "), f"{held:,}", f"{result.predicted[name]:,}", _percent(result.predicted[name], held)]
         for name, held in result.held.items()
     ]
-    measured, predicted = result.exchange
-    parts.append(["rows to experts and back, a step", f"{measured:,}", f"{predicted:,}", _percent(predicted, measured)])
+    parts += [
+        [f"{name}, a step", f"{measured:,}", f"{predicted:,}", _percent(predicted, measured)]
+        for name, (measured, predicted) in result.exchange.items()
+        if measured or predicted
+    ]
     largest = sorted(result.ledger.items(), key=lambda item: -item[1])
     ledger = [[name or "the engine and the loss", f"{held:,}"] for name, held in largest if held > 0]
     collectives = []

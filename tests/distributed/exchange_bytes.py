@@ -1,19 +1,21 @@
 """The bytes that an exchange sends, against counts by hand, and what rounding them costs."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe import MoELayer
+from moe.exchange_traffic import exchange_traffic
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 
 def forward(layer: MoELayer, x: Tensor) -> tuple[Tensor, int, int]:
     """The output, and the bytes sent within and between nodes by this call."""
-    sent = layer.dispatcher.sent_bytes
-    within, between = sent.within_nodes, sent.between_nodes
+    sent = layer.dispatcher.traffic
+    within, between = sent.bytes_within_nodes, sent.bytes_between_nodes
     output = layer(x).hidden_states
-    return output, sent.within_nodes - within, sent.between_nodes - between
+    return output, sent.bytes_within_nodes - within, sent.bytes_between_nodes - between
 
 
 def check_bytes_and_balance(world_size: int) -> None:
@@ -55,6 +57,7 @@ def check_bytes_and_balance(world_size: int) -> None:
     if world_size == 4:
         check_bytes_of_shared_prototypes(tokens, row)
         check_bytes_between_nodes(tokens, row)
+        check_closed_form()
 
 
 def check_bytes_of_shared_prototypes(tokens: int, row: int) -> None:
@@ -100,6 +103,48 @@ def check_bytes_between_nodes(tokens: int, row: int) -> None:
     _, within, between = forward(split(layer, 4, equal_tokens=True), x)
     assert between == 2 * tokens * row + 2 * tokens * (4 + 4) + 4 * 8
     assert within == 2 * (2 * tokens) * row + 2 * tokens * (4 + 4) + 2 * 8
+
+
+def check_closed_form() -> None:
+    """Tokens that choose every set of experts once, on two nodes of two ranks: what is counted is the expectation."""
+    for prototypes, experts, top_k, settings in (
+        (1, 8, 2, {}),
+        (1, 8, 2, {"ranks_per_node": 2}),
+        (2, 4, 2, {"ranks_per_node": 2, "exchange": "all_to_all"}),
+        (2, 4, 2, {"ranks_per_node": 2}),
+        (4, 2, 1, {"ranks_per_node": 2}),
+        (3, 4, 1, {"ranks_per_node": 2, "payload": "bfloat16"}),
+    ):
+        whole = config(num_experts=prototypes * experts, num_prototypes=prototypes, top_k=top_k, **settings)
+        of_each = torch.combinations(torch.arange(experts), top_k)  # [C, top_k]
+        index = torch.cartesian_prod(*[torch.arange(len(of_each))] * prototypes).view(-1, prototypes)
+        scores = torch.zeros(len(index), prototypes, experts).scatter(2, of_each[index], 1.0)  # [C^Z, Z, M]
+        layer = split(make_layer(whole), 4)
+        layer.router.forward = lambda _, scores=scores: scores.requires_grad_()
+        x = torch.randn(len(scores), HIDDEN, requires_grad=True)
+        # Without nodes in the configuration the exchange counts all as within.
+        ranks_per_node, row = whole.ranks_per_node or 4, HIDDEN * (2 if whole.payload == "bfloat16" else 4)
+        pairs = len(scores) * whole.experts_per_token
+        counted = [0, 0, 0, 0]
+        output = layer(x).hidden_states
+        for backward in (False, True):
+            if backward:
+                output.sum().backward()
+            traffic = layer.dispatcher.traffic
+            now = sum_over_ranks(
+                *(
+                    torch.tensor(getattr(traffic, f"{kind}_{tier}_nodes"))
+                    for kind in ("bytes", "messages")
+                    for tier in ("within", "between")
+                )
+            )
+            steps = exchange_traffic(whole, 4, len(scores), pairs, ranks_per_node, backward)
+            tiers = zip(*(step.num_bytes(row, row) + step.messages for step in steps), strict=True)
+            expected = [sum(tier) for tier in tiers]
+            assert [new - old for new, old in zip(now, counted, strict=True)] == [
+                pytest.approx(4 * value, rel=1e-12) for value in expected
+            ], f"{whole}, backward {backward}"
+            counted = now
 
 
 def sum_over_ranks(*values: Tensor) -> list[int]:

@@ -23,6 +23,8 @@ class ParallelLayout:
         offload_params: DeepSpeed keeps the weights in host memory, too (ZeRO stage 3).
         stream_experts: ``m6.offload``: experts and their optimizer state are in host memory and come to the device in
             chunks.
+        ranks_per_node: ranks of a node, to which the exchange of tokens sends a token once for all its experts there;
+            0: the exchange knows no nodes.
     """
 
     world_size: int
@@ -35,6 +37,7 @@ class ParallelLayout:
     offload_optimizer: bool = False
     offload_params: bool = False
     stream_experts: bool = False
+    ranks_per_node: int = 0
 
     @property
     def dp_size(self) -> int:
@@ -61,6 +64,8 @@ class ParallelLayout:
         parts.append(f"micro-batch {self.micro_batch_size}")
         names = ("checkpointing", "offload_optimizer", "offload_params", "stream_experts")
         parts += [name.replace("_", " ") for name in names if getattr(self, name)]
+        if self.ranks_per_node:
+            parts.append(f"exchange between nodes of {self.ranks_per_node} first")
         return ", ".join(parts)
 
 

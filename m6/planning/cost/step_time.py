@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from m6.config.run import RunConfig
+from m6.planning.cost.host_time import HostTime, core_share
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.partition import balanced_share
 from m6.planning.cost.precision import compute_dtype
+from m6.planning.cost.routing_time import routing_s
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
 from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s, strided_group
-from m6.planning.machine.profile import CollectiveKind, Profile
+from m6.planning.machine.profile import Profile
 
 # Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
 # the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update.
 _UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32}
-_HOST_UPDATE_BYTES = {"AdamW": 48, "Adafactor": 32, "SGD": 40}
 # Bytes that ZeRO stages 1 to 3 also move for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
 # for every micro-batch; into the partition, for the norm in fp64 and for the scaling.
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
@@ -96,8 +98,11 @@ class TimeModel:
         self._stage_share = stage_share
         self.dtype = compute_dtype(config)
         self.nodes: Nodes = cluster.slowest(self.dtype)
+        self._moe = None if config.m6.moe is None else config.model.moe_config()
+        self.host = HostTime(self.nodes, profile)
         self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
         self._computes: dict[tuple[int, int, int, bool], StepTime] = {}
+        self._exchanges: dict[tuple[int, int, int], int] = {}
 
     def __call__(self, layout: ParallelLayout) -> StepTime:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
@@ -141,6 +146,11 @@ class TimeModel:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
         flops = sum(work.flops * self._passes(work, layout) * count for work, count in self._work(layout))
         return steps * flops / layout.pp_size / max(self.nodes.device.matmul_flops.values()) * self._fastest_factor()
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of a device in the run's data type."""
+        return self.nodes.device.flops(self.dtype)
 
     def _fastest_factor(self) -> float:
         """Keeps the bound below prices: fitted factors and measured tables may beat the peak of the description."""
@@ -195,10 +205,7 @@ class TimeModel:
         )
 
     def _core_share(self) -> float:
-        """The share of a core that a rank has: below 1 where more ranks than cores run on a CPU."""
-        if self.nodes.links.host is not None:
-            return 1.0
-        return min(1.0, self.nodes.host.cpus / self.nodes.devices_per_node)
+        return core_share(self.nodes)
 
     def _memory_bandwidth(self) -> float:
         measured = self.profile.memory_bandwidth_bytes_per_s
@@ -216,12 +223,16 @@ class TimeModel:
 
     def _exchange(self, layout: ParallelLayout) -> float:
         """Seconds of one micro-batch in all layers."""
-        experts = contiguous_group(layout.ep_size, self.nodes)
         tensor = contiguous_group(layout.tp_size, self.nodes)
         seconds = 0.0
         for work, count in self._work(layout):
             passes = 3 if layout.checkpointing and work.recomputed else 2  # forward, backward, recomputation
-            each = sum(self._collective("all_to_all", num_bytes, experts) for num_bytes in work.exchange_bytes)
+            each = 0.0
+            if work.routed is not None:
+                assert self._moe is not None
+                moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
+                forward, backward = routing_s(moe, layout.ep_size, work.routed, self.nodes, self.profile)
+                seconds += count * ((passes - 1) * forward + backward) / self._core_share()
             if layout.tp_size > 1 and work.recomputed:
                 batch = self.memory.batch_of(layout)
                 rows = batch.rows * batch.sequence_length * self.config.model.hidden_size
@@ -231,13 +242,28 @@ class TimeModel:
             seconds += layout.pp_size * self._stage_messages_s(layout)
         return seconds * self.profile.factor("exchange")
 
+    def with_exchange(self, layout: ParallelLayout) -> ParallelLayout:
+        """The layout with the faster exchange of tokens, flat or node first. What the run's JSON says of it is kept."""
+        per_node = self.nodes.devices_per_domain
+        if self._moe is None or layout.ep_size == 1:
+            return layout
+        if self._moe.ranks_per_node is not None:
+            return replace(layout, ranks_per_node=self._moe.ranks_per_node)
+        if layout.ep_size <= per_node or layout.ep_size % per_node:
+            return layout
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size)
+        if key not in self._exchanges:
+            ways = [replace(layout, ranks_per_node=ranks) for ranks in (0, per_node)]
+            self._exchanges[key] = min(ways, key=self._exchange).ranks_per_node
+        return replace(layout, ranks_per_node=self._exchanges[key])
+
     def _stage_messages_s(self, layout: ParallelLayout) -> float:
         """Seconds a pipeline stage and micro-batch: the residual stream to the next stage, and its gradient back."""
         batch = self.memory.batch_of(layout)
         numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
         return 2 * send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
 
-    def _collective(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
+    def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / self._core_share()
 
     def _reduction(self, layout: ParallelLayout, steps: int) -> float:
@@ -273,7 +299,7 @@ class TimeModel:
             owned_experts /= layout.dp_size // layout.ep_size
         host = 0.0
         if layout.stream_experts:
-            host = self._streaming(layout, steps, compute)
+            host = max(0.0, self._streamed_s(layout) - compute)
         owned += owned_experts
         # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
@@ -291,35 +317,20 @@ class TimeModel:
         up = owned * (width if steps == 1 else width + 2 * steps)
         if layout.offload_params:
             up += owned * 4 * steps
-        return copies, host + (down + up) / self._host_rate() + self._host_update(
-            owned, self.config.deepspeed.optimizer_type
-        )
+        update = self.host.update_s(owned, self.config.deepspeed.optimizer_type)
+        return copies, host + (down + up) / self.host.copy_bytes_per_s + update
 
     def _streamed_experts(self, layout: ParallelLayout) -> int:
         return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)
 
-    def _streaming(self, layout: ParallelLayout, steps: int, compute: float) -> float:
-        """Seconds that computation does not hide. Each micro-batch copies the weights to the device twice, for the
-        forward and the backward pass, and the gradients to the host once."""
-        numel, store = self._streamed_experts(layout), self.memory.expert_store(layout)
-        width = store.weight_bytes
-        up, down = 2 * steps * width * numel / self._host_rate(), steps * width * numel / self._host_rate()
-        return max(0.0, max(up, down, self._host_update(numel, store.optimizer_type)) - compute)
+    def _streamed_s(self, layout: ParallelLayout) -> float:
+        """Seconds a step of the copies and updates of streamed experts, which run beside the computation."""
+        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
+        return self.host.streaming_s(self._streamed_experts(layout), self.memory.expert_store(layout), steps)
 
-    def _host_update(self, numel: float, optimizer_type: str) -> float:
-        """Seconds of updating ``numel`` parameters while all ranks of a node share its memory and cores."""
-        host, ranks = self.nodes.host, self.nodes.devices_per_node
-        measured = self.profile.host_update_s_per_parameter.get(optimizer_type)
-        if measured is not None:
-            return numel * measured * max(1.0, ranks / host.cpus)
-        rate = host.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency / ranks
-        return numel * _HOST_UPDATE_BYTES[optimizer_type] / rate
-
-    def _host_rate(self) -> float:
-        """Bytes a second between host and device; on a CPU those of its memory."""
-        link = self.nodes.links.host
-        if self.profile.host_copy_bytes_per_s is not None:
-            return self.profile.host_copy_bytes_per_s
-        if link is None:
-            return self._memory_bandwidth()
-        return link.bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
+    def hidden_s(self, layout: ParallelLayout) -> float:
+        """Seconds a step in which streamed experts are copied and updated beside the computation."""
+        if not layout.stream_experts:
+            return 0.0
+        time = self(layout)
+        return min(self._streamed_s(layout), time.matmul + time.experts) * self.profile.factor("host")

@@ -9,6 +9,7 @@ from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import FoldedModel
 from m6.planning.cost.precision import FP32, Precision, compute_dtype
+from moe.payload import row_bytes
 
 # Operators of one forward pass: of a block, and of the embeddings or the head.
 _DENSE_OPERATORS = 20
@@ -34,20 +35,37 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class RoutedRows:
+    """The tokens of one micro-batch on their way to experts.
+
+    Attributes:
+        tokens: real tokens.
+        pairs: (token, expert) pairs that a capacity leaves over.
+        to_experts: bytes of a row on the way to the experts.
+        from_experts: bytes of a row on the way back.
+    """
+
+    tokens: int
+    pairs: int
+    to_experts: int
+    from_experts: int
+
+
+@dataclass(frozen=True)
 class BlockWork:
     """The forward pass of one block on one micro-batch.
 
     Attributes:
         matmuls: the products of the forward pass; their backward pass costs twice as much.
         saved_bytes: kept for the backward pass; the time of elementwise operators is taken from them.
-        exchange_bytes: bytes that a rank sends to experts, and bytes that it gets back.
+        routed: what goes to the experts of other ranks; None if there are none.
         operators: number of operators, for the time of launches.
         recomputed: whether activation checkpointing computes the block a second time.
     """
 
     matmuls: tuple[Matmul, ...]
     saved_bytes: int
-    exchange_bytes: tuple[int, ...]
+    routed: RoutedRows | None
     operators: int
     recomputed: bool
 
@@ -82,7 +100,7 @@ def work_of(
             continue
         if block.type == "dense":
             ffn = (Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype))
-            work = BlockWork(attention + ffn, activations.block(sparse=False), (), _DENSE_OPERATORS, True)
+            work = BlockWork(attention + ffn, activations.block(sparse=False), None, _DENSE_OPERATORS, True)
         elif block.type == "sparse":
             moe = model.moe_config()
             rows = activations.rows()
@@ -101,18 +119,22 @@ def work_of(
                     Matmul(batch.real, rows_in, width, dtype),
                     Matmul(batch.real, width, shared * inner, dtype),
                 )
-            exchange = (rows * width * precision.residual, rows * width * precision.compute) if ep_size > 1 else ()
+            routed = None
+            if ep_size > 1:
+                there = row_bytes(moe.payload, width, precision.residual, to_experts=True)
+                back = row_bytes(moe.payload, width, precision.compute, to_experts=False)
+                routed = RoutedRows(batch.real, rows, there, back)
             saved = activations.block(sparse=True)
-            work = BlockWork(attention + experts, saved, exchange, _SPARSE_OPERATORS, True)
+            work = BlockWork(attention + experts, saved, routed, _SPARSE_OPERATORS, True)
         elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
             pixels = 3 * model.patch_size**2
             products = (Matmul(patches, width, pixels, dtype),) if patches else ()
             saved = activations.embeddings() + 3 * activations.vectors * precision.residual
-            work = BlockWork(products, saved, (), _OUTER_OPERATORS, False)
+            work = BlockWork(products, saved, None, _OUTER_OPERATORS, False)
         else:
             head_product = (Matmul(batch.targets, model.vocab_size // tp_size, width, dtype),) if batch.targets else ()
             saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
-            work = BlockWork(head_product, saved, (), _OUTER_OPERATORS, False)
+            work = BlockWork(head_product, saved, None, _OUTER_OPERATORS, False)
         result.append((work, count))
     return result

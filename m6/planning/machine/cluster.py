@@ -80,6 +80,9 @@ class Nodes(Section):
 
     count: PositiveInt = Field(description="how many nodes")
     devices_per_node: PositiveInt = Field(description="ranks of one node")
+    nodes_per_domain: PositiveInt = Field(
+        1, description="nodes whose devices the device link joins: 18 in an NVL72 rack; elsewhere 1"
+    )
     device: Device
     host: Host
     links: Links
@@ -88,6 +91,11 @@ class Nodes(Section):
     def num_devices(self) -> int:
         """Devices of all these nodes."""
         return self.count * self.devices_per_node
+
+    @property
+    def devices_per_domain(self) -> int:
+        """Devices that the device link joins."""
+        return self.devices_per_node * min(self.nodes_per_domain, self.count)
 
 
 class Cluster(Section):
@@ -100,9 +108,9 @@ class Cluster(Section):
     def _check_links(self) -> Cluster:
         total = sum(node_type.count for node_type in self.nodes)
         for index, node_type in enumerate(self.nodes):
-            if node_type.devices_per_node > 1 and node_type.links.device is None:
+            if node_type.devices_per_domain > 1 and node_type.links.device is None:
                 raise ValueError(
-                    f"nodes.{index}.links.device: missing, but a node has {node_type.devices_per_node} devices"
+                    f"nodes.{index}.links.device: missing, but it would join {node_type.devices_per_domain} devices"
                 )
             if total > 1 and node_type.links.network is None:
                 raise ValueError(f"nodes.{index}.links.network: missing, but there are {total} nodes")
@@ -155,14 +163,25 @@ class Cluster(Section):
             )
         return Cluster(name=self.name, nodes=kinds)
 
+    def scaled(self, num_devices: int) -> Cluster:
+        """The first ``num_devices`` of the cluster, or as many in more nodes like its own.
+
+        Raises:
+            UserError: ``num_devices`` is not a whole number of nodes, or exceeds a cluster of several types of nodes.
+        """
+        if num_devices <= self.num_devices or len(self.nodes) > 1:
+            return self.first(num_devices)
+        return self.resized(num_devices).model_copy(update={"name": f"{self.name}, scaled up"})
+
     def resized(self, num_devices: int) -> Cluster:
         """A cluster of ``num_devices`` in nodes like the first ones; ``num_devices`` may exceed what the cluster has.
-
         Raises:
             UserError: ``num_devices`` is not a whole number of nodes.
         """
         node_type = self.nodes[0]
         per_node = min(node_type.devices_per_node, num_devices)
+        if num_devices > per_node and node_type.links.network is None:
+            raise UserError(f"{num_devices} devices: {self.name} is one node without a network")
         if num_devices % per_node:
             raise UserError(f"{num_devices} devices are not a whole number of nodes of {per_node}")
         update = {"count": num_devices // per_node, "devices_per_node": per_node}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from m6.planning.machine.cluster import Cluster, Link, Nodes
-from m6.planning.machine.profile import CollectiveKind, Profile
+from m6.planning.machine.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class RankGroup:
 
     Attributes:
         size: ranks of the group.
-        per_node: ranks of the group on one node.
+        per_node: ranks of the group that the device link joins: on one node, or on the nodes of one domain.
     """
 
     size: int
@@ -30,22 +31,23 @@ class RankGroup:
 
 def contiguous_group(size: int, nodes: Nodes) -> RankGroup:
     """A group of consecutive ranks."""
-    return RankGroup(size, math.gcd(size, nodes.devices_per_node))
+    return RankGroup(size, math.gcd(size, nodes.devices_per_domain))
 
 
 def strided_group(size: int, stride: int, nodes: Nodes) -> RankGroup:
     """A group of ranks r, r + stride, ...; with a stride of ``ep_size`` the ranks that hold the same experts."""
-    per_node = nodes.devices_per_node // stride if nodes.devices_per_node % stride == 0 else 1
+    per_node = nodes.devices_per_domain // stride if nodes.devices_per_domain % stride == 0 else 1
     return RankGroup(size, math.gcd(size, max(1, per_node)))
 
 
-def collective_s(kind: CollectiveKind, num_bytes: float, group: RankGroup, nodes: Nodes, profile: Profile) -> float:
+def collective_s(
+    kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup, nodes: Nodes, profile: Profile
+) -> float:
     """Seconds of one collective, by the profile's measurements or by a model of its algorithm.
 
     ``all_reduce``: a reduce-scatter inside the node, an all-reduce of each device's share between nodes and an
     all-gather inside the node (1807.11205, section 4), each as a ring. ``all_gather``: half of an all-reduce; a
-    reduce-scatter takes as long. ``all_to_all``: every rank sends an equal part to each other rank; the parts for other
-    nodes go through the rank's share of the node's network.
+    reduce-scatter takes as long.
 
     Args:
         num_bytes: input of one rank; for ``all_gather`` its output.
@@ -58,14 +60,9 @@ def collective_s(kind: CollectiveKind, num_bytes: float, group: RankGroup, nodes
     if measured is not None:
         latency, per_byte = measured
         return latency + num_bytes * per_byte
-    inside, between = _rate(nodes.links.device, 1, profile), _rate(nodes.links.network, nodes.devices_per_node, profile)
-    latency = _latency(nodes.links.device) if group.per_node > 1 else 0.0
-    latency = max(latency, _latency(nodes.links.network) if group.num_nodes > 1 else 0.0)
-    if kind == "all_to_all":
-        share = num_bytes / group.size
-        near, far = (group.per_node - 1) * share, (group.size - group.per_node) * share
-        # Every peer gets a message of its own.
-        return latency * (group.size - 1) + near / inside + far / between
+    inside, between = rate(nodes.links.device, 1, profile), rate(nodes.links.network, nodes.devices_per_node, profile)
+    latency = latency_of(nodes.links.device) if group.per_node > 1 else 0.0
+    latency = max(latency, latency_of(nodes.links.network) if group.num_nodes > 1 else 0.0)
     rounds = 2 if kind == "all_reduce" else 1
     near = num_bytes * (group.per_node - 1) / group.per_node
     far = num_bytes / group.per_node * (group.num_nodes - 1) / group.num_nodes
@@ -77,12 +74,14 @@ def send_s(num_bytes: float, cluster: Cluster, nodes: Nodes, profile: Profile) -
     """Seconds of a point-to-point message while all ranks send; between nodes where the cluster has several."""
     between = cluster.num_devices > nodes.devices_per_node
     link, sharers = (nodes.links.network, nodes.devices_per_node) if between else (nodes.links.device, 1)
-    return _latency(link) + num_bytes / _rate(link, sharers, profile)
+    return latency_of(link) + num_bytes / rate(link, sharers, profile)
 
 
-def _rate(link: Link | None, sharers: int, profile: Profile) -> float:
-    return math.inf if link is None else link.bandwidth_bytes_per_s / sharers * profile.bandwidth_efficiency
+def rate(link: Link | None, sharers: int, profile: Profile) -> float:
+    """Bytes a second that a rank attains on a link that ``sharers`` ranks share."""
+    return math.inf if link is None else link.bandwidth_bytes_per_s / sharers * profile.link_efficiency
 
 
-def _latency(link: Link | None) -> float:
+def latency_of(link: Link | None) -> float:
+    """Seconds of the smallest message."""
     return 0.0 if link is None else link.latency_s

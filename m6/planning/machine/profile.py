@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat
 
@@ -21,6 +21,8 @@ StepPart = Literal["matmul", "experts", "elementwise", "launch", "exchange", "re
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all"]
 _SMALL_BYTES = 1 << 16
+_EFFICIENCIES = ("matmul_efficiency", "bandwidth_efficiency", "link_efficiency")
+_FASTEST, _SLOWEST = (0.85, 0.9, 0.8), (0.5, 0.65, 0.3)
 
 
 class MatmulPoint(Section):
@@ -45,14 +47,19 @@ class CollectivePoint(Section):
 
 
 class Profile(Section):
-    """A calibration. The defaults are assumptions: half of the peak FLOP/s, four fifths of the bandwidths."""
+    """A calibration.
+
+    The defaults are round figures somewhat below those that fit the layouts which BigScience published (models of 4 to
+    200 B parameters on A100s, scripts/benchmarks/results/planner_published.md), so that steps come out rather too long.
+    """
 
     source: str = Field("assumed efficiencies, nothing measured", description="machine, date and versions")
     calibrated: bool = Field(False, description="whether the tables were measured")
     matmul: list[MatmulPoint] = Field(default_factory=list, description="measured matrix products")
     collectives: list[CollectivePoint] = Field(default_factory=list, description="measured collectives")
-    matmul_efficiency: float = Field(0.5, gt=0, le=1, description="share of the peak FLOP/s where nothing was measured")
-    bandwidth_efficiency: float = Field(0.8, gt=0, le=1, description="share of the peak of memory and link bandwidths")
+    matmul_efficiency: float = Field(0.7, gt=0, le=1, description="share of the peak FLOP/s where nothing was measured")
+    bandwidth_efficiency: float = Field(0.8, gt=0, le=1, description="share of the peak of memory bandwidths")
+    link_efficiency: float = Field(0.5, gt=0, le=1, description="share of the peak of links between devices and nodes")
     memory_bandwidth_bytes_per_s: PositiveFloat | None = Field(None, description="measured, of one device")
     kernel_s: float = Field(1e-5, ge=0, description="least seconds of an operator: its launch")
     update_s_per_parameter: dict[str, PositiveFloat] = Field(
@@ -74,6 +81,21 @@ class Profile(Section):
     factors: dict[StepPart, PositiveFloat] = Field(
         default_factory=dict, description="fitted to measured runs: measured over predicted seconds, by part of a step"
     )
+
+    def bounds(self) -> tuple[Profile, Profile]:
+        """The profiles of the fastest and of the slowest steps that are to be expected.
+
+        Calibrated: a fifth faster and slower, the largest error of a fitted planner on the published layouts.
+        Otherwise efficiencies between which those of published trainings lie.
+        """
+        if self.calibrated:
+            changes: list[dict[str, Any]] = [
+                {"factors": {part: self.factor(part) * factor for part in STEP_PARTS}} for factor in (0.8, 1.2)
+            ]
+        else:
+            changes = [dict(zip(_EFFICIENCIES, values, strict=True)) for values in (_FASTEST, _SLOWEST)]
+        faster, slower = (self.model_copy(update=change) for change in changes)
+        return faster, slower
 
     def attained_flops(self, peak: float, m: int, n: int, k: int, dtype: str, count: int = 1) -> float:
         """FLOP/s of ``count`` products [m, k] x [k, n], interpolated between the measured points.

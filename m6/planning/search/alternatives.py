@@ -34,8 +34,8 @@ def unsupported_alternatives(planner: Planner, best: PricedLayout) -> list[str]:
 
 
 def best_pipeline(planner: Planner, best: PricedLayout) -> PricedLayout | None:
-    """The fastest layout with pipeline stages that fits and differs from ``best`` in ranks and micro-batch only."""
-    free = ("pp_size", "ep_size", "micro_batch_size")
+    """The fastest layout with pipeline stages that fits; of ``best`` only ranks, exchange and micro-batch change."""
+    free = ("pp_size", "ep_size", "micro_batch_size", "ranks_per_node")
     forced = {name: getattr(best.layout, name) for name in DIMENSIONS if name not in free}
     return fastest_if_lifted(
         planner.changed(forced=forced), {"pipeline parallelism"}, {}, lambda layout: layout.pp_size > 1

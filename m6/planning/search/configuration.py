@@ -22,6 +22,7 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
     """
     check_world_size(config, world_size)
     zero = config.deepspeed.keys.get("zero_optimization", {})
+    moe = None if config.m6.moe is None else config.model.moe_config()
     return ParallelLayout(
         world_size=world_size,
         ep_size=config.m6.training.ep_size,
@@ -31,6 +32,7 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         offload_optimizer=_offloads(zero.get("offload_optimizer")),
         offload_params=_offloads(zero.get("offload_param")),
         stream_experts=config.expert_store is not None,
+        ranks_per_node=0 if moe is None else moe.ranks_per_node or 0,
     )
 
 
@@ -52,6 +54,10 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     document["zero_optimization"] = _zero_section(document.get("zero_optimization", {}), layout)
     if not layout.stream_experts:
         document["m6"].pop("offload", None)
+    if config.m6.moe is not None:
+        document["m6"]["moe"].pop("ranks_per_node", None)
+        if layout.ranks_per_node:
+            document["m6"]["moe"]["ranks_per_node"] = layout.ranks_per_node
     training = document["m6"]["training"]
     training["ep_size"] = layout.ep_size
     training["activation_checkpointing"] = layout.checkpointing

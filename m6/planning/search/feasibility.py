@@ -109,6 +109,9 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             f"ep_size {layout.ep_size} does not divide both {layout.dp_size} data-parallel ranks and {num_experts} "
             "experts",
         )
+    node, group = layout.ranks_per_node, layout.ep_size
+    if node < 0 or (node and max(node, group) % min(node, group)):
+        return Refusal("experts", f"ranks_per_node {node} and ep_size {group}: one must be a multiple of the other")
     return None
 
 

@@ -168,7 +168,12 @@ class Planner:
             ):
                 # Streaming is considered where a rank holds a share of the experts.
                 for stream in self._values("stream_experts", (False, True) if ep_size > 1 else (False,)):
-                    yield ParallelLayout(world, ep_size, tp_size, pp_size, zero_stage, micro_batch, *flags, stream)  # type: ignore[call-arg]
+                    layout = ParallelLayout(world, ep_size, tp_size, pp_size, zero_stage, micro_batch, *flags, stream)  # type: ignore[call-arg]
+                    if "ranks_per_node" in self.forced:
+                        yield replace(layout, ranks_per_node=self.forced["ranks_per_node"])
+                    else:
+                        # Exchanges differ in their time alone, so that the slower one need not be visited.
+                        yield self.time.with_exchange(layout)
 
     def _values(self, name: str, values: Iterable[Any]) -> list[Any]:
         return [self.forced[name]] if name in self.forced else list(values)
@@ -210,6 +215,9 @@ class Planner:
             cut = max(num_plans, sum(plan.time.total <= limit for plan in result.plans))
             del result.plans[cut:]
         if not result.plans and result.nearest is None:
+            rows, world = self.config.deepspeed.train_batch_size, self.cluster.num_devices
+            if rows % world:  # every other reason follows from this one
+                raise UserError(f"train_batch_size {rows} is not a multiple of {world} devices")
             reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
             raise UserError(f"every layout of {self.cluster.name} is refused ({reasons})")
         return result
@@ -256,6 +264,8 @@ class Planner:
         for name, values in self._neighbour_values(plan.layout):
             for value in values:
                 changed = replace(plan.layout, **{name: value})
+                if name != "ranks_per_node":  # a choice of its own, which depends on the others
+                    changed = self.time.with_exchange(replace(changed, ranks_per_node=0))
                 judged = self.evaluate(changed)
                 if isinstance(judged, PricedLayout):
                     ratio = judged.time.total / plan.time.total - 1
@@ -277,6 +287,7 @@ class Planner:
         axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
         if layout.ep_size > 1:
             axes["stream_experts"] = [False, True]
+            axes["ranks_per_node"] = [0, self.time.nodes.devices_per_domain]
         for name, values in axes.items():
             yield name, [value for value in values if value != getattr(layout, name)]
 

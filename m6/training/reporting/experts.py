@@ -23,7 +23,7 @@ class ExpertHealth:
 
     def __init__(self, model: nn.Module) -> None:
         layers = {module for module in model.modules() if isinstance(module, MoELayer)}
-        self._sent_bytes = [layer.dispatcher.sent_bytes for layer in layers]
+        self._traffic = [layer.dispatcher.traffic for layer in layers]
         self._sent_before = self._sent()
         self._layers: list[RoutingStats] = []
 
@@ -80,8 +80,8 @@ class ExpertHealth:
 
     def _sent(self) -> list[int]:
         return [
-            sum(sent.within_nodes for sent in self._sent_bytes),
-            sum(sent.between_nodes for sent in self._sent_bytes),
+            sum(traffic.bytes_within_nodes for traffic in self._traffic),
+            sum(traffic.bytes_between_nodes for traffic in self._traffic),
         ]
 
 

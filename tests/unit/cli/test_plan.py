@@ -60,7 +60,8 @@ def test_curve_and_frontier_list_numbers_of_devices(tmp_path: Path):
     [
         (("--cluster", "a100_80g_128"), 'did you mean "a100_80g_x128"'),
         (("--cluster", "a100_80g_x128", "--world", "12"), "nodes of 8; take whole nodes"),
-        (("--cluster", "a100_80g_x128", "--world", "256"), "256 devices: 128 x A100 80 GB has 128"),
+        (("--cluster", "a100_80g_x128", "--world", "256"), "train_batch_size 64 is not a multiple of 256 devices"),
+        (("--cluster", "a100_v100_mixed", "--world", "256"), "256 devices: .* has 128"),
         (("--cluster", "a100_80g_x128", "--force", "zero=1"), "--force zero=1: expected NAME=VALUE"),
         (("--cluster", "a100_80g_x128", "--profile", "none.json"), "none.json: no such file"),
         (("--cluster", "cpu_laptop", "--memory-fraction", "0.01"), "no layout fits on CPU laptop"),

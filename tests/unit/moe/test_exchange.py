@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe import MoEConfig
-from moe.collectives import SentBytes
+from moe.collectives import Traffic
 from moe.dispatch import Dispatcher, LocalDispatcher, combine
 from moe.exchange import AllToAllDispatcher, NodeDispatcher, PrototypeDispatcher
 from moe.experts import Experts
@@ -34,7 +34,7 @@ class Loopback:
 
     def __init__(self, size: int = RANKS) -> None:
         self.size = size
-        self.sent_bytes = SentBytes()
+        self.traffic = Traffic()
         self.events: list[str] = []
 
     def exchange(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:

@@ -10,12 +10,16 @@ from m6.errors import UserError
 from m6.planning.machine.cluster import CLUSTERS, Cluster, load_cluster
 
 SHIPPED = {
+    "v100_32g_x128": 128,
     "v100_32g_x480": 480,
     "v100_32g_x512": 512,
     "a100_80g_x128": 128,
     "h100_x128": 128,
     "h200_x128": 128,
+    "b200_x128": 128,
+    "b300_x128": 128,
     "gb200_x72": 72,
+    "gb300_x72": 72,
     "a100_v100_mixed": 128,
     "cpu_laptop": 2,
 }
@@ -47,6 +51,30 @@ def test_a_part_of_a_cluster():
     assert [kind.num_devices for kind in cluster.first(72).nodes] == [64, 8]
     assert [(kind.count, kind.devices_per_node) for kind in cluster.first(4).nodes] == [(1, 4)]
     assert cluster.resized(1024).num_devices == 1024
+    with pytest.raises(UserError, match="136 devices: 64 x A100 80 GB and 64 x V100 32 GB has 128"):
+        cluster.scaled(136)
+
+
+def test_a_cluster_of_more_nodes():
+    cluster = load_cluster(Path("h100_x128"))
+    assert (cluster.scaled(512).num_devices, cluster.scaled(512).name) == (512, "128 x H100, scaled up")
+    assert cluster.scaled(64) == cluster.first(64)
+    with pytest.raises(UserError, match="1001 devices are not a whole number of nodes of 8"):
+        cluster.scaled(1001)
+    with pytest.raises(UserError, match=r"4 devices: .* is one node without a network"):
+        load_cluster(Path("cpu_laptop")).scaled(4)
+
+
+def test_the_device_link_joins_the_nodes_of_a_domain():
+    rack = load_cluster(Path("gb200_x72"))
+    assert rack.nodes[0].devices_per_domain == 72
+    assert rack.first(16).nodes[0].devices_per_domain == 16
+    assert rack.scaled(144).nodes[0].devices_per_domain == 72
+    assert load_cluster(Path("b200_x128")).nodes[0].devices_per_domain == 8
+
+
+def test_parts_that_are_no_whole_nodes():
+    cluster = load_cluster(Path("a100_v100_mixed"))
     with pytest.raises(UserError, match="has nodes of 8; take whole nodes"):
         cluster.first(12)
     with pytest.raises(UserError, match=r"129 devices: .* has 128"):
@@ -77,7 +105,7 @@ def broken(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         (("nodes", 0, "device", "matmul_flops"), {"fp32": 1.0, "bf15": 1.0}, "unknown data type 'bf15'; did you"),
         (("nodes", 0, "device", "matmul_flops"), {"bf16": 1.0}, '"fp32" is missing'),
         (("nodes", 0, "links", "network"), None, "nodes.0.links.network: missing, but there are 64 nodes"),
-        (("nodes", 0, "links", "device"), None, "nodes.0.links.device: missing, but a node has 8 devices"),
+        (("nodes", 0, "links", "device"), None, "nodes.0.links.device: missing, but it would join 8 devices"),
         (("nodes",), [], "nodes: .* at least 1"),
         (("name",), None, "name: missing"),
     ],

@@ -9,7 +9,7 @@ from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.collectives import collective_s, contiguous_group, strided_group
 from m6.planning.machine.profile import CollectivePoint, Profile
 
-PERFECT = Profile(bandwidth_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
+PERFECT = Profile(bandwidth_efficiency=1.0, link_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
 
 
 def a100(num_devices: int = 128) -> Cluster:

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from scripts.benchmarks.planner.published import _memory, read_rows
+from m6.planning.machine.profile import Profile
+from scripts.benchmarks.planner.published import _memory, read_rows, score_times
 from scripts.benchmarks.record import RESULTS
 
 
@@ -25,3 +26,11 @@ def test_what_ran_out_of_memory_is_found():
     for row in read_rows():
         if row.use == "test" and row.memory_gb is not None:
             assert (_memory(row, constant, slope)[1] > 80) == (row.memory_gb == math.inf), row.name
+
+
+def test_what_was_measured_lies_within_the_range():
+    rows = [row for row in read_rows() if row.seconds is not None]
+    (fastest, _), (slowest, _) = (score_times(rows, bound) for bound in Profile().bounds())
+    assert len(rows) == 51
+    for row, least, most in zip(rows, fastest, slowest, strict=True):
+        assert least <= row.seconds <= most, row.name

@@ -18,7 +18,7 @@ from m6.planning.search.configuration import layout_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
-PERFECT = Profile(bandwidth_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
+PERFECT = Profile(bandwidth_efficiency=1.0, link_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
 
 
 def a100(num_devices: int = 128) -> Cluster:

@@ -50,11 +50,11 @@ def test_figures(runtime: Runtime):
 
 def test_bytes_of_exchanges_are_those_since_the_last_report(runtime: Runtime):
     layer = MoELayer(8, 8, MoEConfig(num_experts=2))
-    layer.dispatcher.sent_bytes.within_nodes = 5  # before training
+    layer.dispatcher.traffic.bytes_within_nodes = 5  # before training
     health = ExpertHealth(nn.ModuleList([layer, layer]))
     for within, between in ((100, 7), (20, 1)):
-        layer.dispatcher.sent_bytes.within_nodes += within
-        layer.dispatcher.sent_bytes.between_nodes += between
+        layer.dispatcher.traffic.bytes_within_nodes += within
+        layer.dispatcher.traffic.bytes_between_nodes += between
         health.add((stats([1.0, 1.0], [0.0], 2.0, [0.5]),))
         assert health.reduce(with_loads=False)["experts"]["sent_bytes"] == {
             "within_nodes": within,

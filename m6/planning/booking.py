@@ -1,0 +1,172 @@
+"""What a run costs on a cluster: days, GPU-days, jobs, and what limits it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from m6.formatting import markdown_table
+from m6.model.flops import training_flops
+from m6.planning.cost.step_time import StepTime, TimeModel
+from m6.planning.search.job_files import signal_lead_s
+from m6.planning.search.planner import Planner, PricedLayout
+
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class StageBooking:
+    """A stage of a run with its plan.
+
+    Attributes:
+        stage: "pseudo" or "real".
+        layout: as the planner names it.
+        steps: of the stage; a Pseudo stage that may end earlier is taken to last until ``switch_step``.
+        step_s: seconds of a step.
+        step_s_range: the same with the fastest and the slowest machine to be expected.
+        samples_per_s, tokens_per_s: of all devices; padding counts as tokens.
+        days: of all steps.
+        days_range: from ``step_s_range``.
+        gpu_days: days times devices.
+        device_gb: memory of the fullest device, in GB of 10^9 bytes.
+        host_gb: memory of a node's host.
+        mfu: FLOPs that the model needs (without recomputation) over the peak of the devices, in the step's time.
+        exposed_s: communication and host work of a step that computation waits for, in seconds.
+        hidden_s: the same that runs beside computation.
+        limited_by: the longest part of a step.
+        jobs: jobs of the time limit, one after the other.
+        parts: seconds of a step by part.
+    """
+
+    stage: str
+    layout: str
+    steps: int
+    step_s: float
+    step_s_range: tuple[float, float]
+    samples_per_s: float
+    tokens_per_s: float
+    days: float
+    days_range: tuple[float, float]
+    gpu_days: float
+    device_gb: float
+    host_gb: float
+    mfu: float
+    exposed_s: float
+    hidden_s: float
+    limited_by: str
+    jobs: int
+    parts: dict[str, float]
+
+
+def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> StageBooking:
+    """The cost of one stage of a run."""
+    config, cluster, time = planner.config, planner.cluster, plan.time
+    samples = config.deepspeed.train_batch_size
+    tokens = samples * config.m6.data.sequence_length
+    steps, per_node = stage_steps(planner), cluster.smallest.devices_per_node
+    fastest, slowest = (_step_s(planner, plan, bound) for bound in range(2))
+    job_s = time_limit_min * 60 - signal_lead_s(planner, plan)
+    return StageBooking(
+        stage="real" if planner.memory.sharing is None else "pseudo",
+        layout=str(plan.layout),
+        steps=steps,
+        step_s=time.total,
+        step_s_range=(fastest, slowest),
+        samples_per_s=samples / time.total,
+        tokens_per_s=tokens / time.total,
+        days=steps * time.total / _DAY_S,
+        days_range=(steps * fastest / _DAY_S, steps * slowest / _DAY_S),
+        gpu_days=steps * time.total / _DAY_S * cluster.num_devices,
+        device_gb=plan.footprint.peak / 1e9,
+        host_gb=plan.footprint.host * per_node / 1e9,
+        mfu=_model_flops(planner) / (cluster.num_devices * planner.time.peak_flops * time.total),
+        exposed_s=time.exchange + time.reduction + time.host,
+        hidden_s=planner.time.hidden_s(plan.layout),
+        limited_by=_longest(time),
+        jobs=math.ceil(steps * time.total / job_s) if job_s > 0 else 0,
+        parts=time.parts(),
+    )
+
+
+def stage_steps(planner: Planner) -> int:
+    """The steps of the planner's stage."""
+    pseudo = planner.config.m6.pseudo_to_real
+    switch_step = 0 if pseudo is None else pseudo.switch_step
+    return switch_step if planner.memory.sharing is not None else planner.config.m6.training.total_steps - switch_step
+
+
+def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
+    """All stages and their sum, for ``--json``."""
+    days = sum(stage.days for stage in stages)
+    samples = sum(stage.steps for stage in stages) * planner.config.deepspeed.train_batch_size
+    return {
+        "cluster": planner.cluster.name,
+        "devices": planner.cluster.num_devices,
+        "calibrated": planner.profile.calibrated,
+        "days": days,
+        "days_range": [sum(stage.days_range[bound] for stage in stages) for bound in range(2)],
+        "gpu_days": sum(stage.gpu_days for stage in stages),
+        "samples": samples,
+        "samples_per_s": samples / (days * _DAY_S),
+        "tokens": samples * planner.config.m6.data.sequence_length,
+        "device_gb": max(stage.device_gb for stage in stages),
+        "host_gb": max(stage.host_gb for stage in stages),
+        "jobs": sum(stage.jobs for stage in stages),
+        "stages": [asdict(stage) for stage in stages],
+    }
+
+
+def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: int) -> str:
+    """The same as a table."""
+    total = booking(stages, planner)
+    rows = [
+        [
+            stage.stage,
+            f"{stage.steps:,}",
+            f"{stage.step_s:.4g}",
+            f"{stage.samples_per_s:,.0f}",
+            _days(stage.days, stage.days_range),
+            f"{stage.gpu_days:,.0f}",
+            str(stage.jobs),
+            f"{stage.mfu:.1%}",
+            f"{stage.exposed_s / stage.step_s:.0%}",
+            f"{stage.hidden_s / stage.step_s:.0%}",
+            stage.limited_by,
+        ]
+        for stage in stages
+    ]
+    if len(stages) > 1:
+        steps, speed = sum(stage.steps for stage in stages), f"{total['samples_per_s']:,.0f}"
+        days = _days(total["days"], total["days_range"])
+        rows.append(["**in all**", f"{steps:,}", "", speed, days, f"{total['gpu_days']:,.0f}", str(total["jobs"])])
+        rows[-1] += [""] * 4
+    jobs = f"jobs of {time_limit_min / 60:g} h"
+    columns = ["stage", "steps", "step s", "samples/s", "days (range)", "GPU-days", jobs]
+    columns += ["MFU", "exposed", "hidden", "longest part"]
+    table = markdown_table(columns, rows, "lrrrrrrrrrl")
+    return (
+        f"{table}\n\n{total['samples'] / 1e6:,.1f} M samples, {total['tokens'] / 1e9:,.1f} B tokens with padding. "
+        "Exposed and hidden: communication and host work, as shares of the step."
+    )
+
+
+def _step_s(planner: Planner, plan: PricedLayout, bound: int) -> float:
+    profile = planner.profile.bounds()[bound]
+    return TimeModel(planner.config, planner.cluster, profile, planner.memory)(plan.layout).total
+
+
+def _model_flops(planner: Planner) -> float:
+    """FLOPs of a step's forward and backward pass, without recomputation."""
+    row, samples = planner.memory.row, planner.config.deepspeed.train_batch_size / planner.memory.row.samples
+    sizes = (row.real, row.targets, row.pictures, row.real * row.sequence_length)
+    return training_flops(planner.config.model, *(size * samples for size in sizes))
+
+
+def _longest(time: StepTime) -> str:
+    parts = time.parts()
+    return max(parts, key=lambda name: parts[name])
+
+
+def _days(days: float, bounds: tuple[float, float] | list[float]) -> str:
+    return f"{days:.3g} ({bounds[0]:.3g} to {bounds[1]:.3g})"

@@ -1,0 +1,70 @@
+"""Days, GPU-days and jobs of a plan, against sums by hand."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from m6.cli.plan import app
+from m6.config.run import load_config
+from m6.model.flops import training_flops
+from m6.planning.booking import book_stage, booking, booking_table, stage_steps
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.search.job_files import signal_lead_s
+from m6.planning.search.planner import Planner, training_stages
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CHEAP = {"zero_stage": 2, "offload_params": False, "tp_size": 1, "pp_size": 1, "offload_optimizer": False}
+PSEUDO = ('m6.pseudo_to_real={"switch_step": 30000}', "zero_optimization.stage=2")
+
+
+def planner(*overrides: str) -> Planner:
+    config = load_config(CONFIGS / "m6_base.json", ("train_batch_size=128", *overrides))
+    return Planner(config, load_cluster(Path("a100_80g_x128")).first(8), forced=CHEAP)
+
+
+def test_the_cost_of_a_stage():
+    plan = planner().search().best
+    found = book_stage(planner(), plan, 1440)
+    steps, seconds = planner().config.m6.training.total_steps, plan.time.total
+    assert (found.stage, found.steps, found.step_s) == ("real", steps, seconds)
+    assert found.days == pytest.approx(steps * seconds / 86400)
+    assert found.gpu_days == pytest.approx(8 * found.days)
+    assert found.samples_per_s == pytest.approx(128 / seconds)
+    assert found.jobs == math.ceil(steps * seconds / (86400 - signal_lead_s(planner(), plan)))
+    assert found.step_s_range[0] < seconds < found.step_s_range[1]
+    assert found.days_range == pytest.approx([steps * bound / 86400 for bound in found.step_s_range])
+    assert found.exposed_s == pytest.approx(plan.time.exchange + plan.time.reduction)
+    assert found.parts[found.limited_by] == max(found.parts.values())
+    config, length = planner().config, planner().config.m6.data.sequence_length
+    flops = training_flops(config.model, 128 * length, 128 * length, 128, 128 * length**2)
+    assert found.mfu == pytest.approx(flops / (8 * 312e12 * seconds))
+
+
+def test_both_stages_add_up():
+    stages = training_stages(planner(*PSEUDO))
+    assert [stage_steps(stage) for stage in stages] == [30000, stages[0].config.m6.training.total_steps - 30000]
+    booked = [book_stage(stage, stage.search().best, 1440) for stage in stages]
+    total = booking(booked, stages[-1])
+    assert [stage["stage"] for stage in total["stages"]] == ["pseudo", "real"]
+    for name in ("days", "gpu_days", "jobs"):
+        assert total[name] == pytest.approx(sum(stage[name] for stage in total["stages"]))
+    assert total["samples"] == 128 * stages[-1].config.m6.training.total_steps
+    assert total["samples_per_s"] == pytest.approx(total["samples"] / total["days"] / 86400)
+    assert total["device_gb"] == max(stage.device_gb for stage in booked)
+    assert json.loads(json.dumps(total))["days_range"][0] < total["days"] < total["days_range"][1]
+    table = booking_table(booked, stages[-1], 1440)
+    assert "| pseudo | 30,000 |" in table
+    assert "| **in all** |" in table
+
+
+def test_the_command_prints_json_alone():
+    arguments = [str(CONFIGS / "m6_base.json"), "--cluster", "a100_80g_x128", "--world", "8", "--json"]
+    forced = [part for name, value in CHEAP.items() for part in ("--force", f"{name}={str(value).lower()}")]
+    result = CliRunner().invoke(app, [*arguments, "--set", "train_batch_size=128", *forced], catch_exceptions=False)
+    document = json.loads(result.stdout)
+    assert document["devices"] == 8
+    assert document["calibrated"] is False
+    assert document["stages"][0]["layout"].startswith("world 8, ")
