@@ -18,6 +18,10 @@ from m6.errors import UserError, nearest
 from m6.validation import Section, describe, list_unknown, validate
 
 _LARGEST_SCALE_POWER = 62  # DeepSpeed holds the loss scale as an integer, PyTorch as one of 64 bits
+_ADAFACTOR_IN_16_BITS = (
+    "in 16 bits Adafactor is for offloaded experts alone: set m6.offload.optimizer to Adafactor, and optimizer.type to "
+    "AdamW at stage 1 or 2"
+)
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -101,6 +105,7 @@ class DeepSpeedSettings(BaseModel):
         stated_accumulation: ``gradient_accumulation_steps`` of the JSON, if it is there.
         gradient_clipping: largest norm of the gradient; 0: no clipping.
         precision: ``fp32``, ``bf16`` or ``fp16``: the type of the weights in the forward pass.
+        smallest_loss_scale: below which the loss scale of fp16 does not fall; 1 in other precisions.
         optimizer_params: the optimizer's parameters, including defaults.
         keys: all keys as they are in the JSON.
     """
@@ -113,6 +118,7 @@ class DeepSpeedSettings(BaseModel):
     gradient_clipping: float
     zero_stage: int
     precision: str
+    smallest_loss_scale: float
     optimizer_type: str
     optimizer_params: dict[str, Any]
     keys: dict[str, Any]
@@ -199,8 +205,8 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
     settings = validate(_Keys, keys, "")
     stage = zero_stage(settings.zero_optimization)
     sections = _deepspeed_sections(keys)
-    precision = _precision(sections, stage)
-    optimizer_params = _optimizer_params(settings.optimizer, stage)
+    precision = _precision(sections, stage, settings.optimizer.type)
+    optimizer_params = _optimizer_params(settings.optimizer, stage, precision)
     _check_aio(settings, sections["zero_optimization"])
     _check_values(settings, sections)
     return DeepSpeedSettings(
@@ -210,6 +216,7 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         gradient_clipping=settings.gradient_clipping,
         zero_stage=stage,
         precision=precision,
+        smallest_loss_scale=_smallest_loss_scale(sections["fp16"]),
         optimizer_type=settings.optimizer.type,
         optimizer_params=optimizer_params,
         keys=keys,
@@ -243,7 +250,7 @@ def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
     return sections
 
 
-def _precision(sections: dict[str, Any], stage: int) -> str:
+def _precision(sections: dict[str, Any], stage: int, optimizer_type: str) -> str:
     enabled = [name for name in ("fp16", "bf16") if sections[name].enabled]
     if len(enabled) == 2:
         raise UserError("fp16.enabled and bf16.enabled are both true; choose one")
@@ -251,17 +258,26 @@ def _precision(sections: dict[str, Any], stage: int) -> str:
         raise UserError(
             f"{enabled[0]}.enabled needs zero_optimization.stage 1 or more: at stage 0 DeepSpeed does not scale the "
             "loss (fp16) and starts Adam one step late (bf16)"
+            f"{f'; {_ADAFACTOR_IN_16_BITS}' if optimizer_type == 'Adafactor' else ''}"
         )
     return enabled[0] if enabled else "fp32"
 
 
-def _optimizer_params(section: _Optimizer, stage: int) -> dict[str, Any]:
+def _smallest_loss_scale(fp16: Any) -> float:
+    if not fp16.enabled:
+        return 1.0
+    # A scale other than 0 is constant.
+    return float(fp16.loss_scale or fp16.min_loss_scale)
+
+
+def _optimizer_params(section: _Optimizer, stage: int, precision: str) -> dict[str, Any]:
     if section.type not in OPTIMIZERS:
         raise UserError(f"optimizer.type: unknown optimizer {section.type!r}{nearest(section.type, OPTIMIZERS)}")
     if section.type == "Adafactor" and stage != 0:
         raise UserError(
             f"optimizer.type Adafactor needs zero_optimization.stage 0, found {stage}: ZeRO's flat partition "
             "has no rows and columns, so the second moment would not be factored"
+            f"{'' if precision == 'fp32' else f'; {_ADAFACTOR_IN_16_BITS}'}"
         )
     return validate(_OPTIMIZER_PARAMS[section.type], section.params, "optimizer.params").model_dump()
 

@@ -54,7 +54,10 @@ def check_offload(
             '"update": "backward" updates experts before the norm is known, which gradient_clipping needs; set it to 0'
         )
     elif settings.update == "backward" and deepspeed.precision == "fp16":
-        reason = '"update": "backward" cannot skip a step, and fp16 finds its loss scale by skipped steps; use bf16'
+        reason = (
+            '"update": "backward" cannot skip a step, and fp16 finds its loss scale by skipped steps; use bf16, or '
+            '"update": "next_forward"'
+        )
     elif settings.update == "backward" and pseudo_switch is not None:
         reason = '"update": "backward" needs one gradient per expert and step, but shared layers give several'
     if reason:

@@ -77,7 +77,9 @@ class Trainer:
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
         self._build_engine()
-        self.nonfinite = NonfinitePolicy(run, self.settings.training.max_skipped_steps, config.deepspeed.precision)
+        self.nonfinite = NonfinitePolicy(
+            run, self.settings.training.max_skipped_steps, config.deepspeed.smallest_loss_scale
+        )
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
         self.trackers = Trackers(run, self.settings.logging, config.document) if runtime.is_main else None

@@ -83,6 +83,7 @@ class TrainStep:
             learning_rate=learning_rate,
             grad_norm=update.grad_norm,
             skipped=update.skipped,
+            loss_scale=update.loss_scale,
             nonfinite_routers=nonfinite_routers,
             tokens=int(tokens),
             samples=int(samples),

@@ -22,6 +22,7 @@ from m6.runs.processes import seed_everything
 from m6.training.engine import state
 from m6.training.engine.clipping import clip_gradients, count_in_norm
 from m6.training.engine.fragments import fragments
+from m6.training.engine.loss_scale import LossScale
 from m6.training.expert_groups import expert_group
 from m6.training.offloading.experts import OffloadedExperts
 
@@ -39,10 +40,12 @@ class Update:
     Attributes:
         grad_norm: norm of all gradients before clipping, without the loss scale; infinite or NaN if a gradient is.
         skipped: whether a gradient was not finite, so that no weight changed.
+        loss_scale: of this step; 1 except in fp16.
     """
 
     grad_norm: float
     skipped: bool
+    loss_scale: float
 
 
 class Engine:
@@ -80,6 +83,7 @@ class Engine:
         self._learning_rate = 0.0
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
+        self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
@@ -124,25 +128,23 @@ class Engine:
     def update(self) -> Update:
         """Clips the gradients by their norm and updates the weights, or skips the step if a gradient is not finite."""
         squares = 0.0 if self.offloaded is None else self.offloaded.measure()
-        loss_scale = 1.0
-        if self._zero_stage == 0:
+        loss_scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        if self._loss_scale is None:
             norm = clip_gradients(self.module, self._max_norm, self._expert_group, squares)
             skipped = not math.isfinite(norm)
             if skipped:
                 self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
             self._deepspeed.step()
         else:
-            zero = self._deepspeed.optimizer
-            # Read before the step, which changes the scale for the next one.
-            loss_scale = float(zero.loss_scale)
             self._deepspeed.step()
-            skipped = bool(zero.overflow)
+            skipped = bool(self._deepspeed.optimizer.overflow)
+            self._loss_scale.change(skipped)
             reported = self._deepspeed.get_global_grad_norm()
             # DeepSpeed reports no norm for a step that it skipped.
             norm = float("inf") if skipped or reported is None else float(reported)
         if self.offloaded is not None:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
-        return Update(norm, skipped)
+        return Update(norm, skipped, loss_scale)
 
     def measuring(self) -> AbstractContextManager[Any]:
         """A context around a step that measures the memory for the plan of offloaded experts."""
@@ -223,7 +225,7 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """The state that a step depends on in addition to the fragments, as JSON."""
         counters: dict[str, Any] = {"optimizer_step": self.optimizer_step}
-        scaler = state.loss_scaler_state(self._deepspeed)
+        scaler = {} if self._loss_scale is None else self._loss_scale.state()
         return {**counters, "loss_scaler": scaler} if scaler else counters
 
     def load_counters(self, counters: dict[str, Any], step: int) -> None:
@@ -231,8 +233,8 @@ class Engine:
         state.set_optimizer_step(self._deepspeed, counters["optimizer_step"])
         if self.offloaded is not None:
             self.offloaded.runtime.num_updates = counters["optimizer_step"]
-        for key, value in counters.get("loss_scaler", {}).items():
-            setattr(self._deepspeed.optimizer.loss_scaler, key, value)
+        if self._loss_scale is not None:
+            self._loss_scale.load_state(counters.get("loss_scaler", {}))
         self._deepspeed.global_steps = step  # DeepSpeed's own counter, which follows ours
 
     def release(self) -> None:

@@ -100,14 +100,6 @@ def publish_weights(deepspeed: DeepSpeedEngine) -> None:
         zero._post_step([])
 
 
-def loss_scaler_state(deepspeed: DeepSpeedEngine) -> dict[str, Any]:
-    """The state of fp16's dynamic loss scaler; empty for other precisions."""
-    scaler = getattr(deepspeed.optimizer, "loss_scaler", None)
-    if not deepspeed.fp16_enabled() or scaler is None:
-        return {}
-    return {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
-
-
 def release(deepspeed: DeepSpeedEngine) -> None:
     """Destroys the engine and frees its weights, gradients and optimizer state.
 

@@ -69,6 +69,7 @@ class IntervalReport:
             "learning_rate": outcomes[-1].learning_rate,
             "grad_norm": outcomes[-1].grad_norm,
             "skipped_steps": sum(outcome.skipped for outcome in outcomes),
+            **({"loss_scale": outcomes[-1].loss_scale} if self._config.deepspeed.precision == "fp16" else {}),
             "bad_rows": sum(outcome.bad_rows for outcome in outcomes),
             "step_time_s": elapsed / len(outcomes),
             "data_wait_s": self._data_wait_s / len(outcomes),

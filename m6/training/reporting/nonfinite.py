@@ -18,14 +18,15 @@ from m6.training.reporting.outcome import StepOutcome
 class NonfinitePolicy:
     """Counts consecutive skipped steps.
 
-    With fp16, steps with a finite loss do not count: they are skipped to find the loss scale.
+    Steps with a finite loss do not count while the loss scale of fp16 can still fall: they are skipped to find it.
 
     Args:
         max_skipped_steps: largest number of consecutive skipped steps.
+        smallest_loss_scale: below which the loss scale does not fall; 1 except in fp16.
     """
 
-    def __init__(self, run: RunDirectory, max_skipped_steps: int, precision: str) -> None:
-        self._run, self._limit, self._precision = run, max_skipped_steps, precision
+    def __init__(self, run: RunDirectory, max_skipped_steps: int, smallest_loss_scale: float) -> None:
+        self._run, self._limit, self._smallest_scale = run, max_skipped_steps, smallest_loss_scale
         self.consecutive = 0
 
     def check(self, step: int, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime) -> None:
@@ -38,15 +39,15 @@ class NonfinitePolicy:
             UserError: too many consecutive steps were skipped; RUN/FATAL holds the reason.
         """
         # A finite loss with non-finite fp16 gradients means that the loss scale is too large.
-        expected = self._precision == "fp16" and math.isfinite(outcome.loss)
+        expected = outcome.loss_scale > self._smallest_scale and math.isfinite(outcome.loss)
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
         if self.consecutive <= self._limit:
             return
         folder = self._run.root / "nonfinite"
         routers = ", ".join(outcome.nonfinite_routers)
         reason = (
-            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {self.consecutive} steps in a row "
-            f"were not finite (m6.training.max_skipped_steps {self._limit}); "
+            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, loss scale {outcome.loss_scale:g}; "
+            f"{self.consecutive} steps in a row were not finite (m6.training.max_skipped_steps {self._limit}); "
             f"{f'router logits are not finite in {routers}; ' if routers else ''}batches in {folder}"
         )
         if runtime.is_main:

@@ -17,6 +17,7 @@ class StepOutcome:
         aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
         grad_norm: norm of all gradients before clipping.
         skipped: whether a gradient was not finite, so that no weight changed.
+        loss_scale: of the gradients; 1 except in fp16.
         nonfinite_routers: names of the layers whose router logits were not finite; empty if the step was not skipped.
         tokens, samples, pictures: of the global batch, without padding.
         bad_rows: rows of the data that could not be used.
@@ -30,6 +31,7 @@ class StepOutcome:
     learning_rate: float
     grad_norm: float
     skipped: bool
+    loss_scale: float
     nonfinite_routers: list[str]
     tokens: int
     samples: int

@@ -61,6 +61,8 @@ IGNORED = [
     (keys(bf16=BF16), "bf16.enabled needs zero_optimization.stage 1 or more"),
     (keys(fp16=BF16), "fp16.enabled needs zero_optimization.stage 1 or more"),
     ({**zero(2), "bf16": BF16, "fp16": BF16}, "fp16.enabled and bf16.enabled are both true"),
+    ({**keys(optimizer=ADAFACTOR), "fp16": BF16}, "in 16 bits Adafactor is for offloaded experts alone: set m6"),
+    ({**zero(2), "optimizer": ADAFACTOR, "fp16": BF16}, "optimizer.type to AdamW at stage 1 or 2"),
     ({**zero(1), "optimizer": ADAFACTOR}, "Adafactor needs zero_optimization.stage 0, found 1"),
     ({**zero(3), "optimizer": ADAFACTOR}, "Adafactor needs zero_optimization.stage 0, found 3"),
 ]  # fmt: skip

@@ -33,7 +33,7 @@ MakeTrainer = Callable[..., Trainer]
                 "fp16": {"enabled": True},
                 "zero_optimization": {"stage": 1},
             },
-            r"cannot skip a step, and fp16",
+            r'cannot skip a step, and fp16 .*; use bf16, or "update": "next_forward"',
         ),
         ({"m6__offload": {"policy": "deepspeed"}}, r'"policy": "deepspeed" needs zero_optimization.stage 1, 2 or 3'),
         (
