@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 SWITCH = 4
 SCALE = 2.0**12
+SMALLEST = 2.0**-24
 FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1}
 # (ZeRO stage, ep_size, m6.offload)
 LAYOUTS = {
@@ -77,6 +78,21 @@ def train_with_overflows(document: dict[str, Any], root: Path, stop_at: int) -> 
     (root / f"unchanged_{rank}.json").write_text(json.dumps(unchanged))
 
 
+def train_on_small_gradients(document: dict[str, Any], root: Path) -> None:
+    """One step in which every gradient of an expert is the smallest number of fp16."""
+    trainer = open_trainer_in_16_bits(document, root)
+    experts = trainer.engine.offloaded
+    end_backward = experts.runtime.end_backward
+
+    def smallest(chunk: Any, gradients: Any) -> None:
+        end_backward(chunk, [torch.full_like(gradient, SMALLEST) for gradient in gradients])
+
+    experts.runtime.end_backward = smallest
+    trainer.train(stop_after=1)
+    count = sum(fragment.data.numel() for fragment in experts.fragments() if fragment.kind == "weight")
+    (root / f"small_{trainer.runtime.rank}.json").write_text(json.dumps([experts.squares, count]))
+
+
 def run_all(calls: list[tuple[Any, ...]]) -> None:
     for function, *arguments in calls:
         function(*arguments)
@@ -105,6 +121,7 @@ def runs(make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (train, half, root / "fp16_resumed", 2),
         (train, half, root / "fp16_resumed", STEPS),
         *((train_with_overflows, make(name, fp16=FP16), root / f"overflows_{name}", 5) for name in LAYOUTS),
+        (train_on_small_gradients, half, root / "small"),
         (train, make("adafactor", **PSEUDO), root / "fp32_pseudo", STEPS),
         (train, pseudo, root / "fp16_pseudo", STEPS),
         (train, pseudo, root / "fp16_pseudo_resumed", SWITCH),
@@ -153,6 +170,12 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(runs: Path, name: str):
         assert json.loads((root / f"unchanged_{rank}.json").read_text()) == [False, True, False, True, False]
     state = CheckpointReader(complete_checkpoints(root / "checkpoints")[-1]).state
     assert state["optimizer_step"] == 3, "the bias correction does not count steps that were skipped"
+
+
+def test_small_gradients_are_not_lost_in_the_mean_over_ranks(runs: Path):
+    written = [json.loads((runs / "small" / f"small_{rank}.json").read_text()) for rank in (0, 1)]
+    squares, counts = zip(*written, strict=True)
+    assert squares == (sum(counts) * (SMALLEST / 2) ** 2,) * 2
 
 
 @pytest.mark.parametrize("kind", ["", "_pseudo"])

@@ -31,8 +31,9 @@ _MEASURED_STEPS = 2
 class OffloadedExperts:
     """This rank's offloaded experts with their gradients and optimizer state.
 
-    DeepSpeed does not see these experts. As soon as a gradient is computed, it is averaged over the ranks that hold the
-    same experts.
+    DeepSpeed does not see these experts. As soon as a gradient is computed, it is summed over the ranks that hold the
+    same experts. The loss is multiplied by the number of all ranks; the update divides by it, in fp32, in which small
+    gradients do not become zero.
 
     Args:
         model: on the meta device, with this rank's share of the experts. The constructor replaces the experts by
@@ -61,6 +62,7 @@ class OffloadedExperts:
         self._max_norm = config.deepspeed.gradient_clipping
         self.squares = 0.0
         self._ep_size = config.m6.training.ep_size
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         uses = experts_of(model)
         self._setup = setup = prepare(uses, config, torch_device, sharing)
         try:
@@ -75,7 +77,7 @@ class OffloadedExperts:
                 host_budget_bytes=setup.host_budget_bytes,
                 update_in_backward=settings.update == "backward",
                 plan=setup.plan,
-                reduce=self._average if dist.is_initialized() and dist.get_world_size() > 1 else None,
+                reduce=self._sum if self._world_size > 1 else None,
             )
         except ValueError as error:
             raise UserError(f"m6.offload: {error}") from None
@@ -114,11 +116,11 @@ class OffloadedExperts:
     def begin(self, learning_rate: float) -> None:
         """Begins a step; call it before the first forward pass."""
         if self.runtime.update_in_backward:
-            self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale)
+            self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale, 1.0 / self._world_size)
 
     def measure(self) -> float:
         """Returns the sum of squares of the experts' gradients, including the loss scale; equal on all ranks."""
-        squares = torch.tensor(self.runtime.sum_of_squares(), dtype=torch.float64)
+        squares = torch.tensor(self.runtime.sum_of_squares() / self._world_size**2, dtype=torch.float64)
         if self._ep_size > 1:
             squares = squares.to(self.runtime.device.torch_device)
             dist.all_reduce(squares, group=expert_group("expert_parallel", self._ep_size))
@@ -145,7 +147,8 @@ class OffloadedExperts:
         elif math.isfinite(norm):
             # The same factor as DeepSpeed's for the other parameters.
             clip = max(1.0, (norm + 1e-6) / self._max_norm) if self._max_norm > 0 else 1.0
-            self.runtime.step(learning_rate * self._setup.learning_rate_scale, 1.0 / (clip * loss_scale))
+            factor = 1.0 / (clip * loss_scale * self._world_size)
+            self.runtime.step(learning_rate * self._setup.learning_rate_scale, factor)
         else:
             self.runtime.skip()
 
@@ -236,11 +239,9 @@ class OffloadedExperts:
                     yield Fragment(f"{stack}.{name}", kind, offset, value.view(-1), shape, replica)
                 self.runtime.write(kind, stack, values)
 
-    def _average(self, gradient: Tensor) -> None:
-        """Sums over the ranks with the same experts and divides by the number of all ranks, as DeepSpeed does."""
+    def _sum(self, gradient: Tensor) -> None:
+        """Sums a gradient in place over the ranks with the same experts."""
         dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
-        # All ranks, not only those of the group: the loss is multiplied by the number of all ranks.
-        gradient.div_(dist.get_world_size())
 
     def close(self) -> None:
         """Stops the host threads and frees all memory."""
