@@ -17,6 +17,7 @@ from m6.config.deepspeed_ignored import check_accepted, zero_stage
 from m6.errors import UserError, nearest
 from m6.validation import Section, describe, list_unknown, validate
 
+_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _LARGEST_SCALE_POWER = 62  # DeepSpeed holds the loss scale as an integer, PyTorch as one of 64 bits
 _ADAFACTOR_IN_16_BITS = (
     "in 16 bits Adafactor is for offloaded experts alone: set m6.offload.optimizer to Adafactor, and optimizer.type to "
@@ -291,6 +292,12 @@ def _check_values(settings: _Keys, sections: dict[str, Any]) -> None:
         )
     if power > _LARGEST_SCALE_POWER:
         raise UserError(f"fp16.initial_scale_power: expected at most {_LARGEST_SCALE_POWER}, found {power}")
+    if sections["fp16"].loss_scale:
+        for key in [key for key in _DYNAMIC_SCALE if key in settings.fp16]:
+            raise UserError(
+                f"fp16.{key}: DeepSpeed ignores it with a constant fp16.loss_scale; leave one of them out "
+                "(loss_scale 0 is dynamic)"
+            )
     if zero.zero_quantized_weights and settings.torch_autocast is not None and settings.torch_autocast.enabled:
         raise UserError("zero_optimization.zero_quantized_weights cannot be combined with torch_autocast; use bf16")
 

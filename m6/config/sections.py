@@ -35,7 +35,8 @@ class TrainingSettings(Section):
     max_skipped_steps: int = Field(
         3,
         ge=0,
-        description="consecutive steps with a non-finite loss or gradient to skip; one more ends the run as FATAL",
+        description="consecutive steps with a non-finite loss or gradient to skip; one more ends the run as FATAL. In "
+        "fp16 a step with a finite loss counts only if the loss scale cannot fall any more",
     )
 
 

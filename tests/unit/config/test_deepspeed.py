@@ -89,6 +89,7 @@ DEEP = [
     (zero(3, offload_param={"device": 1}), "zero_optimization.offload_param.device: input should be"),
     (keys(bf16={"enable": True}), 'bf16.enable: unknown key; did you mean "enabled"?'),
     (keys(fp16={"loss_scale_windows": 3}), 'fp16.loss_scale_windows: unknown key; did you mean "loss_scale_window"?'),
+    (keys(fp16={"loss_scale": 8, "hysteresis": 1}), "fp16.hysteresis: DeepSpeed ignores it with a constant"),
     (keys(fp16={"loss_scale": "big"}), "fp16.loss_scale: fp16.loss_scale must be a number"),
     (keys(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale must be > 0"),
     (keys(comms_logger={"verbos": True}), 'comms_logger.verbos: unknown key; did you mean "verbose"?'),

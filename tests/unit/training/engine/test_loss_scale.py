@@ -30,10 +30,13 @@ def fp16_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda self: True)
 
 
+ONE_MICRO_BATCH = {"train_batch_size": 2, "m6__evaluation__interval_steps": 100}
+
+
 def fp16(power: int = 10, window: int = 1000, **others: Any) -> dict[str, Any]:
     """A run in fp16 whose scale begins at 2^power and doubles after ``window`` steps, of one micro-batch each."""
     section = {"enabled": True, "initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1, **others}
-    return {"fp16": section, "train_batch_size": 2, "m6__evaluation__interval_steps": 100}
+    return {"fp16": section, **ONE_MICRO_BATCH}
 
 
 def scales(trainer: Trainer) -> list[float]:
@@ -95,7 +98,8 @@ def test_a_run_goes_on_in_the_middle_of_a_window(make_trainer: MakeTrainer, name
 def test_a_scale_that_cannot_fall_ends_the_run(make_trainer: MakeTrainer):
     """With its reason, and not with DeepSpeed's exception; also where the loss itself is finite."""
     changes = {"zero_optimization": {"stage": 2}, "m6__offload": SMALL, "m6__training__max_skipped_steps": 1}
-    for name, section, steps in (("dynamic", fp16(power=1, min_loss_scale=1), 3), ("static", fp16(loss_scale=8), 2)):
+    constant = {"fp16": {"enabled": True, "loss_scale": 8}, **ONE_MICRO_BATCH}
+    for name, section, steps in (("dynamic", fp16(power=1, min_loss_scale=1), 3), ("constant", constant, 2)):
         trainer = make_trainer(name, **changes, **section)
         experts = experts_of(trainer)
         experts.runtime.sum_of_squares = lambda: math.inf
