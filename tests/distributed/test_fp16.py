@@ -129,7 +129,7 @@ def runs(make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (train, pseudo, root / "fp16_pseudo_resumed", STEPS),
         (train, pseudo, root / "fp16_pseudo_delinked", STEPS),
     ]
-    run_distributed(run_all, 2, calls, timeout_s=400)
+    run_distributed(run_all, 2, calls, timeout_s=300)
     return root
 
 
