@@ -12,7 +12,8 @@ from m6.slurm.job import SIGNAL_EARLY_S, JobDescription
 from m6.validation import validate
 
 _MARGIN_S = 60
-_CHECKPOINT_BYTES_PER_S = 500e6  # of one rank; an assumption for profiles without a measurement
+# Assumptions for profiles without a measurement: of one rank, and of the file system that all ranks share.
+_RANK_BYTES_PER_S, _JOB_BYTES_PER_S = 500e6, 50e9
 
 
 def run_document(planner: Planner, plan: PricedLayout) -> dict[str, Any]:
@@ -22,7 +23,8 @@ def run_document(planner: Planner, plan: PricedLayout) -> dict[str, Any]:
 
 def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
     """Seconds of writing a checkpoint, at the measured rate or an assumed one."""
-    return checkpoint_bytes(planner, plan) / (planner.profile.checkpoint_bytes_per_s or _CHECKPOINT_BYTES_PER_S)
+    assumed = min(_RANK_BYTES_PER_S, _JOB_BYTES_PER_S / planner.cluster.num_devices)
+    return checkpoint_bytes(planner, plan) / (planner.profile.checkpoint_bytes_per_s or assumed)
 
 
 def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:

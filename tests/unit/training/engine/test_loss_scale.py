@@ -58,6 +58,7 @@ def with_backward(trainer: Trainer, factors: dict[int, float]) -> None:
     trainer.engine.backward = multiplied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_step_after_which_the_scale_grows_is_like_any_other(make_trainer: MakeTrainer, layout: dict[str, Any]):
     """DeepSpeed alone would halve the gradients of its own parameters in that step, and not those of the experts."""
