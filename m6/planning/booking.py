@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from m6.formatting import markdown_table
-from m6.model.flops import training_flops
 from m6.planning.cost.step_time import StepTime, TimeModel
 from m6.planning.search.job_files import signal_lead_s
 from m6.planning.search.planner import Planner, PricedLayout
@@ -31,7 +30,8 @@ class StageBooking:
         gpu_days: days times devices.
         device_gb: memory of the fullest device, in GB of 10^9 bytes.
         host_gb: memory of a node's host.
-        mfu: FLOPs that the model needs (without recomputation) over the peak of the devices, in the step's time.
+        mfu: FLOPs of the forward and backward pass over the peak of the devices. Recomputation does not count, nor do
+            choices that a capacity drops.
         exposed_s: communication and host work of a step that computation waits for, in seconds.
         hidden_s: the same that runs beside computation.
         limited_by: the longest part of a step.
@@ -80,7 +80,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         gpu_days=steps * time.total / _DAY_S * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
         host_gb=plan.footprint.host * per_node / 1e9,
-        mfu=_model_flops(planner) / (cluster.num_devices * planner.time.peak_flops * time.total),
+        mfu=planner.time.flops(plan.layout, recomputed=False) / (planner.time.peak_flops * time.total),
         exposed_s=time.exchange + time.reduction + time.host,
         hidden_s=planner.time.hidden_s(plan.layout),
         limited_by=_longest(time),
@@ -154,13 +154,6 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
 def _step_s(planner: Planner, plan: PricedLayout, bound: int) -> float:
     profile = planner.profile.bounds()[bound]
     return TimeModel(planner.config, planner.cluster, profile, planner.memory)(plan.layout).total
-
-
-def _model_flops(planner: Planner) -> float:
-    """FLOPs of a step's forward and backward pass, without recomputation."""
-    row, samples = planner.memory.row, planner.config.deepspeed.train_batch_size / planner.memory.row.samples
-    sizes = (row.real, row.targets, row.pictures, row.real * row.sequence_length)
-    return training_flops(planner.config.model, *(size * samples for size in sizes))
 
 
 def _longest(time: StepTime) -> str:

@@ -7,6 +7,7 @@ transfers and host updates run during the computation.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -141,11 +142,17 @@ class TimeModel:
         between = [seconds["sparse" if model.config.is_moe_layer(layer) else "dense"] for layer in layers]
         return [seconds["embeddings"], *between, seconds["norm"]]
 
+    def flops(self, layout: ParallelLayout, recomputed: bool) -> float:
+        """FLOPs of a rank's matrix products in a step, with or without those of recomputation."""
+        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
+        passes = [self._passes(work, layout) if recomputed else 3 for work, _ in self._work(layout)]
+        products = (work.flops * count for work, count in self._work(layout))
+        return steps / layout.pp_size * sum(map(operator.mul, products, passes))
+
     def lower_bound(self, layout: ParallelLayout) -> float:
         """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s."""
-        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        flops = sum(work.flops * self._passes(work, layout) * count for work, count in self._work(layout))
-        return steps * flops / layout.pp_size / max(self.nodes.device.matmul_flops.values()) * self._fastest_factor()
+        peak = max(self.nodes.device.matmul_flops.values())
+        return self.flops(layout, recomputed=True) / peak * self._fastest_factor()
 
     @property
     def peak_flops(self) -> float:
