@@ -34,7 +34,7 @@ LEVELS = {
         {"train_step"},
         {"dry_run", "loop"},
     ),
-    "m6.planning": ({"machine"}, {"cost"}, {"search"}, {"reports", "prediction"}, {"shipped"}),
+    "m6.planning": ({"machine"}, {"cost"}, {"search"}, {"booking", "reports", "prediction"}, {"shipped"}),
 }
 
 
