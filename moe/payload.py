@@ -19,6 +19,9 @@ class Codec(Protocol):
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """Decodes what ``encode`` returned into [R, D] of type ``dtype``."""
 
+    def row_bytes(self, width: int, element_bytes: int) -> int:
+        """Returns the bytes of an encoded row of ``width`` numbers, each of ``element_bytes`` before."""
+
 
 class Identity:
     """Sends rows in their own type."""
@@ -31,6 +34,10 @@ class Identity:
         """See ``Codec``."""
         return buffer
 
+    def row_bytes(self, width: int, element_bytes: int) -> int:
+        """See ``Codec``."""
+        return width * element_bytes
+
 
 class BFloat16:
     """Rounds to bfloat16, with a relative error of at most 2^-8; float16 rows are not changed."""
@@ -42,6 +49,10 @@ class BFloat16:
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """See ``Codec``."""
         return buffer.to(dtype)
+
+    def row_bytes(self, width: int, element_bytes: int) -> int:
+        """See ``Codec``."""
+        return width * 2
 
 
 class Float8:
@@ -63,6 +74,10 @@ class Float8:
         scale = buffer[:, -_SCALE_BYTES:].flatten().view(torch.float32)[:, None]
         return (numbers.float() * scale).to(dtype)
 
+    def row_bytes(self, width: int, element_bytes: int) -> int:
+        """See ``Codec``."""
+        return width + _SCALE_BYTES
+
 
 IDENTITY = Identity()
 # The codecs towards the experts and back. What comes back is still to be summed, so "float8" uses bfloat16 for it, as
@@ -72,11 +87,3 @@ CODECS: dict[Payload, tuple[Codec, Codec]] = {
     "bfloat16": (BFloat16(), BFloat16()),
     "float8": (Float8(), BFloat16()),
 }
-
-
-def row_bytes(payload: Payload, width: int, element_bytes: int, *, to_experts: bool) -> int:
-    """Returns the bytes of a row of ``width`` numbers of ``element_bytes`` each on its way to or from the experts."""
-    codec = CODECS[payload][0 if to_experts else 1]
-    if isinstance(codec, Float8):
-        return width + _SCALE_BYTES
-    return width * (min(2, element_bytes) if isinstance(codec, BFloat16) else element_bytes)

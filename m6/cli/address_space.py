@@ -5,7 +5,7 @@ import resource
 
 from m6.errors import UserError
 
-# The smallest training maps 2.6 GiB on two cores, most of it libraries and the heaps of their threads. With less,
+# The smallest training maps 2.5 GiB on two cores, most of it libraries and the heaps of their threads. With less,
 # pyarrow may wait forever for a thread that could not be started, and extension modules end in errors of the
 # interpreter.
 _LIBRARIES, _THREAD = 4 << 30, 128 << 20

@@ -76,14 +76,16 @@ def best(
 
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
     stages: list[StageBooking] = []
-    for stage in training_stages(planner):  # the last stage has the whole model; its layout goes into the JSON
+    planned = training_stages(planner)
+    for stage in planned:  # the last stage has the whole model; its layout goes into the JSON
         planner, result = stage, stage.search()
         if not as_json:
             print(search_report(planner, result), end="\n\n")
         if result.plans:
             stages.append(book_stage(planner, result.best, time_limit_min))
-    if not result.plans:
-        raise UserError(f"{config}: no layout fits on {planner.cluster.name}")
+    if len(stages) < len(planned):
+        missing = "" if len(planned) == 1 else f" for the {'Pseudo' if result.plans else 'Real'} stage"
+        raise UserError(f"{config}: no layout fits on {planner.cluster.name}{missing}")
     print(json.dumps(booking(stages, planner)) if as_json else booking_table(stages, planner, time_limit_min))
     if out is not None:
         job = job_description(planner, result.best, time_limit_min)

@@ -35,7 +35,7 @@ class StageBooking:
         exposed_s: communication and host work of a step that computation waits for, in seconds.
         hidden_s: the same that runs beside computation.
         limited_by: the longest part of a step.
-        jobs: jobs of the time limit, one after the other.
+        jobs: jobs of the time limit, one after the other; None: the limit is too short for a step and a checkpoint.
         parts: seconds of a step by part.
     """
 
@@ -55,7 +55,7 @@ class StageBooking:
     exposed_s: float
     hidden_s: float
     limited_by: str
-    jobs: int
+    jobs: int | None
     parts: dict[str, float]
 
 
@@ -84,7 +84,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         exposed_s=time.exchange + time.reduction + time.host,
         hidden_s=planner.time.hidden_s(plan.layout),
         limited_by=_longest(time),
-        jobs=math.ceil(steps * time.total / job_s) if job_s > 0 else 0,
+        jobs=math.ceil(steps * time.total / job_s) if job_s > 0 else None,
         parts=time.parts(),
     )
 
@@ -100,6 +100,7 @@ def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
     """All stages and their sum, for ``--json``."""
     days = sum(stage.days for stage in stages)
     samples = sum(stage.steps for stage in stages) * planner.config.deepspeed.train_batch_size
+    jobs = [stage.jobs for stage in stages]
     return {
         "cluster": planner.cluster.name,
         "devices": planner.cluster.num_devices,
@@ -112,7 +113,7 @@ def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
         "tokens": samples * planner.config.m6.data.sequence_length,
         "device_gb": max(stage.device_gb for stage in stages),
         "host_gb": max(stage.host_gb for stage in stages),
-        "jobs": sum(stage.jobs for stage in stages),
+        "jobs": None if None in jobs else sum(filter(None, jobs)),
         "stages": [asdict(stage) for stage in stages],
     }
 
@@ -128,7 +129,7 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
             f"{stage.samples_per_s:,.0f}",
             _days(stage.days, stage.days_range),
             f"{stage.gpu_days:,.0f}",
-            str(stage.jobs),
+            _jobs(stage.jobs),
             f"{stage.mfu:.1%}",
             f"{stage.exposed_s / stage.step_s:.0%}",
             f"{stage.hidden_s / stage.step_s:.0%}",
@@ -139,7 +140,7 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     if len(stages) > 1:
         steps, speed = sum(stage.steps for stage in stages), f"{total['samples_per_s']:,.0f}"
         days = _days(total["days"], total["days_range"])
-        rows.append(["**in all**", f"{steps:,}", "", speed, days, f"{total['gpu_days']:,.0f}", str(total["jobs"])])
+        rows.append(["**in all**", f"{steps:,}", "", speed, days, f"{total['gpu_days']:,.0f}", _jobs(total["jobs"])])
         rows[-1] += [""] * 4
     jobs = f"jobs of {time_limit_min / 60:g} h"
     columns = ["stage", "steps", "step s", "samples/s", "days (range)", "GPU-days", jobs]
@@ -159,6 +160,10 @@ def _step_s(planner: Planner, plan: PricedLayout, bound: int) -> float:
 def _longest(time: StepTime) -> str:
     parts = time.parts()
     return max(parts, key=lambda name: parts[name])
+
+
+def _jobs(jobs: int | None) -> str:
+    return "none is long enough" if jobs is None else str(jobs)
 
 
 def _days(days: float, bounds: tuple[float, float] | list[float]) -> str:

@@ -28,8 +28,7 @@ class HostTime:
         if measured is not None:
             return measured
         if link is None:
-            peak = self.nodes.device.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
-            return (self.profile.memory_bandwidth_bytes_per_s or peak) * core_share(self.nodes)
+            return device_bandwidth(self.nodes, self.profile)
         return link.bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
 
     def update_s(self, numel: float, optimizer_type: str) -> float:
@@ -49,6 +48,12 @@ class HostTime:
         """
         once = micro_batches * store.weight_bytes * numel / self.copy_bytes_per_s
         return max(2 * once, self.update_s(numel, store.optimizer_type))
+
+
+def device_bandwidth(nodes: Nodes, profile: Profile) -> float:
+    """Bytes a second that a rank reads or writes in the memory of its device."""
+    peak = nodes.device.memory_bandwidth_bytes_per_s * profile.bandwidth_efficiency
+    return (profile.memory_bandwidth_bytes_per_s or peak) * core_share(nodes)
 
 
 def core_share(nodes: Nodes) -> float:

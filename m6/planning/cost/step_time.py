@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from m6.config.run import RunConfig
-from m6.planning.cost.host_time import HostTime, core_share
+from m6.planning.cost.host_time import HostTime, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.partition import balanced_share
@@ -128,7 +128,7 @@ class TimeModel:
     def _stage_3_launches(self, layout: ParallelLayout) -> float:
         """Seconds a micro-batch, in which every parameter is fetched twice and its gradient reduced once."""
         tensors = sum(number for _, number in self.memory.counts(layout).sizes)
-        return 3 * tensors * _STAGE_3_OPERATORS * self.profile.kernel_s / self._core_share()
+        return 3 * tensors * _STAGE_3_OPERATORS * self.profile.kernel_s / core_share(self.nodes)
 
     def layer_s(self, layout: ParallelLayout) -> list[float]:
         """Seconds of computing one micro-batch: of the embeddings, of each layer, and of the head with the loss."""
@@ -201,8 +201,8 @@ class TimeModel:
                 matmul += seconds
         # Elementwise operators write and read what is saved for the backward pass, so its bytes give their time.
         moved = work.saved_bytes * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
-        elementwise = moved / layout.tp_size / self._memory_bandwidth()
-        launch = passes * work.operators * self.profile.kernel_s / self._core_share()
+        elementwise = moved / layout.tp_size / device_bandwidth(self.nodes, self.profile)
+        launch = passes * work.operators * self.profile.kernel_s / core_share(self.nodes)
         factor = self.profile.factor
         return StepTime(
             matmul * factor("matmul"),
@@ -211,14 +211,6 @@ class TimeModel:
             launch * factor("launch"),
         )
 
-    def _core_share(self) -> float:
-        return core_share(self.nodes)
-
-    def _memory_bandwidth(self) -> float:
-        measured = self.profile.memory_bandwidth_bytes_per_s
-        peak = self.nodes.device.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
-        return (measured or peak) * self._core_share()
-
     def _matmul_s(self, product: Matmul) -> float:
         """Seconds of a product: FLOPs at the attained rate, or reading and writing of operands if that is more."""
         m, n, k, count = product.m, product.n, product.k, product.count
@@ -226,7 +218,7 @@ class TimeModel:
         rate = self.profile.attained_flops(peak, m, n, k, product.dtype, count if product.grouped else 1)
         width = 4 if product.dtype in ("fp32", "tf32") else 2
         moved = (m * k + k * n + m * n) * width * count
-        return max(product.flops / (rate * self._core_share()), moved / self._memory_bandwidth())
+        return max(product.flops / (rate * core_share(self.nodes)), moved / device_bandwidth(self.nodes, self.profile))
 
     def _exchange(self, layout: ParallelLayout) -> float:
         """Seconds of one micro-batch in all layers."""
@@ -239,7 +231,7 @@ class TimeModel:
                 assert self._moe is not None
                 moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
                 forward, backward = routing_s(moe, layout.ep_size, work.routed, self.nodes, self.profile)
-                seconds += count * ((passes - 1) * forward + backward) / self._core_share()
+                seconds += count * ((passes - 1) * forward + backward) / core_share(self.nodes)
             if layout.tp_size > 1 and work.recomputed:
                 batch = self.memory.batch_of(layout)
                 rows = batch.rows * batch.sequence_length * self.config.model.hidden_size
@@ -271,7 +263,7 @@ class TimeModel:
         return 2 * send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
 
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
-        return collective_s(kind, num_bytes, group, self.nodes, self.profile) / self._core_share()
+        return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
     def _reduction(self, layout: ParallelLayout, steps: int) -> float:
         """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8)."""
@@ -310,14 +302,14 @@ class TimeModel:
         owned += owned_experts
         # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
-        copies = moved * counts.local / self._memory_bandwidth()
+        copies = moved * counts.local / device_bandwidth(self.nodes, self.profile)
         if not layout.offload_optimizer:
             optimizer = self.config.deepspeed.optimizer_type
             measured = self.profile.update_s_per_parameter.get(optimizer)
             each = (
-                _UPDATE_BYTES[optimizer] / self._memory_bandwidth()
+                _UPDATE_BYTES[optimizer] / device_bandwidth(self.nodes, self.profile)
                 if measured is None
-                else measured / self._core_share()
+                else measured / core_share(self.nodes)
             )
             return owned * each + copies, host
         down = owned * (4 if steps == 1 else 2 * steps + 4)

@@ -9,7 +9,7 @@ from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import FoldedModel
 from m6.planning.cost.precision import FP32, Precision, compute_dtype
-from moe.payload import row_bytes
+from moe.payload import CODECS
 
 # Operators of one forward pass: of a block, and of the embeddings or the head.
 _DENSE_OPERATORS = 20
@@ -121,9 +121,13 @@ def work_of(
                 )
             routed = None
             if ep_size > 1:
-                there = row_bytes(moe.payload, width, precision.residual, to_experts=True)
-                back = row_bytes(moe.payload, width, precision.compute, to_experts=False)
-                routed = RoutedRows(batch.real, rows, there, back)
+                to_experts, from_experts = CODECS[moe.payload]
+                routed = RoutedRows(
+                    tokens=batch.real,
+                    pairs=rows,
+                    to_experts=to_experts.row_bytes(width, precision.residual),
+                    from_experts=from_experts.row_bytes(width, precision.compute),
+                )
             saved = activations.block(sparse=True)
             work = BlockWork(attention + experts, saved, routed, _SPARSE_OPERATORS, True)
         elif block.type == "embeddings":

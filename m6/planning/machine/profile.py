@@ -85,8 +85,8 @@ class Profile(Section):
     def bounds(self) -> tuple[Profile, Profile]:
         """The profiles of the fastest and of the slowest steps that are to be expected.
 
-        Calibrated: a fifth faster and slower, the largest error of a fitted planner on the published layouts.
-        Otherwise efficiencies between which those of published trainings lie.
+        Calibrated: a fifth faster and slower, about the largest error of the fitted planner on the published layouts.
+        Otherwise assumed efficiencies, between which the times of all those layouts lie.
         """
         if self.calibrated:
             changes: list[dict[str, Any]] = [

@@ -287,6 +287,7 @@ class Planner:
         axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
         if layout.ep_size > 1:
             axes["stream_experts"] = [False, True]
+        if layout.ep_size > self.time.nodes.devices_per_domain:
             axes["ranks_per_node"] = [0, self.time.nodes.devices_per_domain]
         for name, values in axes.items():
             yield name, [value for value in values if value != getattr(layout, name)]

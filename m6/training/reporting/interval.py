@@ -6,10 +6,9 @@ import time
 from typing import Any
 
 from m6.config.run import RunConfig
-from m6.model.flops import training_flops
 from m6.runs.processes import Runtime
 from m6.training.reporting.outcome import StepOutcome
-from m6.training.reporting.throughput import memory_bytes, peak_flops
+from m6.training.reporting.throughput import memory_bytes, peak_flops, training_flops
 
 
 class IntervalReport:

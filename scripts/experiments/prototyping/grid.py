@@ -29,11 +29,11 @@ from m6.config.run import load_config
 from m6.evaluation.baselines import compute_baselines
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
-from m6.model.flops import training_flops
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
+from m6.training.reporting.throughput import training_flops
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 from scripts.experiments.experiment import ResultTable, code_version, train

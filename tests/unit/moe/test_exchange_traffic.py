@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from moe import MoEConfig
 from moe.exchange_traffic import exchange_traffic, nodes_of_token
+from moe.payload import CODECS, Payload
 
 
 def choices(prototypes: int, experts: int, top_k: int) -> Iterator[tuple[int, ...]]:
@@ -70,3 +72,12 @@ def test_ranks_of_one_node_send_nothing_to_others():
 def test_what_does_not_fit_is_refused_as_by_the_exchange():
     with pytest.raises(ValueError, match="ep_size 3 does not divide num_experts 16"):
         exchange_traffic(MoEConfig(num_experts=16), 3, 1, 1, 8)
+
+
+@pytest.mark.parametrize("payload", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_row_are_those_of_its_encoding(payload: Payload, dtype: torch.dtype):
+    rows = torch.randn(3, 24, dtype=dtype)
+    for codec in CODECS[payload]:
+        encoded = codec.encode(rows)
+        assert codec.row_bytes(24, dtype.itemsize) * 3 == encoded.numel() * encoded.element_size()

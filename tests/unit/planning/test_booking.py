@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from m6.cli.plan import app
 from m6.config.run import load_config
-from m6.model.flops import training_flops
 from m6.planning.booking import book_stage, booking, booking_table, stage_steps
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.search.job_files import signal_lead_s
 from m6.planning.search.planner import Planner, training_stages
+from m6.training.reporting.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CHEAP = {"zero_stage": 2, "offload_params": False, "tp_size": 1, "pp_size": 1, "offload_optimizer": False}
@@ -42,6 +42,13 @@ def test_the_cost_of_a_stage():
     flops = training_flops(config.model, 128 * length, 128 * length, 128, 128 * length**2)
     # The planner counts all pairs of tokens in attention, as the kernel does.
     assert found.mfu == pytest.approx(flops / (8 * 312e12 * seconds), rel=0.1)
+
+
+def test_a_time_limit_too_short_for_a_step_and_a_checkpoint():
+    booked = book_stage(planner(), planner().search().best, 1)
+    assert booked.jobs is None
+    assert booking([booked], planner())["jobs"] is None
+    assert "| none is long enough |" in booking_table([booked], planner(), 1)
 
 
 def test_both_stages_add_up():

@@ -8,10 +8,10 @@ import pytest
 
 from m6.config.run import load_config
 from m6.model.counting import num_parameters
-from m6.model.flops import training_flops
 from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.folding import fold
 from m6.planning.cost.work import work_of
+from m6.training.reporting.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
