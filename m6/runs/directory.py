@@ -26,7 +26,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,12 @@ class RunDirectory:
                 raise UserError(f"{self.metrics}, line {number}: corrupt: not an object with a step")
             entries.append(entry)
         return entries
+
+    def list_bad_rows(self, rank: int, step: int, rows: Sequence[str]) -> None:
+        """Appends unusable rows of the data to a file; each rank has its own file."""
+        if rows:
+            with (self.root / f"bad_rows_rank_{rank:05d}.txt").open("a", encoding="utf-8") as file:
+                file.writelines(f"step {step}: {row}\n" for row in rows)
 
     def write_progress(self, step: int, total_steps: int) -> None:
         """Records the last finished step, at most once a second.

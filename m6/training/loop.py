@@ -110,7 +110,8 @@ class Trainer:
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
-                self._list_bad_rows(micro_batches)
+                bad_rows = [row for batch in micro_batches for row in batch.bad_rows]
+                self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
                 requests = outcome.result.requests
@@ -265,13 +266,6 @@ class Trainer:
             **self.stage.state(),
         }
         return self.checkpointer.save(self.engine, self.step, state)
-
-    def _list_bad_rows(self, micro_batches: list[MicroBatch]) -> None:
-        """Appends unusable rows of the data to a file; each rank has its own file."""
-        rows = [row for batch in micro_batches for row in batch.bad_rows]
-        if rows:
-            with (self.run.root / f"bad_rows_rank_{self.runtime.rank:05d}.txt").open("a", encoding="utf-8") as file:
-                file.writelines(f"step {self.step}: {row}\n" for row in rows)
 
     def _finish(self) -> bool:
         done = self.step == self.settings.training.total_steps
