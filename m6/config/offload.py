@@ -89,10 +89,10 @@ class OffloadSettings(Section):
     optimizer: OffloadOptimizer | None = Field(
         None, description="optimizer of the experts; absent: the same as for the other parameters"
     )
-    split_master: bool = Field(
+    master_weights: bool = Field(
         True,
-        description="store only the lower half of a bfloat16 weight's fp32 master, 2 bytes instead of 4; the weight "
-        "holds the rest. The results are bit-equal",
+        description="keep fp32 masters of 16-bit experts, for 2 more bytes per parameter in bf16 and 4 in fp16. false: "
+        "updates round the weights at random (stochastic rounding), so that small updates are not lost",
     )
     update: Literal["next_forward", "backward"] = Field(
         "next_forward",

@@ -58,7 +58,7 @@ class ChunkLayout:
         self.planes: dict[str, Plane] = {}
         self.num_bytes = 0
         self._add("weight", dtype, chunk.shapes)  # first, so that home and replica have it at the same offset
-        remainder = remainder_dtype(dtype, settings.split_master)
+        remainder = remainder_dtype(dtype, settings.masters)
         if remainder is not None:
             self._add("remainder", remainder, chunk.shapes)
         if gradient_dtype is not None:

@@ -56,20 +56,44 @@ struct SeparateFloat16 {  // weight: float16, master: fp32
   }
 };
 
-struct SeparateBFloat16 {  // weight: bfloat16, rounded as in Split; master: fp32
-  uint16_t* weight;
-  float* master;
-  float load(ptrdiff_t i) const { return master[i]; }
-  void store(ptrdiff_t i, float value) const {
-    master[i] = value;
-    weight[i] = uint16_t((to_bits(value) + 0x8000u) >> 16);
-  }
-};
-
 struct BFloat16 {
   uint16_t bits;
   operator float() const { return from_bits(uint32_t(bits) << 16); }
 };
+
+// Without masters: rounded up with the probability of the distance to the lower neighbour. See master_weights.py.
+
+inline uint32_t noise(uint32_t bits, uint32_t step) {
+  uint32_t mixed = bits ^ step * 0x9E3779B9u;
+  mixed = (mixed ^ mixed >> 16) * 0x7FEB352Du;
+  mixed = (mixed ^ mixed >> 15) * 0x846CA68Bu;
+  return mixed ^ mixed >> 16;
+}
+
+inline void round_at_random(float value, uint32_t step, BFloat16* to) {
+  const uint32_t bits = to_bits(value);
+  to->bits = uint16_t((bits + (noise(bits, step) & 0xFFFFu)) >> 16);
+}
+
+inline void round_at_random(float value, uint32_t step, _Float16* to) {
+  const uint32_t bits = to_bits(value), added = noise(bits, step) & 0x1FFFu;
+  const float normal = from_bits((bits + added) & ~0x1FFFu);
+  const float small = std::floor(std::fabs(value) * 0x1p24f + float(added) * 0x1p-13f) * 0x1p-24f;
+  *to = _Float16(std::fabs(value) < 0x1p-14f ? std::copysign(small, value) : normal);
+}
+
+template <class Half>
+struct Rounded {
+  Half* weight;
+  uint32_t step;
+  float load(ptrdiff_t i) const { return float(weight[i]); }
+  void store(ptrdiff_t i, float value) const { round_at_random(value, step, weight + i); }
+};
+
+template <class Half>
+void round_all(ptrdiff_t count, const float* values, Half* weight, uint32_t step) {
+  for (ptrdiff_t i = 0; i < count; ++i) round_at_random(values[i], step, weight + i);
+}
 
 struct AdamW {
   float *mean, *square;
@@ -103,7 +127,7 @@ struct Sgd {
   }
 };
 
-enum { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBFloat16SeparateMaster = 3 };
+enum { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 template <class Update, class Master>
 void with_gradient(const Update& update, ptrdiff_t count, Master master, const void* gradient, int dtype) {
@@ -114,18 +138,15 @@ void with_gradient(const Update& update, ptrdiff_t count, Master master, const v
 
 template <class Update>
 void with_master(const Update& update, ptrdiff_t count, int weight_dtype, void* weight, void* remainder,
-                 const void* gradient, int gradient_dtype) {
-  if (weight_dtype == kFloat32)
-    with_gradient(update, count, Whole{static_cast<float*>(weight)}, gradient, gradient_dtype);
-  if (weight_dtype == kBFloat16)
-    with_gradient(update, count, Split{static_cast<uint16_t*>(weight), static_cast<uint16_t*>(remainder)}, gradient,
-                  gradient_dtype);
-  if (weight_dtype == kBFloat16SeparateMaster)
-    with_gradient(update, count, SeparateBFloat16{static_cast<uint16_t*>(weight), static_cast<float*>(remainder)}, gradient,
-                  gradient_dtype);
-  if (weight_dtype == kFloat16)
-    with_gradient(update, count, SeparateFloat16{static_cast<_Float16*>(weight), static_cast<float*>(remainder)}, gradient,
-                  gradient_dtype);
+                 const void* gradient, int gradient_dtype, uint32_t step) {
+  const auto run = [&](auto master) { with_gradient(update, count, master, gradient, gradient_dtype); };
+  if (weight_dtype == kFloat32) run(Whole{static_cast<float*>(weight)});
+  if (weight_dtype == kBFloat16 && remainder)
+    run(Split{static_cast<uint16_t*>(weight), static_cast<uint16_t*>(remainder)});
+  if (weight_dtype == kBFloat16 && !remainder) run(Rounded<BFloat16>{static_cast<BFloat16*>(weight), step});
+  if (weight_dtype == kFloat16 && remainder)
+    run(SeparateFloat16{static_cast<_Float16*>(weight), static_cast<float*>(remainder)});
+  if (weight_dtype == kFloat16 && !remainder) run(Rounded<_Float16>{static_cast<_Float16*>(weight), step});
 }
 
 // Sixteen running sums in double, so that the result does not depend on how wide the machine's vectors are.
@@ -152,17 +173,22 @@ double sum_of_squares_of(ptrdiff_t count, const Value* values) {
 extern "C" {
 
 void adamw(ptrdiff_t count, int weight_dtype, void* weight, void* remainder, const void* gradient, int gradient_dtype,
-           float* mean, float* square, float coefficient, float keep, float beta1, float one_minus_beta1, float beta2,
+           uint32_t step, float* mean, float* square, float coefficient, float keep, float beta1, float one_minus_beta1, float beta2,
            float one_minus_beta2, float inverse_root, float epsilon, float step_size) {
   const AdamW update{mean,  square, coefficient,     keep,    beta1,    one_minus_beta1,
                      beta2, one_minus_beta2,  inverse_root, epsilon, step_size};
-  with_master(update, count, weight_dtype, weight, remainder, gradient, gradient_dtype);
+  with_master(update, count, weight_dtype, weight, remainder, gradient, gradient_dtype, step);
 }
 
 void sgd(ptrdiff_t count, int weight_dtype, void* weight, void* remainder, const void* gradient, int gradient_dtype,
-         float* momentum_buffer, float coefficient, float keep, float momentum, float rate) {
+         uint32_t step, float* momentum_buffer, float coefficient, float keep, float momentum, float rate) {
   with_master(Sgd{momentum_buffer, coefficient, keep, momentum, rate}, count, weight_dtype, weight, remainder, gradient,
-              gradient_dtype);
+              gradient_dtype, step);
+}
+
+void round_at_random(ptrdiff_t count, const float* values, void* weight, int weight_dtype, uint32_t step) {
+  if (weight_dtype == kBFloat16) round_all(count, values, static_cast<BFloat16*>(weight), step);
+  if (weight_dtype == kFloat16) round_all(count, values, static_cast<_Float16*>(weight), step);
 }
 
 double sum_of_squares(ptrdiff_t count, const void* values, int dtype) {

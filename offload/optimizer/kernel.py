@@ -7,13 +7,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from native import load_library
 
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The kernel's numbers of types."""
 _SOURCE = Path(__file__).with_name("host_optimizer.cpp")
 # -ffp-contract=off: a fused multiply-add would round once where the PyTorch code rounds twice.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
 _COUNT, _INT, _POINTER, _FLOAT = ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_float
-_TENSORS: list[Any] = [_COUNT, _INT, _POINTER, _POINTER, _POINTER, _INT]
+_TENSORS: list[Any] = [_COUNT, _INT, _POINTER, _POINTER, _POINTER, _INT, ctypes.c_uint32]
 
 
 @functools.cache
@@ -33,4 +37,6 @@ def load_kernel() -> ctypes.CDLL | None:
     kernel.sgd.restype = None
     kernel.sum_of_squares.argtypes = [_COUNT, _POINTER, _INT]
     kernel.sum_of_squares.restype = ctypes.c_double
+    kernel.round_at_random.argtypes = [_COUNT, _POINTER, _POINTER, _INT, ctypes.c_uint32]
+    kernel.round_at_random.restype = None
     return kernel

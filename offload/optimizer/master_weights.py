@@ -1,12 +1,17 @@
-"""fp32 master weights, stored as the weight and a remainder."""
+"""How the fp32 values of parameters are stored: as the weight and a remainder, or rounded at random without one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from offload.optimizer.kernel import DTYPE_CODES, load_kernel
 
-def remainder_dtype(dtype: torch.dtype, split_master: bool = True) -> torch.dtype | None:
+_LOW = 0xFFFFFFFF
+_SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
+
+
+def remainder_dtype(dtype: torch.dtype, masters: bool = True) -> torch.dtype | None:
     """Returns the type of the remainder that is stored with a weight of type ``dtype``; None if there is none.
 
     A bfloat16 number is the upper half of an fp32 number, so the lower 16 bits suffice as the remainder: 4 bytes for
@@ -14,18 +19,17 @@ def remainder_dtype(dtype: torch.dtype, split_master: bool = True) -> torch.dtyp
     then shows whether the upper half was rounded up. This rounding differs from PyTorch's at exact ties only.
 
     Args:
-        split_master: False: the remainder is a whole fp32 master. The weight is rounded in the same way.
+        masters: False: 16-bit weights have no fp32 master; updates round them at random.
     """
-    if not split_master and dtype != torch.float32:
-        return torch.float32
+    if not masters:
+        return None
     return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[dtype]
 
 
 def read_master(weight: Tensor, remainder: Tensor | None) -> Tensor:
     """Returns the fp32 values; for an fp32 weight that is the weight itself, not a copy."""
-    if weight.dtype == torch.float32:
-        return weight
-    assert remainder is not None
+    if remainder is None:
+        return weight.float()
     if remainder.dtype == torch.float32:
         return remainder
     lower = remainder.to(torch.int32) & 0xFFFF
@@ -33,12 +37,19 @@ def read_master(weight: Tensor, remainder: Tensor | None) -> Tensor:
     return (upper << 16 | lower).view(torch.float32)
 
 
-def write_master(value: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
-    """Stores fp32 values as a weight and its remainder."""
-    if weight.dtype == torch.float32:
-        weight.copy_(value)
+def write_master(value: Tensor, weight: Tensor, remainder: Tensor | None, step: int | None = None) -> None:
+    """Stores fp32 values as a weight and its remainder.
+
+    Args:
+        step: the number of the update. Without a remainder a 16-bit weight is rounded at random, by numbers that depend
+            on the step and on the value alone, and so not on where the weight lies. None: it is rounded to nearest.
+    """
+    if remainder is None:
+        if step is None or weight.dtype == torch.float32:
+            weight.copy_(value)
+        else:
+            _round_at_random(value.contiguous(), weight, step)
         return
-    assert remainder is not None
     if weight.dtype == torch.float16:
         remainder.copy_(value)
         weight.copy_(value)
@@ -46,4 +57,34 @@ def write_master(value: Tensor, weight: Tensor, remainder: Tensor | None) -> Non
     bits = value.view(torch.int32)
     # The sum may overflow int32 for the largest values. It wraps around, and the upper 16 bits are still right.
     weight.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
-    remainder.copy_(value if remainder.dtype == torch.float32 else bits.to(torch.int16))
+    remainder.copy_(bits.to(torch.int16))
+
+
+def _round_at_random(value: Tensor, weight: Tensor, step: int) -> None:
+    """Rounds up with the probability of the distance to the lower neighbour, so the mean is the value.
+
+    Gupta et al. 2015 (arXiv 1502.02551), section 3, "stochastic rounding". Without it an update of less than half of
+    the last place would be lost every time.
+    """
+    kernel = load_kernel() if value.device.type == "cpu" else None
+    if kernel is not None and weight.is_contiguous():
+        kernel.round_at_random(value.numel(), value.data_ptr(), weight.data_ptr(), DTYPE_CODES[weight.dtype], step)
+        return
+    bits = value.view(torch.int32)
+    noise = _noise(bits, step)
+    if weight.dtype == torch.bfloat16:
+        weight.view(torch.int16).copy_((bits.long() + (noise & 0xFFFF) >> 16).to(torch.int16))
+        return
+    # fp32 has 13 more bits of mantissa than float16. Below float16's smallest normal number the distance of neighbours
+    # is constant, 2^-24.
+    normal = (bits.long() + (noise & 0x1FFF) & ~0x1FFF).to(torch.int32).view(torch.float32)
+    small = (value.abs() * 2.0**24 + (noise & 0x1FFF).float() * 2.0**-13).floor_() * 2.0**-24
+    weight.copy_(torch.where(value.abs() < _SMALLEST_NORMAL, small.copysign(value), normal))
+
+
+def _noise(bits: Tensor, step: int) -> Tensor:
+    """Hashes the bits of fp32 values and the step to 32 bits, by Wellons' function lowbias32."""
+    mixed = (bits.long() & _LOW) ^ (step * 0x9E3779B9 & _LOW)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ mixed >> shift) * factor & _LOW
+    return mixed ^ mixed >> 16

@@ -19,8 +19,7 @@ class OptimizerSettings:
         beta2_decay, clipping_threshold: constants of Adafactor.
         momentum: of SGD; with 0 it has no state.
         weight_decay: decoupled, and multiplied by the learning rate. Vectors are not decayed.
-        split_master: store a bfloat16 weight as the upper half of its fp32 master, and not next to a whole master. The
-            results are equal to the bit.
+        masters: keep fp32 masters of 16-bit weights. False: updates round the weights at random.
 
     Raises:
         ValueError: a value is not in its range; the message names the field.
@@ -34,7 +33,7 @@ class OptimizerSettings:
     clipping_threshold: float = 1.0
     momentum: float = 0.0
     weight_decay: float = 0.0
-    split_master: bool = True
+    masters: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("adamw", "adafactor", "sgd"):

@@ -13,12 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernel import load_kernel
+from offload.optimizer.kernel import DTYPE_CODES, load_kernel
 from offload.optimizer.master_weights import read_master, write_master
 from offload.optimizer.settings import OptimizerSettings
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SEPARATE_MASTER = 3  # a bfloat16 weight with a whole fp32 master
 _EPSILON_GRADIENT, _EPSILON_SCALE = torch.finfo(torch.float32).eps, 1e-3
 
 
@@ -27,7 +25,7 @@ def sum_of_squares(values: Tensor) -> float:
     kernel = load_kernel() if values.device.type == "cpu" else None
     if kernel is None:
         return float(values.double().square().sum())
-    return float(kernel.sum_of_squares(values.numel(), values.data_ptr(), _DTYPE_CODES[values.dtype]))
+    return float(kernel.sum_of_squares(values.numel(), values.data_ptr(), DTYPE_CODES[values.dtype]))
 
 
 @torch.no_grad()
@@ -47,7 +45,8 @@ def update(
         step: the number of this update, from 1.
         coefficient: the factor of the gradient, which combines loss scale and clipping.
         weight: [N, rows, columns] or [N, numel], in the model's type.
-        remainder: of the same shape and the type ``remainder_dtype``.
+        remainder: of the same shape and the type ``remainder_dtype``; None for fp32 weights, and for 16-bit weights
+            without masters, which are rounded at random.
         gradient: of the same shape, in fp32 or a 16-bit type.
         states: by name, with the shapes of ``OptimizerSettings.states``.
     """
@@ -82,16 +81,16 @@ def update(
     if kernel is None:
         compute = _adamw if settings.kind == "adamw" else _sgd
         master = compute(read_master(weight, remainder), gradient.float() * coefficient, buffers, scalars)
-        write_master(master, weight, remainder)
+        write_master(master, weight, remainder, step)
         return
-    separate = weight.dtype == torch.bfloat16 and remainder is not None and remainder.dtype == torch.float32
     (kernel.adamw if settings.kind == "adamw" else kernel.sgd)(
         weight.numel(),
-        _SEPARATE_MASTER if separate else _DTYPE_CODES[weight.dtype],
+        DTYPE_CODES[weight.dtype],
         weight.data_ptr(),
         None if remainder is None else remainder.data_ptr(),
         gradient.data_ptr(),
-        _DTYPE_CODES[gradient.dtype],
+        DTYPE_CODES[gradient.dtype],
+        step,
         *([buffer.data_ptr() for buffer in buffers] if buffers else [None]),
         coefficient,
         *scalars,
@@ -147,4 +146,4 @@ def _adafactor(
     rate = scale * min(learning_rate, 1 / math.sqrt(step))
     size = math.sqrt(sum_of_squares(change) / change.numel())
     rate /= max(1.0, size / settings.clipping_threshold)
-    write_master(master * (1 - learning_rate * settings.weight_decay) - change * rate, weight, remainder)
+    write_master(master * (1 - learning_rate * settings.weight_decay) - change * rate, weight, remainder, step)

@@ -119,7 +119,7 @@ def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
     else:
         beta1, beta2 = own.betas
         made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)
-    made = replace(made, weight_decay=own.weight_decay, split_master=settings.split_master)
+    made = replace(made, weight_decay=own.weight_decay, masters=settings.master_weights)
     return made, own.lr / params["lr"]
 
 

@@ -36,7 +36,7 @@ def toys(draw: st.DrawFn) -> Toy:
         num_steps=4,
         dtype=dtype,
         gradient_dtype=dtype if update_in_backward else draw(st.sampled_from([dtype, torch.float32])),
-        optimizer=replace(OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))], split_master=draw(st.booleans())),
+        optimizer=replace(OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))], masters=draw(st.booleans())),
         clip=not update_in_backward and draw(st.booleans()),
         loss_scale=draw(st.sampled_from([1.0, 128.0])),
         overflow_step=-1 if update_in_backward else draw(st.sampled_from([-1, -1, 0, 2])),

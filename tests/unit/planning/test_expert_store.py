@@ -30,7 +30,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
         (BF16, {}),
         (ADAFACTOR, {}),
         ({}, {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}),
-        (BF16, {"split_master": False}),
+        (BF16, {"master_weights": False}),
         ({**BF16, **ONE_MICRO_BATCH}, {"update": "backward"}),
         ({}, {"chunk_mib": 0.01}),
     ],

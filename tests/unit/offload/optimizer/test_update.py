@@ -24,8 +24,9 @@ def run(settings, dtype, gradient_dtype=torch.float32, num_steps=20, coefficient
     """A few steps from random weights on random gradients; returns weight, remainder, states and fp32 masters."""
     generator = torch.Generator().manual_seed(3)
     weight, remainder = torch.empty(SHAPE, dtype=dtype), None
-    if remainder_dtype(dtype) is not None:
-        remainder = torch.empty(SHAPE, dtype=remainder_dtype(dtype, settings.split_master))
+    stored = remainder_dtype(dtype, settings.masters)
+    if stored is not None:
+        remainder = torch.empty(SHAPE, dtype=stored)
     write_master(torch.randn(SHAPE, generator=generator), weight, remainder)
     states = {name: torch.zeros(shape) for name, shape in settings.states(SHAPE).items()}
     for step in range(1, num_steps + 1):
@@ -58,12 +59,14 @@ def test_fp32_agrees_with_pytorch(settings):
     torch.testing.assert_close(got, torch.stack([*parameters]).detach().float(), rtol=0, atol=2e-6)
 
 
-# Adafactor is PyTorch code with and without the kernel.
+# Adafactor is PyTorch code with and without the kernel, but for sums of squares.
+@pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
 @pytest.mark.parametrize("settings", [each for each in SETTINGS if each.kind != "adafactor"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernel_and_pytorch_agree_to_the_bit(settings, dtype, gradient_dtype, monkeypatch):
+def test_kernel_and_pytorch_agree_to_the_bit(settings, masters, dtype, gradient_dtype, monkeypatch):
     assert load_kernel() is not None, "this machine has a compiler"
+    settings = replace(settings, masters=masters)
     compiled, _ = run(settings, dtype, gradient_dtype)
     monkeypatch.setattr(offload.optimizer.update, "load_kernel", lambda: None)
     fallback, _ = run(settings, dtype, gradient_dtype)
@@ -77,21 +80,6 @@ def test_split_master_is_fp32(settings):
     _, split = run(settings, torch.bfloat16)
     _, whole = run(settings, torch.float32)
     assert torch.equal(split, whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_separate_master_gives_the_same_results(settings, dtype, monkeypatch):
-    (weight, _, *_), split = run(settings, dtype)
-    separate = replace(settings, split_master=False)
-    for kernel in (True, False):
-        if not kernel:
-            monkeypatch.setattr(offload.optimizer.update, "load_kernel", lambda: None)
-        (other, remainder, *_), whole = run(separate, dtype)
-        assert remainder.dtype == torch.float32
-        if kernel or settings.kind != "adafactor":  # its sums of squares may differ in the last bit
-            assert torch.equal(weight, other)
-            assert torch.equal(split, whole)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

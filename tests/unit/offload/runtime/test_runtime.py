@@ -141,7 +141,7 @@ def test_host_bytes_by_hand():
         (OptimizerSettings("adafactor"), False, 6.05),
         (OptimizerSettings("adamw"), True, 12.0),
         (OptimizerSettings("adafactor"), True, 4.05),
-        (OptimizerSettings("adamw", split_master=False), True, 14.0),
+        (OptimizerSettings("adamw", masters=False), True, 10.0),
     ):
         device = SimulatedDevice(10**9)
         runtime = OffloadRuntime(
