@@ -11,6 +11,9 @@ venv=${M6_VENV:-$root/.venv}
 python=${M6_PYTHON:-python3}
 torch_version=2.13.0
 
+# Python compiles the modules that are used when they are used; pip would compile all 20,000, for minutes.
+pip_install() { "$venv/bin/pip" install --quiet --no-compile "$@"; }
+
 say() { printf '\n== %s\n' "$*"; }
 
 install_torch() {
@@ -19,10 +22,10 @@ install_torch() {
     # Without an NVIDIA driver the CPU build is a tenth of the size; an index that has none (macOS, or plain
     # PyPI) offers the default build instead.
     if ! command -v nvidia-smi >/dev/null 2>&1 &&
-        "$venv/bin/pip" install --quiet "${index[@]+"${index[@]}"}" "torch==$torch_version+cpu" 2>/dev/null; then
+        pip_install "${index[@]+"${index[@]}"}" "torch==$torch_version+cpu" 2>/dev/null; then
         return
     fi
-    "$venv/bin/pip" install --quiet "${index[@]+"${index[@]}"}" "torch==$torch_version"
+    pip_install "${index[@]+"${index[@]}"}" "torch==$torch_version"
 }
 
 make_environment() { # make_environment EXTRA
@@ -39,9 +42,9 @@ make_environment() { # make_environment EXTRA
             echo "error: $python cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2
             exit 2
         fi
-        "$venv/bin/pip" install --quiet --upgrade pip
+        pip_install --upgrade pip
         install_torch
-        "$venv/bin/pip" install --quiet --constraint "$root/scripts/constraints.txt" --editable "${root}[$1]"
+        pip_install --constraint "$root/scripts/constraints.txt" --editable "${root}[$1]"
         printf '%s\n' "$wanted" >"$venv/.installed-$1"
     fi
     export PATH="$venv/bin:$PATH"

@@ -45,7 +45,7 @@ def check_offload(
             "offloaded experts are stored in the precision of their computation: use bf16 instead of torch_autocast"
         )
     elif not settings.master_weights and deepspeed.precision == "fp32":
-        reason = '"master_weights": false is for 16-bit experts, but the run is in fp32; use bf16 or fp16, or leave it out'
+        reason = '"master_weights": false is for 16-bit experts, but the run is in fp32; use bf16 or fp16'
     elif pseudo_switch == "gradient_correlation":
         reason = (
             "the gradients of offloaded experts cannot be compared between layers: m6.pseudo_to_real.switch must not "

@@ -90,7 +90,7 @@ def load_config_of(document: dict[str, Any], folder: Path) -> RunConfig:
     return load_config(path)
 
 
-@long_and_short(150, 1000)
+@long_and_short(150, 500)
 def test_damaged_documents(number: int, documents: list[dict[str, Any]], tmp_path: Path):
     @given(damaged(documents))
     def check(case: tuple[dict[str, Any], list[str]]) -> None:
@@ -104,7 +104,7 @@ def test_damaged_documents(number: int, documents: list[dict[str, Any]], tmp_pat
     search(number, check)
 
 
-@long_and_short(100, 800)
+@long_and_short(100, 400)
 def test_damaged_text(number: int, documents: list[dict[str, Any]], tmp_path: Path):
     """Bytes that were cut, doubled or changed, as a broken copy has them."""
     text = json.dumps(documents[-2], indent=1).encode()
@@ -119,7 +119,7 @@ def test_damaged_text(number: int, documents: list[dict[str, Any]], tmp_path: Pa
     search(number, check)
 
 
-@long_and_short(100, 800)
+@long_and_short(100, 400)
 def test_overrides(number: int, documents: list[dict[str, Any]], tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(documents[-2]), encoding="utf-8")

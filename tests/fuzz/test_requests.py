@@ -85,7 +85,7 @@ def test_requests(number: int, address: tuple[str, int]):
         assert client.post("/caption", content=PICTURE).json() == {"text": "(8, 8)"}
 
 
-@long_and_short(60, 500)
+@long_and_short(60, 250)
 def test_bytes_that_are_no_request(number: int, address: tuple[str, int]):
     lines = st.sampled_from(
         [

@@ -59,7 +59,7 @@ def read(path: Path) -> None:
     assert len(refusal(check)) < 3000
 
 
-@long_and_short(120, 800)
+@long_and_short(120, 400)
 def test_metadata_lines(number: int, tmp_path: Path):
     folder = make_folder(tmp_path / "photos")
     rows = st.dictionaries(names, cells, max_size=4).map(json.dumps).map(str.encode)
@@ -73,7 +73,7 @@ def test_metadata_lines(number: int, tmp_path: Path):
     search(number, check)
 
 
-@long_and_short(120, 800)
+@long_and_short(120, 400)
 def test_csv_tables(number: int, tmp_path: Path):
     folder = make_folder(tmp_path / "photos")
 
@@ -92,7 +92,7 @@ def test_csv_tables(number: int, tmp_path: Path):
     search(number, check)
 
 
-@long_and_short(120, 800)
+@long_and_short(120, 400)
 def test_text_tables(number: int, tmp_path: Path):
     @given(
         st.sampled_from(["jsonl", "csv", "txt", "parquet", "json", "md"]),
@@ -111,7 +111,7 @@ def test_text_tables(number: int, tmp_path: Path):
     search(number, check)
 
 
-@long_and_short(60, 500)
+@long_and_short(60, 250)
 def test_parquet_tables(number: int, tmp_path: Path):
     columns = st.one_of(
         st.lists(st.text(max_size=10) | st.none(), min_size=3, max_size=3),
@@ -143,7 +143,7 @@ def test_parquet_tables(number: int, tmp_path: Path):
     search(number, check)
 
 
-@long_and_short(80, 800)
+@long_and_short(80, 400)
 def test_archives(number: int, tmp_path: Path):
     """Archives whose bytes are changed and cut, and members of every name."""
     file = tmp_path / "pairs.tar"
@@ -180,7 +180,7 @@ def test_archives(number: int, tmp_path: Path):
     search(number, check)
 
 
-@long_and_short(60, 500)
+@long_and_short(60, 250)
 def test_folders_of_any_names(number: int, tmp_path: Path):
     counter = iter(range(10**9))
 

@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fixtures.command import contents, m6
 from tests.fixtures.fabricated_run import run_document, training_entry, write_metrics, write_run
-from tests.fixtures.full_disk import full_disk
+from tests.fixtures.full_disk import full_disk, growing
 from tests.fixtures.tiny_data import build_labelled_data, build_tiny_codes
 from tests.fixtures.tiny_run import tiny_document
 
@@ -95,14 +94,6 @@ def command(name: str, folder: Path, out: Path) -> tuple[object, ...]:
         "submit": ("submit", folder / "drawing.json", "--init", folder / "pretrained", "--run-dir", out, *job),
         "train-image-tokenizer": ("train-image-tokenizer", folder / "image_tokenizer.json", "--out", out),
     }[name]
-
-
-def growing() -> Iterator[int]:
-    """0, 1, 2, 3, 5, 8, ...: the first writes, and ever fewer of the later ones."""
-    number, following = 0, 1
-    while True:
-        yield number
-        number, following = following, max(number + following, following + 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

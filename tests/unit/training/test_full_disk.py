@@ -12,7 +12,7 @@ from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.runs.processes import Runtime
 from m6.training.loop import pretrain
-from tests.fixtures.full_disk import full_disk
+from tests.fixtures.full_disk import full_disk, growing
 from tests.fixtures.tiny_run import tiny_document
 
 
@@ -27,8 +27,7 @@ def test_a_disk_that_is_full_at_some_write(runtime: Runtime, folder: Path, tmp_p
     changes = {"m6__training__total_steps": 2, "m6__checkpoint": {"interval_steps": 1, "async_save": async_save}}
     config = parse_config(tiny_document(folder, **changes))
     assert pretrain(config, tmp_path / "whole", runtime)
-    number, following = 0, 1
-    while True:
+    for number in growing():
         root = tmp_path / f"at_{number}"
         with full_disk(number) as calls:
             try:
@@ -46,5 +45,4 @@ def test_a_disk_that_is_full_at_some_write(runtime: Runtime, folder: Path, tmp_p
         assert pretrain(config, root, runtime), "the next attempt goes on"
         assert losses(root) == losses(tmp_path / "whole")
         assert [path.name for path in root.rglob("*") if path.suffix == ".tmp" or path.name == "lock"] == []
-        number, following = following, number + following
     assert number > 20, "the run wrote something"

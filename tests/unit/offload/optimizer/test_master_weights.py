@@ -46,7 +46,7 @@ def rounded(values, dtype, step):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("size", [1.0, 3e-3, 1e-5, 1e-7])  # float16's normal numbers begin at 6.1e-5
 def test_random_rounding_takes_a_neighbour_and_keeps_the_mean(dtype, size):
-    """The mean of 4,000 roundings is within 5 standard errors of 1,000 values of both signs, at most half a step each."""
+    """The mean of 4,000 roundings is within 5 standard errors of each of 1,000 values."""
     values = torch.randn(1_000, generator=torch.Generator().manual_seed(1)) * size
     nearest = values.to(dtype)
     # 16-bit numbers of one sign are ordered as their bits, so the next number of larger size has the next bits.

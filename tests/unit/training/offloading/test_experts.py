@@ -188,6 +188,33 @@ def test_updates_in_the_backward_pass_change_nothing(make_trainer: MakeTrainer, 
     assert experts_of(early).state_bytes < experts_of(late).state_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_experts_without_masters(make_trainer: MakeTrainer, precision: str):
+    """Neither the budget nor a resumption changes a bit. The losses are those with masters within 0.01, of about 4."""
+    changes: dict[str, Any] = {
+        precision: {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})},
+        "zero_optimization__stage": 1,
+        "train_batch_size": 2,
+    }
+    own = {"optimizer": {"type": "Adafactor", "lr": 0.005}}
+    without = {**own, "master_weights": False}
+    small = make_trainer("small", m6__offload={**SMALL, **without}, **changes)
+    assert small.train()
+    make_trainer("halves", m6__offload={**SMALL, **without}, **changes).train(stop_after=2)
+    halves = make_trainer("halves", m6__offload={**LARGE, **without}, **changes)
+    assert halves.train()
+    assert metrics(small) == metrics(halves)
+    assert_equal(state(small), state(halves))
+    masters = make_trainer("masters", m6__offload={**LARGE, **own}, **changes)
+    assert masters.train()
+    for (expected, _), (loss, _) in zip(metrics(masters), metrics(small), strict=True):
+        assert abs(loss - expected) < 0.01
+    saved = experts_of(masters).state_bytes - experts_of(small).state_bytes
+    numel = sum(value.numel() for (name, kind), value in state(small).items() if "experts" in name and kind == "weight")
+    assert saved == pytest.approx(numel * (2 if precision == "bf16" else 4), rel=0.01)
+
+
 def test_updates_in_the_backward_pass_cannot_be_skipped(make_trainer: MakeTrainer, monkeypatch: Any):
     changes = {"train_batch_size": 2, "gradient_clipping": 0.0}
     trainer = make_trainer("run", m6__offload={**SMALL, "update": "backward"}, **changes)

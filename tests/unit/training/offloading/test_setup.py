@@ -27,6 +27,10 @@ MakeTrainer = Callable[..., Trainer]
         ({"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}}, r"cannot be compared"),
         ({"m6__offload": {"update": "backward"}}, r"updates experts before the norm is known"),
         (
+            {"m6__offload": {"master_weights": False}},
+            r'"master_weights": false is for 16-bit experts.*use bf16 or fp16',
+        ),
+        (
             {
                 "m6__offload": {"update": "backward"},
                 "gradient_clipping": 0.0,
