@@ -14,8 +14,18 @@ from native import load_library
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernel's numbers of types."""
 _SOURCE = Path(__file__).with_name("host_optimizer.cpp")
-# -ffp-contract=off: a fused multiply-add would round once where the PyTorch code rounds twice.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
+# -ffp-contract=off: a fused multiply-add would round once where the PyTorch code rounds twice. -fno-trapping-math: without
+# it compilers do not vectorize a choice between two results of arithmetic.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+)
 _COUNT, _INT, _POINTER, _FLOAT = ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_float
 _TENSORS: list[Any] = [_COUNT, _INT, _POINTER, _POINTER, _POINTER, _INT, ctypes.c_uint32]
 
@@ -35,6 +45,8 @@ def load_kernel() -> ctypes.CDLL | None:
     kernel.adamw.restype = None
     kernel.sgd.argtypes = [*_TENSORS, _POINTER, *[_FLOAT] * 4]
     kernel.sgd.restype = None
+    kernel.adafactor.argtypes = [*_TENSORS, _COUNT, _POINTER, _POINTER, *[_FLOAT] * 6, *[ctypes.c_double] * 3]
+    kernel.adafactor.restype = None
     kernel.sum_of_squares.argtypes = [_COUNT, _POINTER, _INT]
     kernel.sum_of_squares.restype = ctypes.c_double
     kernel.round_at_random.argtypes = [_COUNT, _POINTER, _POINTER, _INT, ctypes.c_uint32]

@@ -1,7 +1,8 @@
 """The optimizers' arithmetic on one chunk, with results that are equal to the bit on the host and on the device.
 
 The compiled kernel and the PyTorch code below do the same operations in the same order, and round each to fp32. So the
-weights do not depend on which chunks the device owns and updates itself.
+weights do not depend on which chunks the device owns and updates itself. Adafactor's sums over a matrix are taken in
+double, in another order on a GPU: there the last bit of a mean may differ.
 """
 
 from __future__ import annotations
@@ -134,16 +135,42 @@ def _adafactor(
 
     Each matrix is updated by itself, because sums over a stack could round differently for another chunk size.
     """
+    share, rate = step**settings.beta2_decay, min(learning_rate, 1 / math.sqrt(step))
+    keep = 1 - learning_rate * settings.weight_decay
+    kernel = load_kernel() if weight.device.type == "cpu" else None
+    if kernel is not None:
+        kernel.adafactor(
+            weight.shape[0],
+            DTYPE_CODES[weight.dtype],
+            weight.data_ptr(),
+            None if remainder is None else remainder.data_ptr(),
+            gradient.data_ptr(),
+            DTYPE_CODES[gradient.dtype],
+            step,
+            weight.shape[1],
+            row.data_ptr(),
+            column.data_ptr(),
+            coefficient,
+            share,
+            1 - share,
+            keep,
+            _EPSILON_GRADIENT,
+            _EPSILON_GRADIENT**-2,
+            rate,
+            settings.clipping_threshold,
+            _EPSILON_SCALE,
+        )
+        return
     master = read_master(weight, remainder)
     gradient = gradient.float() * coefficient
     squares = gradient.square()
-    share = step**settings.beta2_decay
-    row.lerp_(squares.mean(-1, keepdim=True), share)
-    column.lerp_(squares.mean(-2, keepdim=True), share)
-    variance = (row @ column) / row.mean().clamp(min=_EPSILON_GRADIENT)
-    change = gradient * variance.clamp_(min=_EPSILON_GRADIENT**2).rsqrt_()
-    scale = max(_EPSILON_SCALE, math.sqrt(sum_of_squares(master) / master.numel()))
-    rate = scale * min(learning_rate, 1 / math.sqrt(step))
-    size = math.sqrt(sum_of_squares(change) / change.numel())
+    # Sums in double, so that their order hardly ever shows in fp32.
+    for average, dim in ((row, -1), (column, -2)):
+        average.mul_(1 - share).add_(squares.mean(dim, keepdim=True, dtype=torch.float64).float() * share)
+    relative = row / row.mean(dtype=torch.float64).float().clamp(min=_EPSILON_GRADIENT)
+    inverse_variance = (relative.reciprocal() * column.reciprocal()).clamp_(max=_EPSILON_GRADIENT**-2).double()
+    change = gradient * inverse_variance.sqrt().float()
+    rate *= max(_EPSILON_SCALE, math.sqrt(sum_of_squares(master) / master.numel()))
+    size = math.sqrt(float((gradient.double().square() * inverse_variance).sum()) / change.numel())
     rate /= max(1.0, size / settings.clipping_threshold)
-    write_master(master * (1 - learning_rate * settings.weight_decay) - change * rate, weight, remainder, step)
+    write_master(master * keep - change * rate, weight, remainder, step)

@@ -59,9 +59,8 @@ def test_fp32_agrees_with_pytorch(settings):
     torch.testing.assert_close(got, torch.stack([*parameters]).detach().float(), rtol=0, atol=2e-6)
 
 
-# Adafactor is PyTorch code with and without the kernel, but for sums of squares.
 @pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
-@pytest.mark.parametrize("settings", [each for each in SETTINGS if each.kind != "adafactor"], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernel_and_pytorch_agree_to_the_bit(settings, masters, dtype, gradient_dtype, monkeypatch):
