@@ -21,7 +21,7 @@ class StepTraffic:
         near_peers: those of them on the rank's own node.
         rows: rows to other ranks, the same number towards the experts and back.
         other_bytes: bytes of gates and positions to other ranks, and of the numbers that tell how much comes.
-        collectives: how many collectives the step has; each sends a message to every peer.
+        collectives: how many collectives the step has in all parts; each sends a message to every peer.
     """
 
     peers: int
@@ -86,8 +86,9 @@ def exchange_traffic(
                 sent_rows = rows * reached * others / size
         other_bytes = gates * _GATE_BYTES
         if not backward:
-            other_bytes += gates * _POSITION_BYTES + others * numbers * _NUMBER_BYTES
+            other_bytes += gates * _POSITION_BYTES + config.overlap_parts * others * numbers * _NUMBER_BYTES
             collectives += 1 if step.kind == "all_to_all" else 2
+        collectives *= config.overlap_parts
         steps.append(StepTraffic(others, near_peers, sent_rows, other_bytes, collectives))
         rows *= reached
     return tuple(steps)
