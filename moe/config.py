@@ -168,6 +168,10 @@ class MoEConfig:
         """K, without the shared experts."""
         return self.num_prototypes * self.top_k
 
+    def exchange_parts(self, ep_size: int) -> int:
+        """Returns in how many parts a layer exchanges its tokens: 1 if all experts are on this rank."""
+        return self.overlap_parts if ep_size > 1 else 1
+
     def capacity(self, num_tokens: int, training: bool) -> int | None:
         """Returns the most tokens that one expert computes of ``num_tokens`` tokens; None: there is no limit.
 

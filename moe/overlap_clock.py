@@ -43,7 +43,7 @@ class Span:
     @property
     def hidden(self) -> float:
         """Seconds of exchanges beside computation."""
-        return self.network - self.exposed
+        return max(0.0, self.network - self.exposed)  # rounding may leave less than nothing
 
 
 def operations(num_parts: int, num_hops: int, backward: bool = False) -> Iterator[Operation]:
