@@ -44,7 +44,8 @@ class StepTime:
         experts: grouped matrix products of experts.
         elementwise: all other operators, which memory bandwidth limits.
         launch: the least time of each operator.
-        exchange: all-to-all to the experts and back, all-reduces of tensor parallelism, messages between stages.
+        exchange: of tokens to the experts and back, as far as computation does not hide it; all-reduces of tensor
+            parallelism, messages between stages.
         reduction: all-reduce of gradients and all-gather of weights.
         update: the optimizer on the device.
         host: transfers between host and device, and the update on the host, as far as computation does not hide them.
