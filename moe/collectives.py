@@ -59,12 +59,16 @@ class Collectives:
         self._own = ranks.index(own)
         self._same_node = [node == nodes[self._own] for node in nodes]
 
-    def exchange(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Splits ``values`` along dimension 0 over the ranks, and returns what they sent to this one, by source.
+    def exchange(
+        self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> "PendingCollective":
+        """Starts to split ``values`` along dimension 0 over the ranks.
 
-        The parts are equal unless ``sent`` and ``received`` give their sizes. The result has no gradient.
+        Returns:
+            A collective whose ``wait`` returns what the ranks sent to this one, by source. The parts are equal unless
+            ``sent`` and ``received`` give their sizes. The result has no gradient.
         """
-        return self._all_to_all(values.detach(), sent, received, IDENTITY).wait()
+        return self._all_to_all(values.detach(), sent, received, IDENTITY)
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], *, to_experts: bool) -> "PendingExchange":
         """Starts an all-to-all of rows.
@@ -84,13 +88,13 @@ class Collectives:
             lambda grads: self._all_to_all(grads, received, sent, gradient_codec),
         )
 
-    def exchange_exactly(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Does an ``all_to_all`` in the rows' own number format, and waits for it."""
+    def exchange_exactly(self, rows: Tensor, sent: list[int], received: list[int]) -> "PendingExchange":
+        """Starts an ``all_to_all`` in the rows' own number format."""
         return PendingExchange(
             rows,
             lambda rows: self._all_to_all(rows, sent, received, IDENTITY),
             lambda grads: self._all_to_all(grads, received, sent, IDENTITY),
-        ).wait()
+        )
 
     def all_gather(self, rows: Tensor) -> "PendingExchange":
         """Starts an all-gather of rows [T, D] on the way to the experts; T is the same on all ranks.

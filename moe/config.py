@@ -21,6 +21,7 @@ _LARGEST: dict[str, float] = {
     "z_loss_weight": 1e6,
     "balance_bias_rate": 1e6,
     "ranks_per_node": 2**16,
+    "overlap_parts": 2**10,
 }
 _SMALLEST_FACTOR = 1e-9
 
@@ -66,6 +67,8 @@ class MoEConfig:
             experts and bfloat16 back.
         ranks_per_node: how many neighbouring ranks form a node with fast links. Tokens are then exchanged first between
             nodes and then inside them. None: all ranks count as one node.
+        overlap_parts: in how many parts a layer exchanges its tokens with other ranks, so that one part is on its way
+            while the experts compute another; 1: nothing overlaps but the shared experts.
 
     Raises:
         ValueError: a value has the wrong type or range, or values do not fit each other; the message begins with the
@@ -96,6 +99,7 @@ class MoEConfig:
     exchange: Literal["auto", "all_to_all", "prototype"] = "auto"
     payload: Payload = "same"
     ranks_per_node: int | None = None
+    overlap_parts: int = 1
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -118,7 +122,7 @@ class MoEConfig:
                 raise ValueError(f"{name} is {value!r}; expected {expected}")
 
     def _check_ranges(self) -> None:
-        for name in ("num_experts", "num_prototypes", "top_k"):
+        for name in ("num_experts", "num_prototypes", "top_k", "overlap_parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name, largest in _LARGEST.items():
@@ -163,6 +167,10 @@ class MoEConfig:
     def experts_per_token(self) -> int:
         """K, without the shared experts."""
         return self.num_prototypes * self.top_k
+
+    def exchange_parts(self, ep_size: int) -> int:
+        """Returns in how many parts a layer exchanges its tokens: 1 if all experts are on this rank."""
+        return self.overlap_parts if ep_size > 1 else 1
 
     def capacity(self, num_tokens: int, training: bool) -> int | None:
         """Returns the most tokens that one expert computes of ``num_tokens`` tokens; None: there is no limit.

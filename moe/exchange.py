@@ -1,63 +1,60 @@
-"""Dispatchers for experts on other ranks of an expert-parallel group.
+"""The ways to experts on other ranks of an expert-parallel group.
 
 Experts are numbered prototype by prototype, and rank r of n holds the r-th of n equal parts of the numbers.
-``AllToAllDispatcher`` brings tokens to the right rank by itself. The other two bring tokens to a part of the group, and
-an inner dispatcher brings them to the right rank of that part.
+``AllToAllExchange`` brings tokens to the right rank by itself. The other two bring tokens to a part of the group, and
+an inner exchange brings them to the right rank of that part.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe.collectives import Collectives
-from moe.dispatch import Dispatcher, combine
+from moe.dispatch import Exchange, Trip, combine
 from moe.experts import Experts
 from moe.routing import Routing
 
 
-class AllToAllDispatcher:
+class AllToAllExchange:
     """Sends every (token, expert) pair to the rank of its expert, and the output back; the gates are not sent.
 
     There is one exchange each way for all prototypes. Nothing is padded: the ranks first tell each other how many rows
     they will send, for which the host waits for the device once.
 
     Args:
-        ranks: joins all ranks of the expert-parallel group, or of the part that an outer dispatcher leaves.
+        ranks: joins all ranks of the expert-parallel group, or of the part that an outer exchange leaves.
     """
+
+    num_hops = 1
 
     def __init__(self, ranks: Collectives) -> None:
         self.ranks, self.traffic = ranks, ranks.traffic
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        experts: Experts,
-        overlap: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        """See ``Dispatcher``."""
+    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+        """See ``Exchange``."""
         sent_counts = routing.counts.view(self.ranks.size, -1)
-        received_counts = self.ranks.exchange(sent_counts)
+        received_counts = self.ranks.exchange(sent_counts).wait()
         sent, received = torch.stack((sent_counts.sum(1), received_counts.sum(1))).tolist()
+        return self._stages(tokens, routing, experts, _Pairs(received_counts, sent, received))
 
-        pending = self.ranks.all_to_all(tokens.index_select(0, routing.tokens), sent, received, to_experts=True)
-        overlapped = overlap() if overlap else None
-        rows = pending.wait()
-
+    def _stages(self, tokens: Tensor, routing: Routing, experts: Experts, pairs: "_Pairs") -> Trip:
+        rows = tokens.index_select(0, routing.tokens)
+        pending = self.ranks.all_to_all(rows, pairs.sent, pairs.received, to_experts=True)
+        del rows  # a paused trip would keep it
+        yield
         # The experts need rows sorted by expert, and the exchange back needs them sorted by source.
-        order = _order_by_expert(received_counts, sum(received))
+        order = _order_by_expert(pairs.received_counts, sum(pairs.received))
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        rows = experts(rows.index_select(0, order), received_counts.sum(0)).index_select(0, inverse)
+        rows = experts(pending.wait().index_select(0, order), pairs.received_counts.sum(0)).index_select(0, inverse)
+        pending = self.ranks.all_to_all(rows, pairs.received, pairs.sent, to_experts=False)
+        del rows
+        yield
+        return combine(pending.wait(), routing, tokens)
 
-        rows = self.ranks.all_to_all(rows, received, sent, to_experts=False).wait()
-        output = combine(rows, routing, tokens)
-        return output if overlapped is None else output + overlapped
 
-
-class PrototypeDispatcher:
+class PrototypeExchange:
     """Sends all tokens to all ranks by an all-gather, and the outputs back by a reduce-scatter.
 
     It is for ranks that hold whole prototypes. Each token has as many pairs in one prototype as in any other, so every
@@ -78,18 +75,13 @@ class PrototypeDispatcher:
         ValueError: on a call, if the number of pairs shows that the promise is broken.
     """
 
-    def __init__(self, ranks: Collectives, inner: Dispatcher, pairs_per_token: int, equal_tokens: bool = False) -> None:
+    def __init__(self, ranks: Collectives, inner: Exchange, pairs_per_token: int, equal_tokens: bool = False) -> None:
         self.ranks, self.inner, self.traffic = ranks, inner, ranks.traffic
+        self.num_hops = inner.num_hops + 1
         self.pairs_per_token, self.equal_tokens = pairs_per_token, equal_tokens
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        experts: Experts,
-        overlap: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        """See ``Dispatcher``."""
+    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+        """See ``Exchange``."""
         size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
         if self.equal_tokens:
@@ -100,43 +92,43 @@ class PrototypeDispatcher:
                     f"expected {self.pairs_per_token} each, so set no capacity"
                 )
             each = [num_pairs // size] * size
-            pairs, longest = _Pairs(self.ranks.exchange(counts), each, each), num_tokens
+            pairs, longest = _Pairs(self.ranks.exchange(counts).wait(), each, each), num_tokens
         else:
             pairs, rows = _exchange_counts(self.ranks, counts, torch.full((size,), num_tokens, device=counts.device))
             longest = max(rows.received)
+        return self._stages(tokens, routing, experts, pairs, longest)
 
+    def _stages(self, tokens: Tensor, routing: Routing, experts: Experts, pairs: "_Pairs", longest: int) -> Trip:
+        num_tokens = len(tokens)
+        local = _PendingPairs(self.ranks, routing, routing.tokens, pairs)
         padded = nn.functional.pad(tokens, (0, 0, 0, longest - num_tokens)) if longest > num_tokens else tokens
-        # Started before the pairs are exchanged, so that the two overlap.
         pending = self.ranks.all_gather(padded)
-        first_rows = torch.arange(size, device=counts.device) * longest
-        local = _send_pairs(self.ranks, routing, routing.tokens, pairs, first_rows)
-        overlapped = overlap() if overlap else None
-        output = self.inner(pending.wait(), local, experts)
-        output = self.ranks.reduce_scatter(output).wait()[:num_tokens]
-        return output if overlapped is None else output + overlapped
+        del padded
+        yield
+        first_rows = torch.arange(self.ranks.size, device=routing.tokens.device) * longest
+        output = yield from self.inner.trip(pending.wait(), local.wait(first_rows), experts)
+        pending = self.ranks.reduce_scatter(output)
+        del output
+        yield
+        return pending.wait()[:num_tokens]
 
 
-class NodeDispatcher:
-    """Sends every token once to each node that has experts for it; an inner dispatcher distributes it there.
+class NodeExchange:
+    """Sends every token once to each node that has experts for it; an inner exchange distributes it there.
 
     The node sums the token's outputs, so one row goes back. The host waits for the device once.
 
     Args:
         ranks: joins the ranks that have the same position in their nodes.
-        inner: the dispatcher among the ranks of a node.
+        inner: the exchange among the ranks of a node.
     """
 
-    def __init__(self, ranks: Collectives, inner: Dispatcher) -> None:
+    def __init__(self, ranks: Collectives, inner: Exchange) -> None:
         self.ranks, self.inner, self.traffic = ranks, inner, ranks.traffic
+        self.num_hops = inner.num_hops + 1
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        experts: Experts,
-        overlap: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        """See ``Dispatcher``."""
+    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+        """See ``Exchange``."""
         size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
         nodes = _sources(counts.sum(1), len(routing.tokens))
@@ -147,16 +139,31 @@ class NodeDispatcher:
         pairs, rows = _exchange_counts(self.ranks, counts, rows_per_node)
         row_of_pair = (occurs.cumsum(0) - 1)[keys]
         token_of_row = routing.tokens.new_empty(sum(rows.sent)).index_copy(0, row_of_pair, routing.tokens)
-
-        pending = self.ranks.all_to_all(tokens.index_select(0, token_of_row), rows.sent, rows.received, to_experts=True)
         first_sent = rows_per_node.cumsum(0) - rows_per_node
-        local = _send_pairs(self.ranks, routing, row_of_pair - first_sent[nodes], pairs, rows.first_received)
-        overlapped = overlap() if overlap else None
-        sums = self.inner(pending.wait(), local, experts)
-        sums = self.ranks.all_to_all(sums, rows.received, rows.sent, to_experts=False).wait()
-        sums = sums.to(routing.gates.dtype)
-        output = sums.new_zeros(num_tokens, sums.shape[1]).index_add(0, token_of_row, sums).to(tokens.dtype)
-        return output if overlapped is None else output + overlapped
+        positions = row_of_pair - first_sent[nodes]
+        return self._stages(tokens, routing, experts, pairs, rows, token_of_row, positions)
+
+    def _stages(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        experts: Experts,
+        pairs: "_Pairs",
+        rows: "_Rows",
+        token_of_row: Tensor,
+        positions: Tensor,
+    ) -> Trip:
+        local = _PendingPairs(self.ranks, routing, positions, pairs)
+        sums = tokens.index_select(0, token_of_row)
+        pending = self.ranks.all_to_all(sums, rows.sent, rows.received, to_experts=True)
+        del sums
+        yield
+        sums = yield from self.inner.trip(pending.wait(), local.wait(rows.first_received), experts)
+        pending = self.ranks.all_to_all(sums, rows.received, rows.sent, to_experts=False)
+        del sums
+        yield
+        sums = pending.wait().to(routing.gates.dtype)
+        return sums.new_zeros(len(tokens), sums.shape[1]).index_add(0, token_of_row, sums).to(tokens.dtype)
 
 
 class _Pairs(NamedTuple):
@@ -194,7 +201,7 @@ def _exchange_counts(ranks: Collectives, counts: Tensor, num_rows: Tensor) -> tu
         counts: [n, E / n] the pairs of each rank's experts.
         num_rows: [n] the rows for each rank.
     """
-    reply = ranks.exchange(torch.cat((counts, num_rows[:, None]), 1))
+    reply = ranks.exchange(torch.cat((counts, num_rows[:, None]), 1)).wait()
     received_counts, received_rows = reply[:, :-1], reply[:, -1]
     totals = torch.stack((counts.sum(1), received_counts.sum(1), num_rows, received_rows))
     sent_pairs, received_pairs, sent_rows, rows = totals.tolist()
@@ -202,22 +209,31 @@ def _exchange_counts(ranks: Collectives, counts: Tensor, num_rows: Tensor) -> tu
     return _Pairs(received_counts, sent_pairs, received_pairs), _Rows(first_received, sent_rows, rows)
 
 
-def _send_pairs(ranks: Collectives, routing: Routing, positions: Tensor, pairs: _Pairs, first_rows: Tensor) -> Routing:
-    """Sends the pairs to the ranks of their experts.
+class _PendingPairs:
+    """Pairs on their way to the ranks of their experts. They start before the rows, which take longer.
 
     Args:
+        routing: the pairs of this rank's tokens.
         positions: [R] the index of each pair's row among the rows that this rank sends to the same destination.
-        first_rows: [n] where the rows from each rank begin on this rank.
-
-    Returns:
-        The pairs of this rank's experts, sorted by expert and then by the rank they came from.
+        pairs: how many pairs go where.
     """
-    # Gates and their gradients are few numbers, and rounding them would change the outputs' weights.
-    gates = ranks.exchange_exactly(routing.gates[:, None], pairs.sent, pairs.received).squeeze(1)
-    rows = ranks.exchange(positions.int(), pairs.sent, pairs.received)
-    rows = rows + first_rows[_sources(pairs.received_counts.sum(1), len(gates))]
-    order = _order_by_expert(pairs.received_counts, len(gates))
-    return Routing(tokens=rows[order], gates=gates[order], counts=pairs.received_counts.sum(0))
+
+    def __init__(self, ranks: Collectives, routing: Routing, positions: Tensor, pairs: _Pairs) -> None:
+        self._pairs = pairs
+        # Gates and their gradients are few numbers, and rounding them would change the outputs' weights.
+        self._gates = ranks.exchange_exactly(routing.gates[:, None], pairs.sent, pairs.received)
+        self._rows = ranks.exchange(positions.int(), pairs.sent, pairs.received)
+
+    def wait(self, first_rows: Tensor) -> Routing:
+        """Waits for the pairs of this rank's experts, and sorts them by expert and then by the rank they came from.
+
+        Args:
+            first_rows: [n] where the rows from each rank begin on this rank.
+        """
+        counts, gates = self._pairs.received_counts, self._gates.wait().squeeze(1)
+        rows = self._rows.wait() + first_rows[_sources(counts.sum(1), len(gates))]
+        order = _order_by_expert(counts, len(gates))
+        return Routing(tokens=rows[order], gates=gates[order], counts=counts.sum(0))
 
 
 def _sources(counts: Tensor, total: int) -> Tensor:

@@ -21,13 +21,15 @@ class StepTraffic:
         near_peers: those of them on the rank's own node.
         rows: rows to other ranks, the same number towards the experts and back.
         other_bytes: bytes of gates and positions to other ranks, and of the numbers that tell how much comes.
-        collectives: how many collectives the step has; each sends a message to every peer.
+        number_bytes: those of the numbers, which are exchanged before all else, by one collective for each part.
+        collectives: how many collectives the step has in all parts; each sends a message to every peer.
     """
 
     peers: int
     near_peers: int
     rows: float
     other_bytes: float
+    number_bytes: float
     collectives: int
 
     def num_bytes(self, to_experts: float, from_experts: float) -> tuple[float, float]:
@@ -84,11 +86,13 @@ def exchange_traffic(
             else:
                 reached = nodes_of_token(size, experts, prototypes, config.experts_per_prototype, config.top_k, kept)
                 sent_rows = rows * reached * others / size
-        other_bytes = gates * _GATE_BYTES
+        other_bytes, number_bytes = gates * _GATE_BYTES, 0.0
         if not backward:
-            other_bytes += gates * _POSITION_BYTES + others * numbers * _NUMBER_BYTES
+            number_bytes = float(config.overlap_parts * others * numbers * _NUMBER_BYTES)
+            other_bytes += gates * _POSITION_BYTES + number_bytes
             collectives += 1 if step.kind == "all_to_all" else 2
-        steps.append(StepTraffic(others, near_peers, sent_rows, other_bytes, collectives))
+        collectives *= config.overlap_parts
+        steps.append(StepTraffic(others, near_peers, sent_rows, other_bytes, number_bytes, collectives))
         rows *= reached
     return tuple(steps)
 

@@ -9,9 +9,10 @@ from torch import nn
 
 from moe.collectives import Collectives, Traffic
 from moe.config import MoEConfig
-from moe.dispatch import Dispatcher, LocalDispatcher
-from moe.exchange import AllToAllDispatcher, NodeDispatcher, PrototypeDispatcher
+from moe.dispatch import Dispatcher, Exchange, LocalDispatcher
+from moe.exchange import AllToAllExchange, NodeExchange, PrototypeExchange
 from moe.layer import MoELayer
+from moe.overlap import OverlappingDispatcher
 
 
 class ExchangeStep(NamedTuple):
@@ -176,18 +177,18 @@ def _make_dispatcher(
     config: MoEConfig,
     equal_tokens: bool,
 ) -> Dispatcher:
-    """Nests the steps' dispatchers, the last step's innermost; ``groups`` has one group for each step."""
-    dispatcher: Dispatcher = LocalDispatcher()
+    """Nests the steps' exchanges, the last step's innermost; ``groups`` has one group for each step."""
+    exchange: Exchange = LocalDispatcher()
     traffic = Traffic()
     parts = math.prod(step.size for step in steps if step.kind == "prototype")
     for step, group in reversed(list(zip(steps, groups, strict=True))):
         ranks = Collectives(group, config.payload, config.ranks_per_node, traffic)
         if step.kind == "all_to_all":
-            dispatcher = AllToAllDispatcher(ranks)
+            exchange = AllToAllExchange(ranks)
         elif step.kind == "node":
-            dispatcher = NodeDispatcher(ranks, dispatcher)
+            exchange = NodeExchange(ranks, exchange)
         else:
             parts //= step.size
             pairs_per_token = config.experts_per_token // parts
-            dispatcher = PrototypeDispatcher(ranks, dispatcher, pairs_per_token, equal_tokens)
-    return dispatcher
+            exchange = PrototypeExchange(ranks, exchange, pairs_per_token, equal_tokens)
+    return OverlappingDispatcher(exchange, config.overlap_parts)

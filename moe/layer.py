@@ -104,8 +104,8 @@ class MoELayer(nn.Module):
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
         routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)
         shared = self.shared
-        overlap = None if shared is None else lambda: shared(tokens).to(tokens.dtype)
-        return self.dispatcher(tokens, routing, self.experts, overlap), aux_loss, stats
+        beside = None if shared is None else lambda part: shared(part).to(part.dtype)
+        return self.dispatcher(tokens, routing, self.experts, beside), aux_loss, stats
 
     def _check(self, hidden_states: Tensor, token_mask: Tensor | None) -> None:
         weight = self.router.weight

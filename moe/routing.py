@@ -1,5 +1,6 @@
 """The router: which experts compute which tokens, the gates, the capacity, and the statistics of the choice."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Routing(NamedTuple):
         gates: [R] float, the factor of each expert output.
         counts: [E] int64, the number of pairs of each expert.
         by_token: the pairs sorted by token [R] int64, and where each token's pairs begin in that order [T] int64; None
-            if they are not known without another sort.
+            if they are not known without another sort. If they are, every token has equally many pairs.
     """
 
     tokens: Tensor
@@ -262,6 +263,39 @@ def pairs_by_token(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """
     sorted_tokens, order = tokens.sort(stable=True)
     return order, torch.searchsorted(sorted_tokens, torch.arange(num_tokens, device=tokens.device))
+
+
+def divide(routing: Routing, num_tokens: int, num_parts: int) -> list[Routing]:
+    """Divides the pairs by token, into parts of consecutive tokens whose numbers differ by at most 1.
+
+    The host waits for the device once if pairs were dropped.
+
+    Args:
+        num_tokens: T. Part p has the tokens from p T / P to (p + 1) T / P, rounded down, which it counts from 0.
+
+    Returns:
+        The pairs of each part, again sorted by expert. ``by_token`` is None.
+    """
+    tokens, num_pairs, num_experts = routing.tokens, len(routing.tokens), len(routing.counts)
+    # In arithmetic and not by a table of bounds, which a device would have to wait for.
+    part = ((tokens + 1) * num_parts - 1) // max(num_tokens, 1)
+    own_tokens = tokens - part * num_tokens // num_parts
+    experts = torch.arange(num_experts, device=tokens.device).repeat_interleave(routing.counts, output_size=num_pairs)
+    counts = routing.counts.new_zeros(num_parts * num_experts)
+    counts = counts.index_add(0, part * num_experts + experts, torch.ones_like(part)).view(num_parts, num_experts)
+    if routing.by_token is None:
+        sizes = counts.sum(1).tolist()
+    else:
+        sizes = [size * num_pairs // max(num_tokens, 1) for size in part_sizes(num_tokens, num_parts)]
+    order = part.argsort(stable=True)
+    parts = (own_tokens[order].split(sizes), routing.gates.index_select(0, order).split(sizes), counts.unbind())
+    return [Routing(*each) for each in zip(*parts, strict=True)]
+
+
+def part_sizes(num_tokens: int, num_parts: int) -> list[int]:
+    """Returns how many tokens each part of ``divide`` has."""
+    bounds = [num_tokens * part // num_parts for part in range(num_parts + 1)]
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
 def _ends(sorted_experts: Tensor, num_experts: int) -> Tensor:

@@ -100,6 +100,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
             f"{model.max_position_embeddings}"
         )
+    if settings.moe is not None:
+        _check_overlap(settings, deepspeed, model)
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
@@ -107,6 +109,23 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         _check_lora(settings.lora, model, settings)
     _check_pictures(settings)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+
+
+def _check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
+    parts = model.moe_config().exchange_parts(settings.training.ep_size)
+    length, rows = settings.data.sequence_length, deepspeed.micro_batch_size
+    tokens = "one token" if rows * length == 1 else f"{rows * length} tokens"
+    if parts > rows * length:
+        raise UserError(
+            f"m6.moe.overlap_parts {parts}: a micro-batch of train_micro_batch_size_per_gpu {rows} x "
+            f"m6.data.sequence_length {length} has at most {tokens}, too few for one in each part; use "
+            f"train_micro_batch_size_per_gpu {-(-parts // length)} or more, or overlap_parts {rows * length}"
+        )
+    if parts > 1 and settings.offload is not None and settings.offload.update == "backward":
+        raise UserError(
+            f'm6.moe.overlap_parts {parts}: "update": "backward" of m6.offload needs one gradient per expert and step, '
+            'but each part gives one; use overlap_parts 1 or "update": "next_forward"'
+        )
 
 
 def _check_schedule(schedule: ScheduleSettings, total: int) -> None:

@@ -310,7 +310,8 @@ def _identity(document: dict[str, Any]) -> dict[str, Any]:
     m6["training"] = {key: value for key, value in training if key not in ("ep_size", "total_steps")}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
     if m6.get("moe"):
-        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in ("exchange", "ranks_per_node")}
+        layout = ("exchange", "ranks_per_node", "overlap_parts")
+        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in layout}
     return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}
 
 

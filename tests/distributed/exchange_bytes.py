@@ -114,6 +114,9 @@ def check_closed_form() -> None:
         (2, 4, 2, {"ranks_per_node": 2}),
         (4, 2, 1, {"ranks_per_node": 2}),
         (3, 4, 1, {"ranks_per_node": 2, "payload": "bfloat16"}),
+        (1, 8, 2, {"overlap_parts": 2}),
+        (1, 8, 2, {"overlap_parts": 3, "ranks_per_node": 2}),
+        (4, 2, 1, {"overlap_parts": 2, "ranks_per_node": 2}),
     ):
         whole = config(num_experts=prototypes * experts, num_prototypes=prototypes, top_k=top_k, **settings)
         of_each = torch.combinations(torch.arange(experts), top_k)  # [C, top_k]

@@ -21,7 +21,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "Adafactor", "params": {"lr": 0.01}},
     },
     "stage 1 in fp32": {"bf16": {}, "zero_optimization": {"stage": 1}},
-    "two nodes of eight, to which tokens go first": {"nodes_of": 8},
+    "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},
 }
 
 
@@ -30,7 +30,7 @@ def small(nodes_of: int | None = None, **changes: Any) -> dict[str, Any]:
     document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     document["m6"]["training"]["activation_checkpointing"] = False
     if nodes_of is not None:
-        document["m6"]["moe"]["ranks_per_node"] = nodes_of
+        document["m6"]["moe"] |= {"ranks_per_node": nodes_of, "overlap_parts": 2}
     return {**document, **changes}
 
 
@@ -48,7 +48,7 @@ def steps_are_the_formulas(documents: dict[str, dict[str, Any]]) -> None:
         for sent, predicted_bytes in result.exchange.values():
             # The choices of a fake router are even, but not those of each token with those of every other.
             assert sent == pytest.approx(predicted_bytes, rel=5e-3), name
-        node_first = name == "two nodes of eight, to which tokens go first"
+        node_first = name.startswith("two nodes of eight")
         assert (result.exchange["sent between nodes"][0] > 0) == node_first
         assert {ranks for (_, ranks) in result.collectives} >= {tuple(range(16))}, name
         assert f"| alltoall | {8 if node_first else 16} |" in report(result, 16, 5), name

@@ -19,7 +19,7 @@ from moe.collectives import Collectives
 from moe.expert_parallel import _make_dispatcher, _make_groups, exchange_steps
 from tests.distributed.exchange_bytes import check_bytes_and_balance, check_payloads
 from tests.distributed.exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split
-from tests.distributed.exchange_overlap import check_overlap
+from tests.distributed.exchange_overlap import check_order, check_parts
 from tests.distributed.spawn import init_deepspeed, run_distributed
 
 
@@ -46,6 +46,18 @@ CASES = [
     Case("node 2, all_to_all 2", 4, config(num_prototypes=1, top_k=3, ranks_per_node=2)),
     Case("node 2, all_to_all 2", 4, config(exchange="all_to_all", ranks_per_node=2)),
     Case("node 2, all_to_all 2", 4, config(num_prototypes=1, top_k=2, capacity_factor=0.7, ranks_per_node=2)),
+    Case("all_to_all 2", 2, config(num_prototypes=1, top_k=3, overlap_parts=2)),
+    Case("prototype 2", 2, config(capacity_factor=0.5, min_capacity=1, overlap_parts=3)),
+    Case("all_to_all 4", 4, config(num_prototypes=2, overlap_parts=2)),
+    Case("prototype 4", 4, config(overlap_parts=2)),
+    Case("prototype 2, all_to_all 2", 4, config(num_prototypes=2, ranks_per_node=2, overlap_parts=2)),
+    Case("prototype 2, prototype 2", 4, config(ranks_per_node=2, overlap_parts=3)),
+    Case("node 2, all_to_all 2", 4, config(num_prototypes=1, top_k=3, ranks_per_node=2, overlap_parts=2)),
+    Case(
+        "node 2, all_to_all 2",
+        4,
+        config(num_prototypes=1, top_k=2, capacity_factor=0.7, ranks_per_node=2, overlap_parts=3),
+    ),
 ]
 # What routers and experts are set to, whatever the numbers of tokens.
 SETTINGS = [
@@ -54,6 +66,9 @@ SETTINGS = [
     Case("prototype 2, all_to_all 2", 4, config(**EVERY_PART, num_prototypes=2, top_k=4)),
     Case("prototype 4", 4, config(gating="global_softmax", expert_dropout=0.3)),
     Case("all_to_all 4", 4, config(exchange="all_to_all", expert_dropout=0.3)),
+    Case("all_to_all 2", 2, config(**EVERY_PART, num_prototypes=1, top_k=3, overlap_parts=2)),
+    Case("prototype 2, all_to_all 2", 4, config(**EVERY_PART, num_prototypes=2, top_k=4, overlap_parts=2)),
+    Case("all_to_all 4", 4, config(exchange="all_to_all", expert_dropout=0.3, overlap_parts=2)),
 ]
 
 
@@ -136,7 +151,8 @@ def check_cases(world_size: int) -> None:
     check_bytes_and_balance(world_size)
     check_payloads(world_size)
     check_sums(world_size)
-    check_overlap(world_size)
+    check_order(world_size)
+    check_parts(world_size)
     with pytest.raises(ValueError, match="num_prototypes 3 and ep_size 2 have no common"):
         split(make_layer(config(num_experts=12, num_prototypes=3, exchange="prototype")), 2)
     promised = split(make_layer(config(capacity_factor=0.1, min_capacity=1)), 2, equal_tokens=True)
@@ -156,7 +172,7 @@ def check_equal_tokens_wait_for_nothing() -> None:
     """
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     torch.set_default_dtype(torch.bfloat16)
-    for changes in ({}, {"ranks_per_node": 2}, {"payload": "float8"}):
+    for changes in ({}, {"ranks_per_node": 2}, {"payload": "float8"}, {"overlap_parts": 2}):
         settings = config(num_experts=32, num_prototypes=8, **changes)
         steps = exchange_steps(settings, 8)
         groups = _make_groups(steps, 8)

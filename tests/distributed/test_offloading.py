@@ -22,11 +22,14 @@ OFFLOAD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "stage", "ep_size"), [(2, 0, 1), (2, 1, 1), (2, 2, 2), (2, 0, 2), (4, 2, 2)])
-def test_losses_are_those_of_one_rank(folder: Path, reference: Path, ranks: int, stage: int, ep_size: int):
+@pytest.mark.parametrize(
+    ("ranks", "stage", "ep_size", "parts"), [(2, 0, 1, 1), (2, 1, 1, 1), (2, 2, 2, 1), (2, 0, 2, 2), (4, 2, 2, 2)]
+)
+def test_losses_are_those_of_one_rank(folder: Path, reference: Path, ranks: int, stage: int, ep_size: int, parts: int):
     """And so are the norms, which at stages 1 and 2 DeepSpeed and the experts' store sum up together."""
     root = folder / f"offloaded_{ranks}_{stage}_{ep_size}"
-    run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, m6__offload=OFFLOAD), str(root), timeout_s=280)
+    document = layout(folder, ranks, stage, ep_size, m6__offload=OFFLOAD, m6__moe__overlap_parts=parts)
+    run_distributed(train, ranks, document, str(root), timeout_s=280)
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert norms(root) == pytest.approx(norms(reference), rel=1e-4)
 

@@ -121,7 +121,7 @@ def test_options_of_the_experts_do_not_depend_on_the_layout(folder: Path):
 @pytest.mark.slow
 def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     root = folder / "wandering"
-    by_prototypes = {"m6__moe__exchange": "prototype", "m6__moe__ranks_per_node": 2}
+    by_prototypes = {"m6__moe__exchange": "prototype", "m6__moe__ranks_per_node": 2, "m6__moe__overlap_parts": 3}
     for ranks, stage, ep_size, stop_at, changes in [
         (2, 2, 2, 1, {"m6__moe__exchange": "all_to_all"}),
         (4, 1, 4, 2, by_prototypes),

@@ -40,14 +40,15 @@ class HostTime:
         rate = host.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency / ranks
         return numel * _UPDATE_BYTES[optimizer_type] / rate
 
-    def streaming_s(self, numel: int, store: ExpertStore, micro_batches: int) -> float:
+    def streaming_s(self, numel: int, store: ExpertStore, micro_batches: int, parts: int = 1) -> float:
         """Seconds of the longest of the copies and updates of a step with ``numel`` streamed parameters.
 
         Each micro-batch copies the weights to the device twice, for the forward and the backward pass, and the
-        gradients to the host once. Both directions and the update run beside each other.
+        gradients to the host once for each of the ``parts`` of its tokens. Both directions and the update run beside
+        each other.
         """
         once = micro_batches * store.weight_bytes * numel / self.copy_bytes_per_s
-        return max(2 * once, self.update_s(numel, store.optimizer_type))
+        return max(2 * once, parts * once, self.update_s(numel, store.optimizer_type))
 
 
 def device_bandwidth(nodes: Nodes, profile: Profile) -> float:

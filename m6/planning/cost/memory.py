@@ -134,7 +134,8 @@ class MemoryModel:
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""
         accumulation = layout.accumulation(self.config.deepspeed.train_batch_size)
-        return ExpertStore.of(self.config, accumulation, shares_experts(self.model))
+        several = shares_experts(self.model) or self.config.model.moe_config().exchange_parts(layout.ep_size) > 1
+        return ExpertStore.of(self.config, accumulation, several)
 
     def batch_of(self, layout: ParallelLayout) -> BatchShape:
         """The shape of a micro-batch of the layout's size."""

@@ -1,7 +1,7 @@
 """Seconds of one optimizer step of a layout, by part.
 
-Nothing overlaps, which is how the shipped configurations run DeepSpeed. The exception are streamed experts, whose
-transfers and host updates run during the computation.
+Nothing overlaps, which is how the shipped configurations run DeepSpeed. The exceptions are streamed experts, whose
+transfers and host updates run during the computation, and exchanges of tokens with ``m6.moe.overlap_parts``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.partition import balanced_share
 from m6.planning.cost.precision import compute_dtype
-from m6.planning.cost.routing_time import routing_s
+from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
 from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s, strided_group
@@ -44,7 +44,8 @@ class StepTime:
         experts: grouped matrix products of experts.
         elementwise: all other operators, which memory bandwidth limits.
         launch: the least time of each operator.
-        exchange: all-to-all to the experts and back, all-reduces of tensor parallelism, messages between stages.
+        exchange: of tokens to the experts and back, as far as computation does not hide it; all-reduces of tensor
+            parallelism, messages between stages.
         reduction: all-reduce of gradients and all-gather of weights.
         update: the optimizer on the device.
         host: transfers between host and device, and the update on the host, as far as computation does not hide them.
@@ -221,17 +222,12 @@ class TimeModel:
         return max(product.flops / (rate * core_share(self.nodes)), moved / device_bandwidth(self.nodes, self.profile))
 
     def _exchange(self, layout: ParallelLayout) -> float:
-        """Seconds of one micro-batch in all layers."""
+        """Seconds of one micro-batch in all layers that computation does not hide."""
         tensor = contiguous_group(layout.tp_size, self.nodes)
         seconds = 0.0
         for work, count in self._work(layout):
             passes = 3 if layout.checkpointing and work.recomputed else 2  # forward, backward, recomputation
             each = 0.0
-            if work.routed is not None:
-                assert self._moe is not None
-                moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
-                forward, backward = routing_s(moe, layout.ep_size, work.routed, self.nodes, self.profile)
-                seconds += count * ((passes - 1) * forward + backward) / core_share(self.nodes)
             if layout.tp_size > 1 and work.recomputed:
                 batch = self.memory.batch_of(layout)
                 rows = batch.rows * batch.sequence_length * self.config.model.hidden_size
@@ -239,7 +235,21 @@ class TimeModel:
             seconds += count * passes * each
         if layout.pp_size > 1:
             seconds += layout.pp_size * self._stage_messages_s(layout)
-        return seconds * self.profile.factor("exchange")
+        return self._routing(layout).exposed + seconds * self.profile.factor("exchange")
+
+    def _routing(self, layout: ParallelLayout) -> RoutingTime:
+        """Seconds of one micro-batch in which all layers bring tokens to experts on other ranks and back."""
+        total, factor = RoutingTime(), self.profile.factor
+        if self._moe is None:
+            return total
+        moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
+        price = RoutingTimes(moe, layout.ep_size, self.nodes, self.profile, factor("exchange") / core_share(self.nodes))
+        for work, count in self._work(layout):
+            if work.routed is not None:
+                passes = self._passes(work, layout)
+                shared = sum(self._matmul_s(product) for product in work.shared) * factor("matmul")
+                total += price(work.routed, self._block(work, layout).experts / passes, shared, passes) * count
+        return total
 
     def with_exchange(self, layout: ParallelLayout) -> ParallelLayout:
         """The layout with the faster exchange of tokens, flat or node first. What the run's JSON says of it is kept."""
@@ -285,7 +295,7 @@ class TimeModel:
                 seconds += self._collective("all_gather", numel * width, group)
         if layout.stream_experts:
             moved = self._streamed_experts(layout) * self.memory.expert_store(layout).weight_bytes
-            seconds += steps * self._collective("all_reduce", moved, replicas)
+            seconds += steps * self._parts(layout) * self._collective("all_reduce", moved, replicas)
         return seconds
 
     def _update(self, layout: ParallelLayout, steps: int, compute: float) -> tuple[float, float]:
@@ -325,11 +335,17 @@ class TimeModel:
     def _streamed_s(self, layout: ParallelLayout) -> float:
         """Seconds a step of the copies and updates of streamed experts, which run beside the computation."""
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        return self.host.streaming_s(self._streamed_experts(layout), self.memory.expert_store(layout), steps)
+        store, parts = self.memory.expert_store(layout), self._parts(layout)
+        return self.host.streaming_s(self._streamed_experts(layout), store, steps, parts)
+
+    def _parts(self, layout: ParallelLayout) -> int:
+        return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
 
     def hidden_s(self, layout: ParallelLayout) -> float:
-        """Seconds a step in which streamed experts are copied and updated beside the computation."""
-        if not layout.stream_experts:
-            return 0.0
-        time = self(layout)
-        return min(self._streamed_s(layout), time.matmul + time.experts) * self.profile.factor("host")
+        """Seconds a step in which tokens are exchanged, and streamed experts copied and updated, beside computation."""
+        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
+        hidden = self._routing(layout).hidden * steps / layout.pp_size
+        if layout.stream_experts:
+            time = self(layout)
+            hidden += min(self._streamed_s(layout), time.matmul + time.experts) * self.profile.factor("host")
+        return hidden

@@ -14,6 +14,7 @@ from moe.payload import CODECS
 # Operators of one forward pass: of a block, and of the embeddings or the head.
 _DENSE_OPERATORS = 20
 _SPARSE_OPERATORS = 70
+_PART_OPERATORS = 50  # more, for each further part in which tokens are exchanged; counted: 22 to 90
 _OUTER_OPERATORS = 60
 
 
@@ -61,6 +62,7 @@ class BlockWork:
         routed: what goes to the experts of other ranks; None if there are none.
         operators: number of operators, for the time of launches.
         recomputed: whether activation checkpointing computes the block a second time.
+        shared: those of ``matmuls`` that shared experts compute beside the exchange of tokens.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -68,6 +70,7 @@ class BlockWork:
     routed: RoutedRows | None
     operators: int
     recomputed: bool
+    shared: tuple[Matmul, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -103,8 +106,8 @@ def work_of(
             work = BlockWork(attention + ffn, activations.block(sparse=False), None, _DENSE_OPERATORS, True)
         elif block.type == "sparse":
             moe = model.moe_config()
-            rows = activations.rows()
-            local = moe.num_experts // ep_size
+            rows, parts = activations.rows(), moe.exchange_parts(ep_size)
+            local = moe.num_experts // ep_size * parts  # products of the experts of this rank
             each = max(1, round(rows / local))
             inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
             experts: tuple[Matmul, ...] = (
@@ -112,10 +115,11 @@ def work_of(
                 Matmul(each, inner_inputs, width, dtype, local, grouped=True),
                 Matmul(each, width, inner, dtype, local, grouped=True),
             )
+            shared_experts: tuple[Matmul, ...] = ()
             if moe.num_shared_experts:
                 shared = moe.num_shared_experts
                 rows_in = shared * inner_inputs + int(moe.shared_expert_gate)
-                experts += (
+                shared_experts = (
                     Matmul(batch.real, rows_in, width, dtype),
                     Matmul(batch.real, width, shared * inner, dtype),
                 )
@@ -129,7 +133,9 @@ def work_of(
                     from_experts=from_experts.row_bytes(width, precision.compute),
                 )
             saved = activations.block(sparse=True)
-            work = BlockWork(attention + experts, saved, routed, _SPARSE_OPERATORS, True)
+            products = attention + experts + shared_experts
+            operators = _SPARSE_OPERATORS + (parts - 1) * _PART_OPERATORS
+            work = BlockWork(products, saved, routed, operators, True, shared_experts)
         elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
             pixels = 3 * model.patch_size**2

@@ -104,8 +104,10 @@ def prepare(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     stacks = [use.stack(name) for name, use in uses.items()]
     dtype = _DTYPES[config.deepspeed.precision]
-    shared = any(len(use.layers) > 1 for use in uses.values())
-    gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), shared)
+    # Of the layers that share experts, and of the parts of a layer's tokens, each gives a gradient.
+    parts = config.model.moe_config().exchange_parts(config.m6.training.ep_size)
+    several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())
+    gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), several)
     optimizer, scale = expert_optimizer(config)
     device = _device(settings, torch_device, world_size)
     # Only a GPU has memory that the dry trace does not see.

@@ -185,6 +185,23 @@ FITTING = [
     ({"m6.training.ep_size": 2}, {}, r"ep_size 2 does not divide the world size 1"),
     ({"m6.training.ep_size": 4, "m6.moe.num_experts": 6}, {"WORLD_SIZE": "4"}, r"ep_size 4 .*num_experts 6"),
     ({"m6.training.ep_size": 4, "m6.moe.ranks_per_node": 3}, {"WORLD_SIZE": "4"}, r"ep_size 4 and ranks_per_node 3"),
+    (
+        {"m6.training.ep_size": 2, "m6.moe.overlap_parts": 2, "m6.data.sequence_length": 1,
+         "train_micro_batch_size_per_gpu": 1},
+        {},
+        r"overlap_parts 2: .*per_gpu 1 x .*length 1 has at most one token, .*; use train_micro_batch_size_per_gpu 2 or",
+    ),
+    (
+        {"m6.training.ep_size": 2, "m6.moe.overlap_parts": 200},
+        {},
+        r"overlap_parts 200: .* has at most 128 tokens, .* use .*per_gpu 4 or more, or overlap_parts 128",
+    ),
+    (
+        {"m6.training.ep_size": 2, "m6.moe.overlap_parts": 2, "gradient_clipping": 0.0,
+         "m6.offload": {"device_budget_mib": 5000, "update": "backward"}},
+        {},
+        r'overlap_parts 2: "update": "backward" .*; use overlap_parts 1 or "update": "next_forward"',
+    ),
     ({"m6.moe.exchange": "prototypes"}, {}, r"m6\.moe\.exchange .*prototypes"),
     ({"m6.training.ep_size": 2, "m6.moe": None}, {}, r"ep_size is 2 but the model is dense"),
     ({"m6.training.ep_size": 2, "zero_optimization.stage": 3}, {}, r"stage 3 .*ep_size 2"),

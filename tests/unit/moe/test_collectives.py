@@ -34,7 +34,7 @@ def passes(collectives: Collectives, kind: str, rows: Tensor, grad: Tensor) -> t
         "from experts": lambda: collectives.all_to_all(rows, sizes, sizes, to_experts=False).wait(),
         "all-gather": lambda: collectives.all_gather(rows).wait(),
         "reduce-scatter": lambda: collectives.reduce_scatter(rows).wait(),
-        "exactly": lambda: collectives.exchange_exactly(rows, sizes, sizes),
+        "exactly": lambda: collectives.exchange_exactly(rows, sizes, sizes).wait(),
     }[kind]()
     return output.detach(), torch.autograd.grad(output, rows, grad)[0]
 

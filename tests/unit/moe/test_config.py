@@ -28,6 +28,8 @@ from moe import MoEConfig
         ({"shared_expert_gate": True}, "shared_expert_gate"),
         ({"exchange": "prototype"}, "exchange"),
         ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"overlap_parts": 0}, "overlap_parts"),
+        ({"overlap_parts": 2**11}, "overlap_parts"),
         ({"num_experts": 4.0}, "num_experts"),
         ({"num_experts": True}, "num_experts"),
         ({"top_k": None}, "top_k"),

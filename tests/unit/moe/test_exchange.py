@@ -1,4 +1,4 @@
-"""The dispatchers in one process, whose collectives give back what a rank sends.
+"""The exchanges in one process, whose collectives give back what a rank sends.
 
 All ranks are then the same one, so the layer with all experts has those of this rank again and again. With real ranks:
 tests/distributed/test_exchange.py.
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from moe import MoEConfig
 from moe.collectives import Traffic
-from moe.dispatch import Dispatcher, LocalDispatcher, combine
-from moe.exchange import AllToAllDispatcher, NodeDispatcher, PrototypeDispatcher
+from moe.dispatch import Exchange, LocalDispatcher, combine
+from moe.exchange import AllToAllExchange, NodeExchange, PrototypeExchange
 from moe.experts import Experts
+from moe.overlap import OverlappingDispatcher
 from moe.routing import Routing, route
 
 RANKS, PROTOTYPES = 4, 8
 
 
 class Pending:
-    def __init__(self, rows: Tensor, events: list[str]) -> None:
-        self.rows, self.events = rows, events
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
     def wait(self) -> Tensor:
-        self.events.append("wait")
         return self.rows
 
 
@@ -35,34 +35,29 @@ class Loopback:
     def __init__(self, size: int = RANKS) -> None:
         self.size = size
         self.traffic = Traffic()
-        self.events: list[str] = []
 
-    def exchange(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        return values.detach().clone()
+    def exchange(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Pending:
+        return Pending(values.detach().clone())
 
-    def exchange_exactly(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return rows
-
-    def _start(self, rows: Tensor) -> Pending:
-        self.events.append("start")
-        return Pending(rows, self.events)
+    def exchange_exactly(self, rows: Tensor, sent: list[int], received: list[int]) -> Pending:
+        return Pending(rows)
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], *, to_experts: bool) -> Pending:
         assert sum(sent) == sum(received) == len(rows)
-        return self._start(rows)
+        return Pending(rows)
 
     def all_gather(self, rows: Tensor) -> Pending:
-        return self._start(rows.repeat(self.size, 1))
+        return Pending(rows.repeat(self.size, 1))
 
     def reduce_scatter(self, rows: Tensor) -> Pending:
-        return self._start(rows.unflatten(0, (self.size, -1)).sum(0))
+        return Pending(rows.unflatten(0, (self.size, -1)).sum(0))
 
 
-DISPATCHERS: dict[str, Callable[[Loopback], Dispatcher]] = {
-    "all_to_all": AllToAllDispatcher,
-    "prototype": lambda ranks: PrototypeDispatcher(ranks, LocalDispatcher(), PROTOTYPES // RANKS),
-    "equal": lambda ranks: PrototypeDispatcher(ranks, LocalDispatcher(), PROTOTYPES, equal_tokens=True),
-    "node": lambda ranks: NodeDispatcher(ranks, LocalDispatcher()),
+EXCHANGES: dict[str, Callable[[Loopback], Exchange]] = {
+    "all_to_all": AllToAllExchange,
+    "prototype": lambda ranks: PrototypeExchange(ranks, LocalDispatcher(), PROTOTYPES // RANKS),
+    "equal": lambda ranks: PrototypeExchange(ranks, LocalDispatcher(), PROTOTYPES, equal_tokens=True),
+    "node": lambda ranks: NodeExchange(ranks, LocalDispatcher()),
 }
 
 
@@ -90,44 +85,30 @@ def reference(experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize(("num_tokens", "capacity_factor"), [(9, None), (1, None), (9, 0.6), (0, None)])
-def test_equal_to_the_reference(name: str, num_tokens: int, capacity_factor: float | None) -> None:
+def test_equal_to_the_reference(name: str, num_tokens: int, capacity_factor: float | None, num_parts: int) -> None:
     """In float64, forward and gradients; 1e-12: sums of about 100 numbers near 1 in another order."""
     experts, tokens, routing = make_case(torch.float64, num_tokens, capacity_factor)
-    dispatcher = DISPATCHERS[name](Loopback())
+    dispatcher = OverlappingDispatcher(EXCHANGES[name](Loopback()), num_parts)
     if name == "equal" and capacity_factor:
         with pytest.raises(
-            ValueError, match=r"equal_tokens was promised, but 9 tokens have \d+ pairs; expected 8 each"
+            ValueError, match=r"equal_tokens was promised, but \d tokens have \d+ pairs; expected 8 each"
         ):
             dispatcher(tokens, routing, experts)
         return
     gates = routing.gates.detach().requires_grad_()
     inputs = [tokens.requires_grad_(), gates, *experts.parameters()]
-    extra = torch.randn_like(tokens)
     results = []
     for output in (
-        dispatcher(tokens, routing._replace(gates=gates), experts, overlap=lambda: extra),
-        reference(experts, tokens, routing._replace(gates=gates)) + extra,
+        dispatcher(tokens, routing._replace(gates=gates), experts, torch.tanh),
+        reference(experts, tokens, routing._replace(gates=gates)) + tokens.tanh(),
     ):
         loss = output.sin().sum() + sum(0 * each.sum() for each in inputs)
         results.append([output, *torch.autograd.grad(loss, inputs)])
     for own, expected in zip(*results, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", DISPATCHERS)
-def test_what_overlaps(name: str) -> None:
-    """The computation is called when the tokens are on their way, and before anybody waits for them."""
-    experts, tokens, routing = make_case(torch.float64, 5, None)
-    ranks = Loopback()
-
-    def overlap() -> Tensor:
-        ranks.events.append("overlap")
-        return torch.zeros_like(tokens)
-
-    DISPATCHERS[name](ranks)(tokens, routing, experts, overlap)
-    assert ranks.events == ["start", "overlap", "wait", "start", "wait"]
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "node"])
@@ -142,7 +123,7 @@ def test_sums_over_many_ranks_round_once(name: str) -> None:
     one = experts(tokens[:1], torch.tensor([1]))[0].double()
     counts = torch.full((256,), 3)
     routing = Routing(torch.arange(3).repeat(256), torch.full((768,), 1.25), counts)
-    output = DISPATCHERS[name](Loopback(256))(tokens, routing, experts)
+    output = OverlappingDispatcher(EXCHANGES[name](Loopback(256)))(tokens, routing, experts)
     # The weighted row and the sum are rounded, each by up to 2^-8 of the value.
     torch.testing.assert_close(output.double(), (256 * 1.25 * one).expand(3, -1), rtol=2 * 2**-8, atol=0)
 

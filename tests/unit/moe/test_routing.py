@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
 from moe.layer import MoEOutput
-from moe.routing import Router, WideLinear, route
+from moe.routing import Router, WideLinear, divide, part_sizes, route
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -196,3 +196,24 @@ def test_a_saturated_sigmoid_does_not_tie() -> None:
     routing, *_ = route(logits, MoEConfig(num_experts=4, top_k=2, gating="sigmoid"), True)
     experts = torch.arange(4).repeat_interleave(routing.counts)
     assert sorted(zip(routing.tokens.tolist(), experts.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.6])
+@pytest.mark.parametrize(("num_tokens", "num_parts"), [(11, 2), (12, 5), (2, 3), (0, 2)])
+def test_divided_pairs_are_those_of_each_part(num_tokens: int, num_parts: int, capacity_factor: float | None) -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(num_experts=8, num_prototypes=2, top_k=2, capacity_factor=capacity_factor, min_capacity=1)
+    routing, *_ = route(torch.randn(num_tokens, 2, 4), config, True)
+    sizes = part_sizes(num_tokens, num_parts)
+    assert sum(sizes) == num_tokens
+    assert max(sizes) - min(sizes) <= 1
+    experts = torch.arange(8).repeat_interleave(routing.counts)
+    everything = list(zip(experts.tolist(), routing.tokens.tolist(), routing.gates.tolist(), strict=True))
+    first = 0
+    parts = divide(routing, num_tokens, num_parts)
+    assert len(parts) == num_parts
+    for part, size in zip(parts, sizes, strict=True):
+        own = torch.arange(8).repeat_interleave(part.counts)
+        found = zip(own.tolist(), (part.tokens + first).tolist(), part.gates.tolist(), strict=True)
+        assert list(found) == [each for each in everything if first <= each[1] < first + size]
+        first += size

@@ -170,3 +170,18 @@ def test_resident_bytes_of_a_plan():
     for number, resident in enumerate(plan.resident_bytes(sizes)):
         assert resident + trace.moments[number].nonmodel_bytes <= bound[number]
     assert max(plan.resident_bytes(sizes)) > 700
+
+
+def test_a_layer_that_is_used_twice_in_a_row_is_uploaded_once():
+    """As the parts of ``moe``'s overlapped exchange use it: the plan keeps the layer's chunks, if they fit."""
+    layers, chunks = 5, 4
+    sizes = [ChunkBytes(weight=10, gradient=0, owned=40)] * (layers * chunks)
+    streamed = PlacementConstraints(streamed=frozenset(range(layers * chunks)))
+    moved = []
+    for uses in (1, 2):
+        forward = [layer * chunks + chunk for layer in range(layers) for _ in range(uses) for chunk in range(chunks)]
+        moments = [Moment(chunk) for chunk in forward] + [Moment(chunk, True) for chunk in reversed(forward)]
+        plan = solve(Trace(tuple(moments)), sizes, 2 * chunks * 10, 1, constraints=streamed)
+        check_against_budget(plan, sizes, 2 * chunks * 10)
+        moved.append(plan.moved_bytes)
+    assert moved[0] == moved[1] > 0

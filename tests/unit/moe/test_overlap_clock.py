@@ -1,0 +1,64 @@
+"""The virtual clock against cases by hand. Halves are exact in binary, so results are compared for equality."""
+
+import pytest
+
+from moe.overlap_clock import Span, operations, span
+
+
+def test_nothing_is_hidden_without_parts():
+    assert span([3.0], 4.0, [2.0]) == Span(total=9.0, compute=4.0, network=5.0)
+    assert span([3.0], 4.0, [2.0]).exposed == 5.0
+    assert span([3.0], 4.0, [2.0]).hidden == 0.0
+
+
+def test_two_halves_hide_one_exchange_each_way():
+    # there 0-1, 1-2; experts 1-5, 5-9; back 5-6, 9-10
+    found = span([1.0], 4.0, [1.0], num_parts=2)
+    assert found == Span(10.0, 8.0, 4.0)
+    assert (found.exposed, found.hidden) == (2.0, 2.0)
+
+
+def test_a_slow_network_hides_the_experts_instead():
+    # there 0-3, 3-6; experts 3-4, 6-7; back 6-9 (after the second way there), 9-12
+    assert span([3.0], 1.0, [3.0], num_parts=2).total == 12.0
+    assert span([3.0], 1.0, [3.0], num_parts=2).exposed == 10.0
+
+
+def test_four_parts_expose_a_quarter():
+    found = span([0.5], 2.0, [0.5], num_parts=4)
+    assert found.exposed == 1.0
+    assert found.hidden == 3.0
+
+
+def test_shared_experts_hide_the_first_and_the_last_exchange():
+    # beside 0-1 with there 0-1, 1-2; experts 1-5, 5-9; back 5-6, 9-10 with beside 9-10
+    assert span([1.0], 4.0, [1.0], num_parts=2, beside=1.0).exposed == 0.0
+    assert span([2.0], 4.0, [1.0], beside=0.5).exposed == 2.5
+
+
+def test_between_nodes_first():
+    # Part 0: there 0-2 and 2-3, experts 3-7. Part 1: there 3-5 beside them and 7-8.
+    # Part 0 back: 8-9 inside, 9-11 between; the experts of part 1: 9-13; back: 13-14, 14-16.
+    found = span([2.0, 1.0], 4.0, [1.0, 2.0], num_parts=2)
+    assert found == Span(16.0, 8.0, 12.0)
+    assert found.hidden == 4.0  # both ways between nodes, of one part each
+
+
+@pytest.mark.parametrize(("num_parts", "num_hops"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 3)])
+def test_the_backward_pass_is_mirrored(num_parts: int, num_hops: int):
+    """What was waited for starts, and nothing is waited for before it has started."""
+    forward = list(operations(num_parts, num_hops))
+    backward = list(operations(num_parts, num_hops, backward=True))
+    for order in (forward, backward):
+        position = {operation: number for number, operation in enumerate(order)}
+        assert len(position) == len(order) == num_parts * (4 * num_hops + 2)
+        for kind, part, hop in order:
+            if kind == "wait":
+                assert position[("start", part, hop)] < position[("wait", part, hop)]
+    computations = [[each for each in order if each.kind in ("experts", "beside")] for order in (forward, backward)]
+    assert computations[0] == computations[1][::-1]
+
+
+def test_the_backward_pass_of_two_halves():
+    # Gradients: back 0-1, 1-2; experts of the second half 1-9, of the first 9-17; there 9-11, 17-19
+    assert span([2.0], 8.0, [1.0], num_parts=2, backward=True) == Span(19.0, 16.0, 6.0)

@@ -1,0 +1,97 @@
+"""Exchanges of tokens that computation hides, against the clock and the closed form of the traffic."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.run import RunConfig, load_config
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.routing_time import RoutingTimes
+from m6.planning.cost.step_time import TimeModel
+from m6.planning.cost.work import RoutedRows
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.machine.profile import Profile
+from moe import MoEConfig
+
+NODES = load_cluster(Path("a100_80g_x128")).nodes[0]
+ROUTED = RoutedRows(tokens=4096, pairs=8192, to_experts=2048, from_experts=2048)
+LAYOUT = ParallelLayout(128, 64, zero_stage=2, micro_batch_size=8, checkpointing=True)
+
+
+def price(ep_size: int = 8, **settings: Any) -> RoutingTimes:
+    moe = MoEConfig(num_experts=64, top_k=2, **settings)
+    return RoutingTimes(moe, ep_size, NODES, Profile(), 1.0)
+
+
+def run(**moe: Any) -> RunConfig:
+    document = [f"m6.moe.{key}={value}" for key, value in moe.items()]
+    return load_config(Path("m6_100b"), tuple(document))
+
+
+def model(config: RunConfig, cluster: str = "a100_80g_x128") -> TimeModel:
+    return TimeModel(config, load_cluster(Path(cluster)), Profile(), MemoryModel(config, Profile()))
+
+
+def test_long_experts_hide_all_but_the_first_and_the_last_part():
+    """Without latencies half is exposed with two parts; each message costs its latency again."""
+    whole = price()(ROUTED, 1.0, 0.0, 3)
+    halves = price(overlap_parts=2)(ROUTED, 1.0, 0.0, 3)
+    latencies = 1e-3
+    assert whole.hidden == pytest.approx(0.0, abs=1e-12)
+    assert halves.exposed == pytest.approx(whole.exposed / 2, abs=latencies)
+    assert halves.exposed + halves.hidden == pytest.approx(whole.exposed, abs=latencies)
+    assert halves.exposed + halves.hidden > whole.exposed
+
+
+def test_experts_hide_no_more_than_they_take():
+    exposed = price()(ROUTED, 1.0, 0.0, 3).exposed
+    short = price(overlap_parts=2)(ROUTED, exposed / 100, 0.0, 3)
+    # Each half computes beside an exchange of the other, in the backward pass twice as long.
+    assert short.hidden == pytest.approx(3 * exposed / 100)
+    assert price()(ROUTED, 1.0, exposed, 3).hidden > 0  # shared experts
+
+
+def test_recomputation_is_one_more_forward_pass():
+    three, four, five = (price(overlap_parts=2)(ROUTED, 1e-3, 0.0, passes) for passes in (3, 4, 5))
+    assert four.exposed - three.exposed == pytest.approx(five.exposed - four.exposed)
+    assert four.hidden > three.hidden
+
+
+def test_a_cpu_hides_nothing():
+    host = NODES.links.model_copy(update={"host": None})
+    cpu = NODES.model_copy(update={"links": host})
+    moe = MoEConfig(num_experts=64, top_k=2, overlap_parts=2)
+    assert RoutingTimes(moe, 8, cpu, Profile(), 1.0)(ROUTED, 1.0, 1.0, 3).hidden == 0.0
+
+
+def test_a_step_is_shorter_by_what_is_hidden():
+    whole, halves = model(run()), model(run(overlap_parts=2))
+    assert whole.hidden_s(LAYOUT) == pytest.approx(0.0, abs=1e-12)
+    assert halves.hidden_s(LAYOUT) > 0.2 * whole(LAYOUT).exchange
+    saved = whole(LAYOUT).exchange - halves(LAYOUT).exchange
+    assert 0 < saved < halves.hidden_s(LAYOUT)  # messages of their own
+    assert halves(LAYOUT).total < whole(LAYOUT).total
+    alone = replace(LAYOUT, ep_size=1)
+    assert halves(alone) == whole(alone)  # no exchange, no parts
+
+
+def test_experts_in_parts_read_their_weights_once_more():
+    whole, halves = model(run())(LAYOUT), model(run(overlap_parts=2))(LAYOUT)
+    assert whole.experts <= halves.experts < 2 * whole.experts
+
+
+def test_streamed_experts_send_a_gradient_for_each_part():
+    streamed = replace(LAYOUT, stream_experts=True)
+    time = model(run(overlap_parts=16))
+    store = time.memory.expert_store(streamed)
+    assert str(store.gradient_dtype) == "torch.float32"  # several gradients are added up
+    copy = store.weight_bytes * 10**9 / time.host.copy_bytes_per_s
+    update = time.host.update_s(10**9, store.optimizer_type)
+    seconds = [time.host.streaming_s(10**9, store, 1, parts) for parts in (1, 2, 16)]
+    assert seconds == [pytest.approx(max(copy * copies, update)) for copies in (2, 2, 16)]
+    assert seconds[2] > seconds[1]
+    whole = model(run())
+    assert time(streamed).reduction > whole(streamed).reduction
