@@ -7,6 +7,7 @@ from offload.devices.simulated import SimulatedDevice
 from offload.memory.chunks import Stack
 from offload.memory.host_memory import available_bytes
 from offload.memory.layout import lay_out
+from offload.optimizer.master_weights import remainder_dtype
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.chunk_size import search_chunk_bytes
 from offload.plan.placement import PlacementConstraints, PlacementPlan
@@ -40,6 +41,7 @@ __all__ = [
     "in_mib",
     "lay_out",
     "predict_times",
+    "remainder_dtype",
     "search_chunk_bytes",
     "sizes_of",
     "solve",

@@ -14,8 +14,8 @@ from native import load_library
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernel's numbers of types."""
 _SOURCE = Path(__file__).with_name("host_optimizer.cpp")
-# -ffp-contract=off: a fused multiply-add would round once where the PyTorch code rounds twice. -fno-trapping-math: without
-# it compilers do not vectorize a choice between two results of arithmetic.
+# -ffp-contract=off: a fused multiply-add would round once where the PyTorch code rounds twice. -fno-trapping-math:
+# without it compilers do not vectorize a choice between two results of arithmetic.
 _FLAGS = (
     "-O3",
     "-march=native",

@@ -9,8 +9,8 @@ import torch
 from m6.config.offload import OffloadOptimizer, OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
-from m6.planning.cost.precision import Precision
-from offload import OptimizerSettings, Stack, lay_out, sizes_of, staging_bytes
+from m6.planning.cost.precision import FP32, Precision
+from offload import OptimizerSettings, Stack, lay_out, remainder_dtype, sizes_of, staging_bytes
 
 _MIB = 2**20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,12 +26,14 @@ class ExpertStore:
         gradient_dtype: of the gradients that the host keeps until the update; None: it keeps none.
         optimizer: the experts' optimizer.
         chunk_bytes: the largest copy.
+        num_threads: that update experts.
     """
 
     dtype: torch.dtype
     gradient_dtype: torch.dtype | None
     optimizer: OptimizerSettings
     chunk_bytes: int
+    num_threads: int
 
     @classmethod
     def of(cls, config: RunConfig, accumulation: int, shared: bool) -> ExpertStore:
@@ -51,7 +53,7 @@ class ExpertStore:
         dtype = _DTYPES[precision]
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
         gradient = gradient_dtype_of(settings, dtype, accumulation, shared)
-        return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB))
+        return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB), settings.num_threads)
 
     @property
     def optimizer_type(self) -> str:
@@ -62,6 +64,19 @@ class ExpertStore:
     def weight_bytes(self) -> int:
         """Bytes of a weight on the device, and of a gradient that leaves it."""
         return self.dtype.itemsize
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that the update of a parameter reads and writes in host memory (offload/optimizer/host_optimizer.cpp)."""
+        remainder = remainder_dtype(self.dtype, self.optimizer.masters)
+        master = 0 if remainder is None else remainder.itemsize
+        # A whole master is read instead of the weight, and a remainder besides it.
+        read = master if master == 4 else self.weight_bytes + master
+        written, gradient = self.weight_bytes + master, (self.gradient_dtype or self.dtype).itemsize
+        if self.optimizer.kind == "adafactor":
+            return 3 * gradient + 2 * read + written
+        moments = 2 if self.optimizer.kind == "adamw" else int(self.optimizer.momentum > 0)
+        return gradient + read + written + 2 * moments * FP32
 
     def host_bytes(self, model: FoldedModel, ep_size: int) -> int:
         """Bytes of the experts of one rank with all that belongs to them, and of the staging blocks of gradients."""

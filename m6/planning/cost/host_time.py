@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from m6.planning.cost.expert_store import ExpertStore
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.profile import Profile
 
-# Bytes that the update of one parameter in host memory reads and writes.
-_UPDATE_BYTES = {"AdamW": 48, "Adafactor": 32, "SGD": 40}
+# Bytes that DeepSpeed's update of one parameter in host memory reads and writes.
+_DEEPSPEED_UPDATE_BYTES = 48
+# Seconds of one core for the update of one 16-bit parameter in the store: the slowest of two types, measured on an Intel
+# Xeon with AVX-512 (scripts/benchmarks/results/host_optimizer.md).
+_STORE_UPDATE_S = {"AdamW": 3.6e-9, "Adafactor": 5.7e-9, "SGD": 5.4e-9}
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Seconds a step in which streamed experts are copied and updated.
+
+    Attributes:
+        exposed: in which computation waits for that.
+        hidden: in which computation and exchanges run beside it.
+    """
+
+    exposed: float = 0.0
+    hidden: float = 0.0
 
 
 class HostTime:
@@ -32,23 +50,43 @@ class HostTime:
         return link.bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
 
     def update_s(self, numel: float, optimizer_type: str) -> float:
-        """Seconds of updating ``numel`` parameters while all ranks of a node share its memory and cores."""
-        host, ranks = self.nodes.host, self.nodes.devices_per_node
+        """Seconds in which DeepSpeed updates ``numel`` parameters of each rank of a node in its memory."""
         measured = self.profile.host_update_s_per_parameter.get(optimizer_type)
         if measured is not None:
-            return numel * measured * max(1.0, ranks / host.cpus)
-        rate = host.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency / ranks
-        return numel * _UPDATE_BYTES[optimizer_type] / rate
+            return numel * measured * max(1.0, self.nodes.devices_per_node / self.nodes.host.cpus)
+        return numel * _DEEPSPEED_UPDATE_BYTES / self._memory_rate
 
-    def streaming_s(self, numel: int, store: ExpertStore, micro_batches: int, parts: int = 1) -> float:
-        """Seconds of the longest of the copies and updates of a step with ``numel`` streamed parameters.
+    def store_update_s(self, numel: float, store: ExpertStore) -> float:
+        """Seconds in which the threads of the store update ``numel`` parameters of each rank."""
+        ranks, name = self.nodes.devices_per_node, store.optimizer_type
+        threads = min(store.num_threads, self.nodes.host.cpus / ranks)
+        each = self.profile.host_update_s_per_parameter.get(name, _STORE_UPDATE_S[name])
+        return max(numel * each / threads, numel * store.update_bytes / self._memory_rate)
 
-        Each micro-batch copies the weights to the device twice, for the forward and the backward pass, and the
-        gradients to the host once for each of the ``parts`` of its tokens. Both directions and the update run beside
-        each other.
+    @property
+    def _memory_rate(self) -> float:
+        """A rank's share of the bytes a second of the host's memory."""
+        rate = self.nodes.host.memory_bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
+        return rate / self.nodes.devices_per_node
+
+    def streaming(
+        self, numel: int, store: ExpertStore, micro_batches: int, parts: int, forward_s: float, backward_s: float
+    ) -> Streaming:
+        """Prices a step with ``numel`` streamed parameters.
+
+        The first forward pass runs beside the update and the copies of the weights, other forward passes beside copies
+        of the weights, and backward passes beside copies of the weights and, in the other direction, of gradients.
+
+        Args:
+            parts: gradients that each micro-batch copies.
+            forward_s: seconds of the forward pass of a micro-batch.
+            backward_s: the same of the backward pass, with recomputation.
         """
-        once = micro_batches * store.weight_bytes * numel / self.copy_bytes_per_s
-        return max(2 * once, parts * once, self.update_s(numel, store.optimizer_type))
+        once = store.weight_bytes * numel / self.copy_bytes_per_s
+        passes = [(max(once, self.store_update_s(numel, store)), forward_s)]
+        passes += [(once, forward_s)] * (micro_batches - 1) + [(parts * once, backward_s)] * micro_batches
+        exposed = sum(max(0.0, busy - window) for busy, window in passes)
+        return Streaming(exposed, sum(busy for busy, _ in passes) - exposed)
 
 
 def device_bandwidth(nodes: Nodes, profile: Profile) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from m6.config.run import RunConfig
-from m6.planning.cost.host_time import HostTime, core_share, device_bandwidth
+from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.partition import balanced_share
@@ -117,7 +117,7 @@ class TimeModel:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
         parts["reduction"] = self.profile.factor("reduction") * self._reduction(layout, steps)
-        parts["update"], host = self._update(layout, steps, parts["matmul"] + parts["experts"])
+        parts["update"], host = self._update(layout, steps)
         parts["update"] *= self.profile.factor("update")
         parts["host"] = self.profile.factor("host") * host
         if stages > 1:
@@ -298,7 +298,7 @@ class TimeModel:
             seconds += steps * self._parts(layout) * self._collective("all_reduce", moved, replicas)
         return seconds
 
-    def _update(self, layout: ParallelLayout, steps: int, compute: float) -> tuple[float, float]:
+    def _update(self, layout: ParallelLayout, steps: int) -> tuple[float, float]:
         """Seconds of the update on the device, and of transfers and updates in host memory."""
         counts = self.memory.counts(layout).divided(layout.tp_size)
         stage, width = layout.zero_stage, self.memory.precision.weights
@@ -308,7 +308,7 @@ class TimeModel:
             owned_experts /= layout.dp_size // layout.ep_size
         host = 0.0
         if layout.stream_experts:
-            host = max(0.0, self._streamed_s(layout) - compute)
+            host = self._streaming(layout, steps).exposed
         owned += owned_experts
         # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
@@ -332,11 +332,13 @@ class TimeModel:
     def _streamed_experts(self, layout: ParallelLayout) -> int:
         return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)
 
-    def _streamed_s(self, layout: ParallelLayout) -> float:
-        """Seconds a step of the copies and updates of streamed experts, which run beside the computation."""
-        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        store, parts = self.memory.expert_store(layout), self._parts(layout)
-        return self.host.streaming_s(self._streamed_experts(layout), store, steps, parts)
+    def _streaming(self, layout: ParallelLayout, steps: int) -> Streaming:
+        """The copies and updates of streamed experts in a step of ``steps`` micro-batches."""
+        computing, exchange = self._compute(layout).compute, self._exchange(layout)
+        passes = 4 if layout.checkpointing else 3
+        forward = computing / passes + exchange / (passes - 1)
+        store, numel = self.memory.expert_store(layout), self._streamed_experts(layout)
+        return self.host.streaming(numel, store, steps, self._parts(layout), forward, computing + exchange - forward)
 
     def _parts(self, layout: ParallelLayout) -> int:
         return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
@@ -346,6 +348,5 @@ class TimeModel:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
         hidden = self._routing(layout).hidden * steps / layout.pp_size
         if layout.stream_experts:
-            time = self(layout)
-            hidden += min(self._streamed_s(layout), time.matmul + time.experts) * self.profile.factor("host")
+            hidden += self._streaming(layout, steps).hidden * self.profile.factor("host")
         return hidden
