@@ -149,6 +149,7 @@ class Trainer:
             report.exclude(time.perf_counter() - begin)
         if self.sample_grids is not None and self._is_due(self.sample_grids.settings.interval_steps):
             begin = time.perf_counter()
+            self.console.draws(self.step)
             picture = self.sample_grids.draw(self.engine, self.step)
             if self.trackers is not None and picture is not None:
                 self.trackers.show("samples", picture, self.step)
