@@ -47,7 +47,9 @@ def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
                     remedy += f", {kept}"
             else:
                 option = name.replace("text_", "").replace("_", "-")
-                remedy = f'set m6.model.{name}={actual}, or make a tokenizer with "m6 data tokenizer --{option} {expected}"'
+                remedy = (
+                    f'set m6.model.{name}={actual}, or make a tokenizer with "m6 data tokenizer --{option} {expected}"'
+                )
             raise UserError(
                 f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {actual}; {remedy}"
             )

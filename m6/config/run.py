@@ -115,8 +115,8 @@ def _check_schedule(schedule: ScheduleSettings, total: int) -> None:
         room = total - (schedule.decay_steps or 0)
         remedy = f"m6.schedule.warmup_steps=0 to {room}" if room >= 0 else f"m6.schedule.decay_steps=1 to {total}"
         raise UserError(
-            f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay_steps} exceed m6.training.total_steps {total}; set "
-            f"{remedy}, or more m6.training.total_steps"
+            f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay_steps} exceed m6.training.total_steps {total}; "
+            f"set {remedy}, or more m6.training.total_steps"
         )
     if (schedule.decay == "wsd") != (schedule.decay_steps is not None):
         raise UserError(

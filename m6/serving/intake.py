@@ -102,7 +102,9 @@ def uploaded_file(content_type: str, body: bytes) -> bytes:
     try:
         # In memory: the limit of the body holds for its files.
         limits = {"MAX_MEMORY_FILE_SIZE": len(body)}
-        parser = FormParser("multipart/form-data", fields.append, files.append, boundary=options[b"boundary"], config=limits)
+        parser = FormParser(
+            "multipart/form-data", fields.append, files.append, boundary=options[b"boundary"], config=limits
+        )
         parser.write(body)
         parser.finalize()
     except (FormParserError, KeyError) as error:
@@ -110,8 +112,8 @@ def uploaded_file(content_type: str, body: bytes) -> bytes:
     if fields:
         name = (fields[0].field_name or b"").decode("utf-8", "replace")[:64]
         raise BadInput(
-            f'the form of the request has the field "{name}", expected the picture alone; parameters belong to the query, '
-            "as in /caption?max_new_tokens=24"
+            f'the form of the request has the field "{name}", expected the picture alone; parameters belong to the '
+            "query, as in /caption?max_new_tokens=24"
         )
     if len(files) != 1:
         raise BadInput(f"the form of the request has {len(files)} files, expected one, as curl -F picture=@FILE sends")

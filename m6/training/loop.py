@@ -243,8 +243,8 @@ class Trainer:
         if self.settings.lora is not None:
             trained, total = count_trained(self.config)
             self._print(
-                f"LoRA of {', '.join(self.settings.lora.targets)}: trains {trained:,} parameters beside {total:,} frozen "
-                "ones; memory and time are not predicted, because the planner knows no adapters"
+                f"LoRA of {', '.join(self.settings.lora.targets)}: trains {trained:,} parameters beside {total:,} "
+                "frozen ones; memory and time are not predicted, because the planner knows no adapters"
             )
         elif self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
