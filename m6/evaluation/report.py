@@ -214,7 +214,7 @@ def _by_source(trained: dict[str, Losses], sources: list[str]) -> list[str]:
         [objective, *(_loss(losses.by_source[name]) if name in losses.by_source else "" for name in sources)]
         for objective, losses in trained.items()
     ]
-    return [markdown_table(["objective", *sources], rows)] if len(sources) > 1 else []
+    return ["Of each source:", markdown_table(["objective", *sources], rows)] if len(sources) > 1 else []
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
