@@ -58,7 +58,8 @@ class SharedRows(_Entry):
     group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.picture:,} a picture, {self.text:,} a caption or text, {self.group:,} a group"
+        counts = {"a picture": self.picture, "a caption or text": self.text, "a group": self.group}
+        return ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
 
 
 class SplitEntry(_Entry):

@@ -103,7 +103,7 @@ def test_leaks_are_in_the_card(run):
     entry = {"kind": "image_text", "licence": "MIT", "origin": [], "splits": splits}
     (run / SOURCES).write_text(json.dumps({"sources": {"mine": entry}}))
     text = card_of(run).text
-    assert "validation of mine 2 of 4 rows (1 a picture, 2 a caption or text, 0 a group)" in text
+    assert "validation of mine 2 of 4 rows (1 a picture, 2 a caption or text)" in text
     assert "the losses measure memory in part" in text
 
 
