@@ -113,7 +113,7 @@ def _check_schedule(schedule: ScheduleSettings, total: int) -> None:
     if schedule.warmup_steps + (schedule.decay_steps or 0) > total:
         decay_steps = f" + decay_steps {schedule.decay_steps}" if schedule.decay_steps else ""
         room = total - (schedule.decay_steps or 0)
-        remedy = f"m6.schedule.warmup_steps=0 to {room}" if room >= 0 else f"m6.schedule.decay_steps=1 to {total}"
+        remedy = f"m6.schedule.warmup_steps=0 to {room}" if room >= 0 else "a smaller m6.schedule.decay_steps"
         raise UserError(
             f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay_steps} exceed m6.training.total_steps {total}; "
             f"set {remedy}, or more m6.training.total_steps"

@@ -91,6 +91,7 @@ def drawn(folder: Path, image_tokenizer: Path, pretrained: Path, tmp_path_factor
     outcome = m6("finetune", path / "drawing.json", "--init", pretrained, "--run-dir", path / "run")
     assert outcome.code == 0, outcome.stderr
     assert f"starts from the weights of {pretrained}" in outcome.stderr
+    assert "step 2: draws samples" in outcome.stderr
     return path / "run"
 
 
