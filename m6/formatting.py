@@ -1,5 +1,7 @@
-"""Formatting of Markdown tables and byte sizes."""
+"""Formatting of Markdown tables, byte sizes and lines of a log."""
 
+import sys
+import time
 from collections.abc import Iterable, Sequence
 
 _ALIGNMENTS = {"l": "---", "r": "---:"}
@@ -17,6 +19,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: 
     align = align or "l" + "r" * (len(header) - 1)
     lines = [header, [_ALIGNMENTS[side] for side in align], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def log_line(text: str) -> None:
+    """Writes a line with the time to stderr."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def format_bytes(number: float) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from m6.checkpoints.adapters import MergedReader, is_adapted
 from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
-from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
@@ -112,14 +112,14 @@ def newest_complete_checkpoint(run_dir: Path) -> CheckpointReader:
     return CheckpointReader(folders[-1])
 
 
-def load_weights(model: M6ForConditionalGeneration, reader: CheckpointReader) -> None:
+def load_weights(model: M6ForConditionalGeneration, reader: WeightReader) -> None:
     """Fills every parameter and buffer of the model, one tensor at a time; UserError if a shape differs."""
     for name, tensor in model.state_dict().items():
         check_shape(reader, name, tensor)
         reader.read_into(name, WEIGHT, 0, tensor.view(-1))
 
 
-def check_shape(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
+def check_shape(reader: WeightReader, name: str, tensor: Tensor) -> None:
     """Raises UserError if the checkpoint has no weight ``name`` with the shape of ``tensor``."""
     stored = reader.shapes.get((name, WEIGHT))
     if stored != tuple(tensor.shape):

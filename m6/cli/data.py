@@ -9,7 +9,7 @@ import typer
 
 from m6.data.build import BuildSettings
 from m6.data.build import build as build_folder
-from m6.data.sources import BUILT_IN, SourceOptions, find_source
+from m6.data.sources import BUILT_IN, SourceOptions, find_sources
 from m6.errors import UserError
 from m6.files import cache_folder
 
@@ -56,13 +56,13 @@ def build(
     ] = None,
     validation_share: Annotated[float, typer.Option(help="Share of the groups held out for validation.")] = 0.01,
     test_share: Annotated[float, typer.Option(help="Share of the groups held out for testing.")] = 0.01,
-    max_bad_share: Annotated[float, typer.Option(help="Fail if a larger share of a source's rows is bad.")] = 0.01,
+    max_bad_share: Annotated[float, typer.Option(help="Refuse a source if a larger share of its rows is bad.")] = 0.01,
     text_column: Annotated[str, typer.Option(help="Your own data: the column of captions or texts.")] = "text",
     image_column: Annotated[
         str | None, typer.Option(help='Your own data: the column of pictures (default: "image" if it exists).')
     ] = None,
     label_column: Annotated[
-        str | None, typer.Option(help="Your own tables: the column of labels, for text classification.")
+        str | None, typer.Option(help="Your own data: the column of labels, for text classification.")
     ] = None,
     split_column: Annotated[
         str | None, typer.Option(help="Your own data: the column of splits; default: names of folders or files.")
@@ -103,7 +103,7 @@ def build(
         licence=licences.pop("", None),
         licences=licences,
     )
-    sources = [find_source(specifier, options) for specifier in source]
+    sources = find_sources(source, options)
     manifest, built = build_folder(sources, out, settings, workers or _usable_cores())
     typer.echo(f"{out} {'is built' if built else 'holds this data set already'}")
     for name, entry in manifest.sources.items():

@@ -19,6 +19,7 @@ import typer
 import m6
 from m6.cli.address_space import check_address_space
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
+from m6.cli.terminal import keep_bars_out_of_logs
 from m6.errors import StorageError, UserError
 
 app = typer.Typer(
@@ -289,6 +290,7 @@ def _mount_commands() -> None:
 def main() -> None:
     """Entry point of ``m6`` and ``python -m m6``."""
     try:
+        keep_bars_out_of_logs()
         check_address_space()
         _mount_commands()
         app()

@@ -41,7 +41,18 @@ def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
     for name in ("text_vocab_size", "image_vocab_size"):
         expected, actual = getattr(config.model, name), getattr(tokenizer, name)
         if expected != actual:
-            raise UserError(f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {actual}")
+            if config.m6.init is not None:
+                remedy = f"m6.data.tokenizer must be the one that {config.m6.init} was trained with"
+                if (kept := config.m6.init / "tokenizer").is_dir():
+                    remedy += f", {kept}"
+            else:
+                option = name.replace("text_", "").replace("_", "-")
+                remedy = (
+                    f'set m6.model.{name}={actual}, or make a tokenizer with "m6 data tokenizer --{option} {expected}"'
+                )
+            raise UserError(
+                f"m6.model.{name} is {expected}, but the tokenizer {config.m6.data.tokenizer} has {actual}; {remedy}"
+            )
 
 
 def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:

@@ -130,9 +130,12 @@ def _check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6
 
 def _check_schedule(schedule: ScheduleSettings, total: int) -> None:
     if schedule.warmup_steps + (schedule.decay_steps or 0) > total:
+        decay_steps = f" + decay_steps {schedule.decay_steps}" if schedule.decay_steps else ""
+        room = total - (schedule.decay_steps or 0)
+        remedy = f"m6.schedule.warmup_steps=0 to {room}" if room >= 0 else "a smaller m6.schedule.decay_steps"
         raise UserError(
-            f"m6.schedule: warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps or 0} "
-            f"exceed m6.training.total_steps {total}"
+            f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay_steps} exceed m6.training.total_steps {total}; "
+            f"set {remedy}, or more m6.training.total_steps"
         )
     if (schedule.decay == "wsd") != (schedule.decay_steps is not None):
         raise UserError(
@@ -153,7 +156,8 @@ def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: 
     if settings.switch_step >= total_steps:
         raise UserError(
             f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
-            f"m6.training.total_steps {total_steps}: no step would be left for the Real model"
+            f"m6.training.total_steps {total_steps}: no step would be left for the Real model; set "
+            f"m6.pseudo_to_real.switch_step=1 to {total_steps - 1}, or m6.pseudo_to_real=null"
         )
     if (settings.learning_rate == "rewarm") != (settings.rewarm_steps is not None):
         raise UserError(

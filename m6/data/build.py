@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
 import shutil
 import sys
@@ -28,6 +29,7 @@ from m6.data.manifest import (
     Split,
     SplitEntry,
 )
+from m6.data.overlap import Contents
 from m6.data.shards import ShardWriter
 from m6.data.sources.base import Row, Source
 from m6.data.sources.pictures import BadPicture, encode
@@ -37,6 +39,7 @@ from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
 LISTED_SKIPS = 100  # skipped rows per source that skipped.jsonl lists; the manifest counts all of them
+NAMED_SKIPS = 3  # rows of each reason that a message names
 CHUNK_ROWS = 32  # rows sent to a worker process at once, which amortises the cost of pickling
 
 
@@ -112,15 +115,24 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
         return existing, False
     with new_folder(out) as partial:
         entries: dict[str, SourceEntry] = {}
+        refused = out.with_name(f"{out.name}.{SKIPPED_NAME}")
         with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skipped:
             for source in sources:
-                splits, counts = _build_source(source, partial, settings, workers, skipped)
-                licence = " AND ".join(dict.fromkeys(origin.licence for origin in origins[source.name]))
-                entries[source.name] = SourceEntry(
-                    kind=source.kind, licence=licence, origin=origins[source.name], splits=splits, skipped=counts
-                )
+                try:
+                    entries[source.name] = _build_source(
+                        source, origins[source.name], partial, settings, workers, skipped
+                    )
+                except _TooManyBadRows as error:
+                    skipped.flush()
+                    shutil.copyfile(partial / SKIPPED_NAME, refused)  # the folder goes
+                    raise UserError(f"{error}; nothing was written but the list of skipped rows, {refused}") from None
+        refused.unlink(missing_ok=True)
         Manifest(recipe=recipe, sources=entries).save(partial)
     return Manifest.load(out), True
+
+
+class _TooManyBadRows(UserError):
+    """A source that is refused for its bad rows."""
 
 
 def _existing(out: Path, recipe: dict[str, Any], origins: dict[str, list[Origin]]) -> Manifest | None:
@@ -138,11 +150,11 @@ def _is_same_data(manifest: Manifest, recipe: dict[str, Any], origins: dict[str,
 
 
 def _build_source(
-    source: Source, folder: Path, settings: BuildSettings, workers: int, skip_list: IO[str]
-) -> tuple[dict[Split, SplitEntry], dict[str, int]]:
-    """Writes the shards of one source; returns its splits and the number of skipped rows by reason."""
+    source: Source, origin: list[Origin], folder: Path, settings: BuildSettings, workers: int, skip_list: IO[str]
+) -> SourceEntry:
+    """Writes the shards of one source."""
     skipped: collections.Counter[str] = collections.Counter()
-    examples: dict[str, str] = {}
+    examples: dict[str, list[str]] = collections.defaultdict(list)
     limit = settings.limits.get(source.name, settings.limit)
     stream = tqdm(
         itertools.islice(source.rows(), limit),
@@ -158,46 +170,64 @@ def _build_source(
                 yield row
                 continue
             skipped[problem] += 1
-            examples.setdefault(problem, row.id)
+            if len(examples[problem]) < NAMED_SKIPS:
+                examples[problem].append(row.id)
             if skipped.total() <= LISTED_SKIPS:
                 entry = {"source": source.name, "id": row.id, "reason": problem}
                 skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     rules = SplitRules(settings.validation_share, settings.test_share, source.own_splits)
     grouping = Grouping()
+    contents = {split: Contents() for split in SPLITS}
     spool = folder / "waiting"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, source.name)) for split in SPLITS}
         for row, split in split_rows(usable_rows(), source.name, spool, rules, grouping):
             columns = ("id", "text", "image", "question", "answer", "group")
             writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
+            assert row.group is not None
+            contents[split].add(row.group, row.text, row.image, row.answer)
     shutil.rmtree(spool, ignore_errors=True)
     splits = {split: SplitEntry.of(writer.shards) for split, writer in writers.items()}
     usable = sum(entry.rows for entry in splits.values())
-    reasons = ", ".join(f"{reason}: {count}, such as {examples[reason]}" for reason, count in skipped.most_common())
+    reasons = "; ".join(
+        f"{reason}: {count}, such as {', '.join(examples[reason])}" for reason, count in skipped.most_common()
+    )
     if not usable:
         raise UserError(f'source "{source.name}" has no usable row ({reasons or "it is empty"}); nothing was written')
-    share = skipped.total() / (usable + skipped.total())
-    if share > settings.max_bad_share:
-        raise UserError(
-            f'source "{source.name}": {share:.1%} of the rows are bad ({reasons}), more than --max-bad-share '
-            f"{settings.max_bad_share:.1%}; nothing was written"
+    rows = usable + skipped.total()
+    if skipped.total() / rows > settings.max_bad_share:
+        enough = math.ceil(skipped.total() / rows * 1000) / 1000
+        raise _TooManyBadRows(
+            f'source "{source.name}": {skipped.total()} of {rows} rows are bad ({reasons}), more than --max-bad-share '
+            f"{settings.max_bad_share:g}; mend them, or build without them with --max-bad-share {enough:g}"
         )
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
+    for split in ("validation", "test"):
+        if splits[split].rows:
+            splits[split].shared = contents[split].count_shared(contents["train"])
     _warn_of_splits(source.name, splits, grouping, settings)
-    return splits, dict(skipped.most_common())
+    return SourceEntry(
+        kind=source.kind,
+        licence=" AND ".join(dict.fromkeys(each.licence for each in origin)),
+        origin=origin,
+        own_splits=[split for split in SPLITS if split in source.own_splits],
+        groups=len(set().union(*(each.groups() for each in contents.values()))),
+        splits=splits,
+        skipped=dict(skipped.most_common()),
+    )
 
 
 def _warn_of_splits(name: str, splits: dict[Split, SplitEntry], grouping: Grouping, settings: BuildSettings) -> None:
     """Says what a user would not expect of a split: that it is empty, or that it shares data with training."""
     if grouping.rows:
         _warn(f"{name}: {grouping.rows} pictures in {grouping.groups} groups of equal captions or pictures")
-    for split, shared in grouping.shared.items():
-        if shared:
+    for split, entry in splits.items():
+        if entry.shared is not None and entry.shared.rows:
             _warn(
-                f"{name}: {shared} of {splits[split].rows} rows of your {split} split have a caption or a picture that "
-                "is also in your training split"
+                f"{name}: {entry.shared.rows:,} of {entry.rows:,} rows of the {split} split share something with the "
+                f"training split ({entry.shared}); the manifest records it"
             )
     shares = {"validation": settings.validation_share, "test": settings.test_share}
     for split in ("validation", "test"):

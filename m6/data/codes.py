@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
 CODES_FOLDER = "codes"
+_SOME_TOKENIZER = "IMAGE_TOKENIZER"  # in messages, where its folder is not known
 _METADATA_KEY = b"m6.image_tokenizer"
 _FOLDER_CHARACTERS = 16  # of the checksum in a folder's name; manifest and shards hold all 64
 
@@ -108,7 +110,8 @@ def write_codes(
                     reasons = ", ".join(f"{reason}: {count}" for reason, count in bad.most_common())
                     raise UserError(
                         f'{manifest.folder}: {bad.total()} of {rows} pictures of source "{name}" are bad ({reasons}), '
-                        f"more than --max-bad-share {max_bad_share:.1%}; nothing was written"
+                        f"more than --max-bad-share {max_bad_share:g}; nothing was written; --max-bad-share "
+                        f"{math.ceil(bad.total() / rows * 1000) / 1000:g} leaves them out"
                     )
                 if bad:
                     skipped[name] = dict(bad.most_common())
@@ -121,7 +124,7 @@ def write_codes(
             sources=entries,
             skipped=skipped,
         )
-        files.write_json(partial / MANIFEST_NAME, written.model_dump())
+        files.write_json(partial / MANIFEST_NAME, written.model_dump(exclude_none=True))
         shutil.rmtree(folder, ignore_errors=True)  # old codes, of fewer sources or of pictures that have changed
     return folder, written
 
@@ -134,24 +137,28 @@ class Codes:
         source: name of the source.
         split: name of the split.
         checksum: checksum of the image tokenizer.
+        tokenizer: its folder or its name on the Hub, for messages.
 
     Raises:
         UserError: there are no codes of this tokenizer, a shard is damaged, or the pictures have changed since.
     """
 
-    def __init__(self, manifest: Manifest, source: str, split: str, checksum: str) -> None:
-        self.manifest = load_codes_manifest(manifest, checksum)
+    def __init__(
+        self, manifest: Manifest, source: str, split: str, checksum: str, tokenizer: str = _SOME_TOKENIZER
+    ) -> None:
+        self.manifest = load_codes_manifest(manifest, checksum, tokenizer)
+        remedy = _remedy(manifest, tokenizer)
         if source not in self.manifest.sources:
             raise UserError(
                 f'{codes_folder(manifest, checksum)} has no codes of source "{source}"'
-                f"{nearest(source, self.manifest.sources)}"
+                f"{nearest(source, self.manifest.sources)}; {remedy}"
             )
         folder = codes_folder(manifest, checksum)
         for shard in manifest.split(source, split).shards:
             if self.manifest.data.get(shard.file) != shard.sha256:
-                raise UserError(f"{manifest.folder / shard.file} has changed since its codes were made; {_REMEDY}")
+                raise UserError(f"{manifest.folder / shard.file} has changed since its codes were made; {remedy}")
         entry = self.manifest.sources[source].get(split, SplitEntry())
-        tables = [_read_shard(folder / shard.file, shard, checksum) for shard in entry.shards]
+        tables = [_read_shard(folder / shard.file, shard, checksum, remedy) for shard in entry.shards]
         self.ids: list[str] = [row for table in tables for row in table["id"].to_pylist()]
         chunks = [chunk for table in tables for chunk in table["codes"].chunks]
         size = self.manifest.num_codes
@@ -176,26 +183,33 @@ class Codes:
         return self._codes[chunk][row - int(self._ends[chunk])]  # a negative index, counted from the chunk's end
 
 
-_REMEDY = 'make them again with "m6 data codes"'
-
-
 def codes_folder(manifest: Manifest, checksum: str) -> Path:
     """Returns the folder for the codes of the image tokenizer with this checksum."""
     return manifest.folder / CODES_FOLDER / checksum[:_FOLDER_CHARACTERS]
 
 
-def load_codes_manifest(manifest: Manifest, checksum: str) -> CodesManifest:
-    """Reads the manifest of one image tokenizer's codes.
+def _remedy(manifest: Manifest, tokenizer: str) -> str:
+    return f'make them with "m6 data codes {manifest.folder} --image-tokenizer {tokenizer}"'
+
+
+def has_codes(manifest: Manifest, checksum: str) -> bool:
+    """Whether the data folder has codes of the image tokenizer with this checksum."""
+    return (codes_folder(manifest, checksum) / MANIFEST_NAME).is_file()
+
+
+def load_codes_manifest(manifest: Manifest, checksum: str, tokenizer: str = _SOME_TOKENIZER) -> CodesManifest:
+    """Reads the manifest of one image tokenizer's codes; ``tokenizer`` is its folder or name, for messages.
 
     Raises:
         UserError: there are no codes of this tokenizer; the message names the tokenizers that have codes.
     """
     folder = codes_folder(manifest, checksum)
-    if not (folder / MANIFEST_NAME).is_file():
+    if not has_codes(manifest, checksum):
         available = sorted(path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}"))
         hint = f"; there are codes of {', '.join(available)}" if available else ""
         raise UserError(
-            f"{manifest.folder} holds no codes of the image tokenizer {checksum[:_FOLDER_CHARACTERS]}{hint}; {_REMEDY}"
+            f"{manifest.folder} holds no codes of the image tokenizer {checksum[:_FOLDER_CHARACTERS]}{hint}; "
+            f"{_remedy(manifest, tokenizer)}"
         )
     loaded = _load(folder)
     # The folder's name has only the first characters of the checksum.
@@ -213,9 +227,9 @@ def _load(folder: Path) -> CodesManifest:
         ) from None
 
 
-def _read_shard(path: Path, shard: Shard, checksum: str) -> pa.Table:
+def _read_shard(path: Path, shard: Shard, checksum: str, remedy: str) -> pa.Table:
     if not path.is_file() or path.stat().st_size != shard.bytes or files.sha256(path) != shard.sha256:
-        raise UserError(f"{path} is missing or damaged; {_REMEDY}")
+        raise UserError(f"{path} is missing or damaged; {remedy}")
     table = pq.read_table(path)
     # The shard names its tokenizer too, so a file that was copied to another folder is detected.
     recorded = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"{}"))

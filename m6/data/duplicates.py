@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.spatial import KDTree
 
+# The search for near duplicates took 23 s for 50,000 random signatures on one core, 4.5 times as long as for 20,000. Of
+# more pictures than these only equal ones are found.
+MAX_COMPARED = 200_000
 _GRID = 16
 # Levels of 255, from 48 parts of two photographs. Stored as JPEG at quality 30 or WebP at 60, or at half or twice the
 # size, cells differ by up to 5 and coarse colours by up to 7; the two most alike of different parts, both sky, by 12

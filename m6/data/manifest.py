@@ -42,11 +42,35 @@ class Shard(_Entry):
         return file
 
 
+class SharedRows(_Entry):
+    """How many rows of a held-out split share something with training rows of their source.
+
+    Attributes:
+        rows: rows that share any of the following.
+        picture: rows with an equal or nearly equal picture.
+        text: rows with an equal caption or text.
+        group: rows of the same group.
+    """
+
+    rows: int = 0
+    picture: int = 0
+    text: int = 0
+    group: int = 0
+
+    def __str__(self) -> str:
+        counts = {"a picture": self.picture, "a caption or text": self.text, "a group": self.group}
+        return ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+
+
 class SplitEntry(_Entry):
-    """The shards of one split in reading order, and their total rows and bytes."""
+    """The shards of one split in reading order, their total rows and bytes, and what it shares with training.
+
+    ``shared`` is None for the training split and where nobody counted.
+    """
 
     rows: int = 0
     bytes: int = 0
+    shared: SharedRows | None = None
     shards: list[Shard] = []
 
     @classmethod
@@ -56,20 +80,41 @@ class SplitEntry(_Entry):
 
 
 class Origin(_Entry):
-    """A package, file or Hub data set that a source was made from; ``sha256`` is the checksum of the files read."""
+    """A package, file or Hub data set that a source was made from.
+
+    Attributes:
+        package: its name.
+        version: its version or commit.
+        licence: its licence.
+        sha256: checksum of the files that were read.
+        columns: of the user's own data: which column was read as "text", "image", "label", "split" or "group".
+    """
 
     package: str
     version: str
     licence: str
     sha256: str | None = None
+    columns: dict[str, str] | None = None
 
 
 class SourceEntry(_Entry):
-    """One source. ``skipped`` counts skipped rows by reason; ``licence`` is an SPDX expression if there is one."""
+    """One source.
+
+    Attributes:
+        kind: which columns the rows have.
+        licence: an SPDX expression if there is one.
+        origin: what the rows were made from.
+        own_splits: the splits that the source defined itself; None if nobody recorded it.
+        groups: the number of groups; rows of a group are in one split, unless the source defined its splits.
+        splits: the shards.
+        skipped: skipped rows by reason.
+    """
 
     kind: SourceKind
     licence: str
     origin: list[Origin]
+    own_splits: list[Split] | None = None
+    groups: int | None = None
     splits: dict[Split, SplitEntry]
     skipped: dict[str, int] = {}
 

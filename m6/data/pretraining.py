@@ -221,11 +221,12 @@ class PretrainingData:
 
         if self.settings.image_tokenizer is None:
             raise UserError("m6.data.image_tokenizer is missing: text_to_image is trained on its codes")
-        codes = load_codes_manifest(self.manifest, load_image_tokenizer(self.settings.image_tokenizer).checksum)
+        name = self.settings.image_tokenizer
+        codes = load_codes_manifest(self.manifest, load_image_tokenizer(name).checksum, name)
         for source in self._source_weights:
             if self.manifest.sources[source].kind == "image_text":
                 for split in SPLITS:  # all of them now, so that a damaged shard does not stop the run later
-                    self._open_codes[source, split] = Codes(self.manifest, source, split, codes.tokenizer)
+                    self._open_codes[source, split] = Codes(self.manifest, source, split, codes.tokenizer, name)
         return codes
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,21 +6,18 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from m6.data.duplicates import near_duplicates, signature
+from m6.data.duplicates import MAX_COMPARED, near_duplicates, signature
 from m6.data.manifest import Split
 from m6.data.shards import ShardWriter
 from m6.data.sources import Row
-
-# The search for near duplicates took 23 s for 50,000 random signatures on one core, 4.5 times as long as for 20,000. Of
-# more pictures than these only equal ones are joined.
-MAX_COMPARED = 200_000
+from m6.data.sources.text import text_key
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,10 @@ class Grouping:
     Attributes:
         groups: number of groups.
         rows: number of rows in them.
-        shared: for a split that the source defines: its rows that share a caption or a picture with a training row.
     """
 
     groups: int = 0
     rows: int = 0
-    shared: dict[Split, int] = field(default_factory=dict)
 
 
 def assign_split(group: str, validation_share: float, test_share: float) -> Split:
@@ -102,7 +97,7 @@ def split_rows(
                 continue
             assert row.image is not None  # sources group their texts themselves
             # A caption that is a label is shared by all pictures of a class, which must be in every split.
-            texts.append(None if row.answer else hashlib.sha256(" ".join(row.text.split()).encode()).digest())
+            texts.append(None if row.answer else text_key(row.text))
             pictures.append(hashlib.sha256(row.image).digest())
             if len(signatures) <= MAX_COMPARED:
                 signatures.append(signature(row.image))
@@ -118,10 +113,6 @@ def split_rows(
         names[root] = min(names.get(root, key), key)
     grouping.groups, grouping.rows = len(names), len(roots)
     splits = _splits_of_groups(roots, named)
-    for split in ("validation", "test"):
-        rows_of_split = [root for root, own in zip(roots, named, strict=True) if own == split]
-        if rows_of_split:
-            grouping.shared[split] = sum("train" in splits[root] for root in rows_of_split)
     stored = (row for shard in writer.shards for row in _read(spool / shard.file))
     for row, root, own in zip(stored, roots, named, strict=True):
         # A row without a split follows the others of its group.

@@ -7,17 +7,20 @@ from pathlib import Path
 
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig
-from m6.data.manifest import Manifest
+from m6.data.codes import has_codes
+from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard
 from m6.data.objectives import OBJECTIVES, reads_codes, source_kind
+from m6.data.overlap import describe_shared
 from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
-from m6.runs.data import open_data
+from m6.runs.data import kept_sources, open_data
 
 
 def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: str) -> PretrainingData:
     """Opens one split for the run's objectives.
 
-    Of the run's own folder the run's sources are read; of another one all. Objectives without rows are left out.
+    Of the run's own folder the run's sources are read; of another one all. Objectives without rows or image codes are
+    left out.
 
     Args:
         run_dir: the run, whose tokenizers are used.
@@ -26,10 +29,14 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
         split: name of a split.
 
     Raises:
-        UserError: the folder or the split is missing or has no rows for an objective of the run; or its image codes
-            are those of another image tokenizer.
+        UserError: the folder or the split is missing or has no rows for an objective of the run; or all its
+            objectives need image codes of the run's image tokenizer, which the folder lacks.
     """
     settings = config.m6
+    if folder is None and not (settings.data.path / MANIFEST_NAME).is_file():
+        raise UserError(
+            f"{run_dir} learned from {settings.data.path.absolute()}, which is missing; give another folder by --data"
+        )
     manifest = Manifest.load(folder or settings.data.path)
     given = settings.data.sources if folder is None else None
     names = manifest.sources if given is None else [name for name, weight in given.items() if weight > 0]
@@ -43,10 +50,15 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
             f'{manifest.folder}: split "{split}" has no rows for the objectives of {run_dir} ({", ".join(active)}); '
             f"expected sources of kind {wanted}"
         )
-    silent = {name: settings.objectives.of(name).model_copy(update={"weight": 0.0}) for name in {*active} - {*read}}
     image_tokenizer = settings.data.image_tokenizer if any(map(reads_codes, read)) else None
     if image_tokenizer is not None:
+        from m6.tokenizers.image import load_image_tokenizer
+
         image_tokenizer = str(find_tokenizer(run_dir, IMAGE_TOKENIZER, image_tokenizer))
+        without = [name for name in read if not reads_codes(name)]
+        if without and not has_codes(manifest, load_image_tokenizer(image_tokenizer).checksum):
+            read, image_tokenizer = without, None
+    silent = {name: settings.objectives.of(name).model_copy(update={"weight": 0.0}) for name in {*active} - {*read}}
     data = settings.data.model_copy(
         update={
             "path": manifest.folder,
@@ -57,3 +69,34 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
     )
     objectives = settings.objectives.model_copy(update=silent)
     return open_data(replace(config, m6=settings.model_copy(update={"data": data, "objectives": objectives})), split)
+
+
+def describe_left_out(run_dir: Path, config: RunConfig, data: PretrainingData) -> str:
+    """Names the objectives of the run that the evaluated data cannot measure, and why; empty if there are none."""
+    sentences = []
+    for name in OBJECTIVES:
+        if config.m6.objectives.of(name).weight > 0 and name not in data.active_objectives:
+            reason = f'the folder has no sources of kind "{source_kind(name)}" with rows in this split'
+            if reads_codes(name) and any(data.manifest.sources[s].kind == source_kind(name) for s in data.sources):
+                tokenizer = find_tokenizer(run_dir, IMAGE_TOKENIZER, config.m6.data.image_tokenizer or "")
+                command = f"m6 data codes {data.manifest.folder} --image-tokenizer {tokenizer}"
+                reason = f"the folder has no codes of the run's image tokenizer; `{command}` makes them"
+            sentences.append(f"{name} is left out: {reason}.")
+    return " ".join(sentences)
+
+
+def describe_overlap(run_dir: Path, data: PretrainingData) -> str:
+    """Says what the evaluated split shares with training, as the manifest of its data folder counted it."""
+    known = kept_sources(run_dir)
+    trained = set() if known is None else {shard.sha256 for name in known.sources for shard in _shards(known, name)}
+    own = {shard.sha256 for name in data.sources for shard in _shards(data.manifest, name)}
+    sentences = [describe_shared(data.manifest, data.sources, [split for split in SPLITS if split == data.split])]
+    if data.split == "train":
+        sentences = ["These are training rows."]
+    if not own & trained:
+        sentences.append("The run learned from other data: what of it is in these rows was not counted.")
+    return " ".join(filter(None, sentences))
+
+
+def _shards(manifest: Manifest, source: str) -> list[Shard]:
+    return manifest.split(source, "train").shards

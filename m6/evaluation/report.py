@@ -6,18 +6,19 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.loading import load_weights, open_newest_checkpoint, run_processor
+from m6.checkpoints.initial import ExportedWeights
+from m6.checkpoints.loading import is_exported, load_weights, open_newest_checkpoint, run_processor
 from m6.config.run import RunConfig, load_config
 from m6.data.manifest import MANIFEST_NAME
 from m6.data.pretraining import PretrainingData
 from m6.evaluation.baselines import ORDERS, Baselines, compute_baselines, run_baselines
-from m6.evaluation.held_out import open_held_out
+from m6.evaluation.held_out import describe_left_out, describe_overlap, open_held_out
 from m6.evaluation.samples import write_samples
 from m6.files import write_text
 from m6.formatting import format_bytes, markdown_table
@@ -25,6 +26,7 @@ from m6.model import M6ForConditionalGeneration, initialize_parameters, num_para
 from m6.runs.directory import RunDirectory
 from m6.runs.hardware import hardware
 from m6.runs.processes import default_device
+from m6.tokenizers.special_tokens import IGNORED_LABEL
 
 
 def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:
@@ -38,7 +40,7 @@ def write_report(
 ) -> Path:
     """Evaluates a run's newest checkpoint and writes the report.
 
-    The untrained model, the trained model and the n-gram models are measured on the same targets.
+    The model that the run began with, the trained model and the n-gram models are measured on the same targets.
 
     Args:
         run_dir: a run with a complete checkpoint.
@@ -62,9 +64,8 @@ def write_report(
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device).eval()
-    # The run's seed gives the same initial weights as in training.
-    initialize_parameters(model, config.m6.training.seed)
-    untrained = validation_losses(model, data, num_batches)
+    initial = _load_initial_weights(model, config)
+    untrained = {} if initial is None else validation_losses(model, data, num_batches)
     # One model for both measurements: a second copy might not fit into memory.
     load_weights(model, reader)
     trained = validation_losses(model, data, num_batches)
@@ -78,8 +79,10 @@ def write_report(
         f"## Loss on {data.split} of {data.manifest.folder}",
         f"Nats per target token, with the perplexity in brackets, on up to {num_batches} micro-batches of "
         f"{config.deepspeed.micro_batch_size} samples for each objective."
-        + ("" if baselines else " The n-gram models are left out: the run's own data, which they count, is missing."),
-        _loss_table(untrained, trained, baselines, reader.state["step"]),
+        + _missing(config, initial is None, not baselines),
+        _loss_table(initial, untrained, trained, baselines, reader.state["step"]),
+        *_by_source(trained, data.sources),
+        *filter(None, [describe_left_out(run_dir, config, data), describe_overlap(run_dir, data)]),
         "## Speed and size",
         markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
@@ -97,23 +100,65 @@ def write_report(
     return out
 
 
+class Losses(NamedTuple):
+    """Losses of an objective in nats per target.
+
+    Attributes:
+        mean: over all targets.
+        targets: their number.
+        by_source: the mean over the targets of each source.
+    """
+
+    mean: float
+    targets: int
+    by_source: dict[str, float]
+
+
 @torch.no_grad()
-def validation_losses(
-    model: M6ForConditionalGeneration, data: PretrainingData, num_batches: int
-) -> dict[str, tuple[float, int]]:
-    """Returns {objective: (mean loss in nats per target, number of targets)} for objectives with rows in the split."""
+def validation_losses(model: M6ForConditionalGeneration, data: PretrainingData, num_batches: int) -> dict[str, Losses]:
+    """Returns the losses of each objective with rows in the split."""
     losses = {}
     for objective in data.active_objectives:
-        total, targets = 0.0, 0
+        sums = torch.zeros(2, len(data.sources), dtype=torch.float64)
         for cpu_batch in data.validation_micro_batches(objective, num_batches, data.split):
             batch = cpu_batch.to(model.device)
             # Summed per target, not per batch: batches have different numbers of targets.
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-            total += float(output.target_losses.double().sum())
-            targets += output.target_losses.numel()
+            sources = cpu_batch.data_source_ids[cpu_batch.labels != IGNORED_LABEL]
+            sums[0].index_add_(0, sources, output.target_losses.double().cpu())
+            sums[1] += torch.bincount(sources, minlength=len(data.sources))
+        total, targets = sums.sum(1).tolist()
         if targets:
-            losses[objective] = (total / targets, targets)
+            by_source = {
+                name: loss / count for name, loss, count in zip(data.sources, *sums.tolist(), strict=True) if count
+            }
+            losses[objective] = Losses(total / targets, int(targets), by_source)
     return losses
+
+
+def _load_initial_weights(model: M6ForConditionalGeneration, config: RunConfig) -> str | None:
+    """Loads the weights that the run began with; returns what they are, or None if their folder is missing."""
+    if config.m6.init is None:
+        # The run's seed gives the same initial weights as in training.
+        initialize_parameters(model, config.m6.training.seed)
+        return "untrained"
+    if not config.m6.init.is_dir():
+        return None
+    init = config.m6.init
+    load_weights(model, ExportedWeights(init) if is_exported(init) else open_newest_checkpoint(init))
+    return "before fine-tuning"
+
+
+def _missing(config: RunConfig, initial: bool, baselines: bool) -> str:
+    """Says which columns the table of losses lacks, and which missing folder they need."""
+    sentences = []
+    if initial:
+        sentences.append(f" The weights before fine-tuning are left out: {config.m6.init} is missing.")
+    if baselines:
+        sentences.append(
+            f" The n-gram models are left out: {config.m6.data.path}, whose training split they count, is missing."
+        )
+    return "".join(sentences)
 
 
 def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: torch.device) -> str:
@@ -143,22 +188,33 @@ def _baselines_on(held_out: PretrainingData, run_dir: Path, config: RunConfig, n
 
 
 def _loss_table(
-    untrained: dict[str, tuple[float, int]],
-    trained: dict[str, tuple[float, int]],
+    initial: str | None,
+    untrained: dict[str, Losses],
+    trained: dict[str, Losses],
     baselines: Baselines,
     step: int,
 ) -> str:
     rows = [
         [
             objective,
-            f"{targets:,}",
-            _loss(untrained[objective][0]),
-            f"**{_loss(loss)}**",
+            f"{losses.targets:,}",
+            *([_loss(untrained[objective].mean)] if initial else []),
+            f"**{_loss(losses.mean)}**",
             *(_loss(baselines[objective][name]) for name in ORDERS if baselines),
         ]
-        for objective, (loss, targets) in trained.items()
+        for objective, losses in trained.items()
     ]
-    return markdown_table(["objective", "targets", "untrained", f"step {step}", *(ORDERS if baselines else ())], rows)
+    measured = [*([initial] if initial else []), f"step {step}", *(ORDERS if baselines else ())]
+    return markdown_table(["objective", "targets", *measured], rows)
+
+
+def _by_source(trained: dict[str, Losses], sources: list[str]) -> list[str]:
+    """The losses of each source; nothing if there is one source."""
+    rows = [
+        [objective, *(_loss(losses.by_source[name]) if name in losses.by_source else "" for name in sources)]
+        for objective, losses in trained.items()
+    ]
+    return ["Of each source:", markdown_table(["objective", *sources], rows)] if len(sources) > 1 else []
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:

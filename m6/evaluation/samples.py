@@ -40,7 +40,7 @@ def write_samples(
         processor: processor of the model.
         manifest: manifest of the data folder.
         sources: names of the sources; other kinds than pictures and texts are skipped.
-        folder: the shown pictures are written here as PNG.
+        folder: the shown pictures are written here as PNG; it lies beside the file that takes the Markdown.
 
     Returns:
         Markdown. For each source of pictures: the share of captions that are equal to the reference, among up to
@@ -73,7 +73,7 @@ def _captions(
         file = folder / f"{source}_{index}.png"
         with atomic_path(file) as temporary:
             pictures[index].save(temporary, format="PNG")
-        shown.append([str(file), _cell(texts[index]), _cell(rows[index]["text"])])
+        shown.append([f"![{file.name}]({folder.name}/{file.name})", _cell(texts[index]), _cell(rows[index]["text"])])
     return "\n".join([*lines, markdown_table(["picture", "generated", "reference"], shown, "lll")])
 
 

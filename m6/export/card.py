@@ -12,8 +12,9 @@ from huggingface_hub import ModelCard, ModelCardData
 import m6
 from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig
-from m6.data.manifest import Manifest
+from m6.data.manifest import SPLITS, Manifest
 from m6.data.objectives import OBJECTIVES
+from m6.data.overlap import describe_shared
 from m6.data.sources import BUILT_IN
 from m6.formatting import markdown_table
 from m6.model import num_parameters
@@ -44,7 +45,7 @@ def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype
         "Training data": _data(sources),
         "Training": _training(run_dir, config, reader),
         "Validation": _validation(run_dir, reader.state["step"]),
-        "Limits": _limits(config),
+        "Limits": _limits(config, sources),
         "Licence": _licence(sources),
     }
     first, *others = sections
@@ -127,13 +128,16 @@ def _data(sources: Manifest | None) -> str:
         [
             name,
             entry.kind,
-            *(f"{entry.splits[split].rows:,}" if split in entry.splits else "0" for split in ("train", "validation")),
+            *(f"{sources.split(name, split).rows:,}" for split in SPLITS),
+            f"{sum(split.bytes for split in entry.splits.values()) / 1e6:,.1f}",
             entry.licence,
             ", ".join(f"{origin.package} {origin.version}" for origin in entry.origin),
         ]
         for name, entry in sources.sources.items()
     ]
-    return markdown_table(["source", "kind", "rows: train", "validation", "licence", "made from"], rows)
+    header = ["source", "kind", "rows: train", "validation", "test", "MB", "licence", "made from"]
+    shared = describe_shared(sources, sources.sources, SPLITS)
+    return "\n\n".join(filter(None, [markdown_table(header, rows, "llrrrrll"), shared]))
 
 
 def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str:
@@ -144,8 +148,10 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
         ["steps", f"{state['step']:,} of {settings.training.total_steps:,}"],
         ["samples and tokens seen", f"{state['samples_seen']:,} and {state['tokens_seen']:,}"],
         ["samples of a step", f"{config.document['train_batch_size']:,}"],
+        ["tokens of a row", f"{settings.data.sequence_length:,}"],
         ["precision", config.deepspeed.precision],
-        ["optimizer", config.document["optimizer"]["type"]],
+        ["optimizer", f"{config.document['optimizer']['type']}, {_learning_rate(config)}"],
+        ["layout", _layout(config)],
         ["seed", f"{settings.training.seed}"],
     ]
     if settings.init is not None:
@@ -171,6 +177,25 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
     return markdown_table(["", "value"], rows)
 
 
+def _learning_rate(config: RunConfig) -> str:
+    schedule = config.m6.schedule
+    rate = config.document["optimizer"]["params"].get("lr")
+    peak = "unknown" if rate is None else f"{rate:g}"
+    return f"peak learning rate {peak}, steps of warm-up: {schedule.warmup_steps:,}, then {schedule.decay}"
+
+
+def _layout(config: RunConfig) -> str:
+    training = config.m6.training
+    parts = [
+        f"ZeRO stage {config.deepspeed.zero_stage}",
+        f"micro-batches of {config.deepspeed.micro_batch_size}",
+        f"experts divided over {training.ep_size} ranks" if training.ep_size > 1 else "",
+        "activation checkpointing" if training.activation_checkpointing else "",
+        "experts in host memory" if config.m6.offload is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def _attempts(attempts: list[dict[str, Any]]) -> list[list[str]]:
     """Rows about when, on what and with which software the run was trained; without names of hosts and folders."""
     last = attempts[-1]
@@ -194,11 +219,21 @@ def _validation(run_dir: Path, step: int) -> str:
         [name, "not finite", ""] if loss is None else [name, f"{loss:.3f}", f"{math.exp(loss):,.3f}"]
         for name, loss in last["validation"].items()
     ]
-    table = markdown_table(["objective", "loss", "perplexity"], rows)
-    return f"At step {last['step']:,}, in nats per target token, on the validation split of the data.\n\n{table}"
+    by_source = [
+        [name, source, "not finite" if loss is None else f"{loss:.3f}"]
+        for name, losses in last.get("validation_by_source", {}).items()
+        for source, loss in losses.items()
+    ]
+    parts = [
+        f"At step {last['step']:,}, in nats per target token, on the validation split of the data.",
+        markdown_table(["objective", "loss", "perplexity"], rows),
+    ]
+    if by_source:
+        parts.append(markdown_table(["objective", "source", "loss"], by_source, "llr"))
+    return "\n\n".join(parts)
 
 
-def _limits(config: RunConfig) -> str:
+def _limits(config: RunConfig, sources: Manifest | None) -> str:
     model = config.model
     lines = [
         "The run measured only the validation above: nothing is known about errors, bias or harm in what it writes.",
@@ -207,6 +242,9 @@ def _limits(config: RunConfig) -> str:
     ]
     if model.moe is not None and model.moe_config().eval_capacity_factor is not None:
         lines.append("Experts have a capacity: an answer depends on what else is in its batch.")
+    validation = [sources.split(name, "validation").shared for name in sources.sources] if sources else []
+    if any(shared and shared.rows for shared in validation):
+        lines.append("Some validation rows are also in training, as counted above: the losses measure memory in part.")
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -129,11 +129,13 @@ def write_prediction(run: Path, plan: PricedLayout, profile: Profile) -> str:
     """Writes the prediction to RUN/plan.json and returns it as a line."""
     layout, factors = asdict(plan.layout), {part: profile.factor(part) for part in profile.factors}
     memory, process = _measurable(plan.footprint)
+    calibrated = profile.calibrated or bool(profile.factors)
     write_json(
         run / _FILE,
         {
             "layout": layout,
             "profile": profile.source,
+            "calibrated": calibrated,
             "factors": factors,
             "seconds": plan.time.parts(),
             "bytes": plan.footprint.parts(),
@@ -142,12 +144,20 @@ def write_prediction(run: Path, plan: PricedLayout, profile: Profile) -> str:
             "process_bytes": process,
         },
     )
+    most = f"memory at most {format_gb(plan.footprint.peak)} a rank and {format_gb(plan.footprint.host)} offloaded"
+    if not _predicts_seconds(calibrated):
+        return f"plan: {plan.layout}: {most}; seconds a step on a CPU need a profile of `m6 plan calibrate`"
     # The line stands in logs, far from the README that explains assumed efficiencies.
-    stamp = "" if profile.calibrated else " (uncalibrated)"
-    return (
-        f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, "
-        f"memory at most {format_gb(plan.footprint.peak)} a rank and {format_gb(plan.footprint.host)} offloaded"
-    )
+    stamp = "" if calibrated else " (uncalibrated)"
+    return f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, {most}"
+
+
+def _predicts_seconds(calibrated: bool) -> bool:
+    """Whether seconds are worth printing: CPUs differ too much from each other for assumed efficiencies.
+
+    Small steps on two cores took 2 to 22 times as long (scripts/experiments/first_contact).
+    """
+    return calibrated or torch.cuda.is_available()
 
 
 def _measurable(footprint: MemoryFootprint) -> tuple[int, int | None]:
@@ -238,12 +248,13 @@ def outcome_line(run: Path) -> str:
         return ""
     plan = json.loads((run / _FILE).read_text(encoding="utf-8"))
     found = read_outcome(run)
-    seconds = sum(plan["seconds"].values())
+    calibrated = plan.get("calibrated", False)
+    seconds = f" (plan {sum(plan['seconds'].values()):.3g})" if _predicts_seconds(calibrated) else ""
     predicted = f"at most {format_gb(found.predicted_bytes)}"
     # On a CPU the whole process is measured, and only a calibrated profile knows what it holds beside its tensors.
     memory = f"the plan counts its tensors alone: {predicted}" if found.process == 0 else f"plan {predicted}"
     return (
-        f"measured: {found.measured_s:.3g} s a step (plan {seconds:.3g}), "
+        f"measured: {found.measured_s:.3g} s a step{seconds}, "
         f"memory {'of the process ' if found.process is not None else ''}{format_gb(found.measured_bytes)} ({memory})"
     )
 

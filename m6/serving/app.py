@@ -4,6 +4,7 @@
 413  the body is too large
 422  bad input; the answer names the problem
 429  the queue, or the memory for bodies, is full; the header Retry-After says when to try again
+501  the model does not draw
 503  the service is stopping
 504  the deadline passed
 """
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from m6.data.sources.pictures import BadPicture, encode_bitmap
-from m6.errors import UserError
+from m6.errors import UserError, nearest
 from m6.serving.batcher import Batcher, QueueFull, Stopping
 from m6.serving.intake import (
     MAX_BODY_BYTES,
@@ -44,6 +45,10 @@ Result = TypeVar("Result")
 
 class DeadlinePassed(Exception):
     """A request was not completed in time. What of it still waited is not run."""
+
+
+class CannotDraw(Exception):
+    """The checkpoint has no image tokenizer."""
 
 
 class DrawRequest(BaseModel):
@@ -123,6 +128,7 @@ def create_app(
         deadline: Deadline = deadline_s,
     ) -> dict[str, str]:
         """Captions a picture: PNG, JPEG, WebP, GIF, BMP or TIFF, as the body or as the only file of a form."""
+        check_parameters(request, "max_new_tokens", "deadline_s")
         content_type, image_size = request.headers.get("content-type", ""), captioning.model.config.image_size
 
         async def answer() -> str:
@@ -132,19 +138,23 @@ def create_app(
 
         return {"text": await within(deadline, answer())}
 
-    if drawing is not None:
+    @app.post("/generate", response_class=Response)
+    async def generate(request: Request, deadline: Deadline = deadline_s) -> Response:
+        """Generates a picture of the ``text`` in the JSON body. The response is a PNG file."""
+        if drawing is None:
+            raise CannotDraw(
+                f"{model_name} does not draw: it was trained without m6.objectives.text_to_image and has no image "
+                "tokenizer; it captions pictures at /caption"
+            )
+        check_parameters(request, "deadline_s")
 
-        @app.post("/generate", response_class=Response)
-        async def generate(request: Request, deadline: Deadline = deadline_s) -> Response:
-            """Generates a picture of the ``text`` in the JSON body. The response is a PNG file."""
+        async def answer() -> bytes:
+            async with intake.body(request, MAX_TEXT_BYTES) as body:
+                # Before the job is queued, so that a bad one cannot fail a batch.
+                job = await intake.run(read_drawing, drawing, body)
+            return await batcher.submit("generate", job)
 
-            async def answer() -> bytes:
-                async with intake.body(request, MAX_TEXT_BYTES) as body:
-                    # Before the job is queued, so that a bad one cannot fail a batch.
-                    job = await intake.run(read_drawing, drawing, body)
-                return await batcher.submit("generate", job)
-
-            return Response(await within(deadline, answer()), media_type="image/png")
+        return Response(await within(deadline, answer()), media_type="image/png")
 
     statuses = {
         ClientDisconnect: 400,  # nobody reads the answer
@@ -153,6 +163,7 @@ def create_app(
         BadInput: 422,
         QueueFull: 429,
         TooManyBodies: 429,
+        CannotDraw: 501,
         Stopping: 503,
         DeadlinePassed: 504,
     }
@@ -160,6 +171,13 @@ def create_app(
         app.add_exception_handler(kind, _answer_with(status))
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     return app
+
+
+def check_parameters(request: Request, *known: str) -> None:
+    """Raises BadInput if the query of a request has a parameter that the route does not know."""
+    for name in request.query_params:
+        if name not in known:
+            raise BadInput(f'the query has an unknown parameter "{name[:64]}"{nearest(name[:64], known)}')
 
 
 def open_picture(content_type: str, body: bytes, image_size: int) -> Image.Image:
@@ -188,7 +206,7 @@ def read_drawing(drawing: Drawing, body: bytes) -> DrawJob:
 def _answer_with(status: int) -> Any:
     headers = {"Retry-After": "1"} if status == 429 else {}
     # The client may still be sending: without this header the connection would stay open until it has sent all.
-    headers |= {"Connection": "close"} if status in (408, 413, 429, 504) else {}
+    headers |= {"Connection": "close"} if status in (408, 413, 429, 501, 504) else {}
 
     def answer(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status, headers)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from fastapi import Request
 from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import File, parse_options_header
+from python_multipart.multipart import Field, File, parse_options_header
 
 MAX_BODY_BYTES = 16 << 20
 MAX_HELD_BYTES = 128 << 20
@@ -92,20 +92,29 @@ def uploaded_file(content_type: str, body: bytes) -> bytes:
     """Returns the file in a body: the body itself, or the one file of a ``multipart/form-data`` form.
 
     Raises:
-        BadInput: the form is damaged, or does not have exactly one file.
+        BadInput: the form is damaged, has other fields, or does not have exactly one file.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
         return body
     files: list[File] = []
+    fields: list[Field] = []
     try:
         # In memory: the limit of the body holds for its files.
         limits = {"MAX_MEMORY_FILE_SIZE": len(body)}
-        parser = FormParser("multipart/form-data", None, files.append, boundary=options[b"boundary"], config=limits)
+        parser = FormParser(
+            "multipart/form-data", fields.append, files.append, boundary=options[b"boundary"], config=limits
+        )
         parser.write(body)
         parser.finalize()
     except (FormParserError, KeyError) as error:
         raise BadInput(f"the form of the request cannot be read: {error or 'it names no boundary'}") from None
+    if fields:
+        name = (fields[0].field_name or b"").decode("utf-8", "replace")[:64]
+        raise BadInput(
+            f'the form of the request has the field "{name}", expected the picture alone; parameters belong to the '
+            "query, as in /caption?max_new_tokens=24"
+        )
     if len(files) != 1:
         raise BadInput(f"the form of the request has {len(files)} files, expected one, as curl -F picture=@FILE sends")
     file = files[0].file_object

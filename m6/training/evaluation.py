@@ -23,7 +23,7 @@ def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: R
     Returns:
         ``validation``: the mean loss of each objective in nats per target; without objectives that have no validation
             data.
-        ``validation_by_source``: the same for each source of an objective that reads several.
+        ``validation_by_source``: the same for each source of an objective; empty if the run reads one source.
     """
     losses, by_source = {}, {}
     with engine.evaluating():
@@ -51,6 +51,6 @@ def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: R
                 for source, loss, count in zip(data.sources, *sums.tolist(), strict=True)
                 if count > 0
             }
-            if len(read) > 1:
+            if len(data.sources) > 1:
                 by_source[objective] = read
     return {"validation": losses, "validation_by_source": by_source}

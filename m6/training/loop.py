@@ -30,6 +30,7 @@ from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpointing import Checkpointer, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
+from m6.training.meta_model import count_trained
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
@@ -149,6 +150,7 @@ class Trainer:
             report.exclude(time.perf_counter() - begin)
         if self.sample_grids is not None and self._is_due(self.sample_grids.settings.interval_steps):
             begin = time.perf_counter()
+            self.console.draws(self.step)
             picture = self.sample_grids.draw(self.engine, self.step)
             if self.trackers is not None and picture is not None:
                 self.trackers.show("samples", picture, self.step)
@@ -237,8 +239,14 @@ class Trainer:
         self._print(f"delinked {self.run.root} at step {self.step}: training continues with the Real model")
 
     def _announce_memory(self) -> None:
-        """Prints the predicted memory and time of the run, based on a few of its micro-batches."""
-        if self.runtime.is_main and self.settings.lora is None:  # the planner knows no adapters
+        """Prints the predicted memory and time of the run, based on a few of its micro-batches, or what LoRA trains."""
+        if self.settings.lora is not None:
+            trained, total = count_trained(self.config)
+            self._print(
+                f"LoRA of {', '.join(self.settings.lora.targets)}: trains {trained:,} parameters beside {total:,} "
+                "frozen ones; memory and time are not predicted, because the planner knows no adapters"
+            )
+        elif self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.stages_ahead():
                 prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)

@@ -22,9 +22,22 @@ def build_meta_model(config: RunConfig, sharing: Sharing | None = None) -> M6For
         model = M6ForConditionalGeneration(config.model)
     if config.m6.training.ep_size > 1:
         apply_expert_parallelism(model, config.m6.training.ep_size)
-    if config.m6.lora is not None:
-        lora = config.m6.lora
-        add_adapters(model, lora.rank, lora.alpha, lora.dropout, lora.targets)
+    _add_adapters(model, config)
     if sharing is not None:
         share_layers(model, sharing)
     return model
+
+
+def count_trained(config: RunConfig) -> tuple[int, int]:
+    """Returns how many parameters the run trains and how many the model has, on all ranks together."""
+    with torch.device("meta"):
+        model = M6ForConditionalGeneration(config.model)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    _add_adapters(model, config)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad), total
+
+
+def _add_adapters(model: M6ForConditionalGeneration, config: RunConfig) -> None:
+    if config.m6.lora is not None:
+        lora = config.m6.lora
+        add_adapters(model, lora.rank, lora.alpha, lora.dropout, lora.targets)

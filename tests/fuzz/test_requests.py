@@ -13,7 +13,7 @@ from tests.fixtures.services import serve
 from tests.fuzz.examples import long_and_short, search
 from tests.fuzz.test_rows import PICTURE, cells, names
 
-DOCUMENTED = {200, 400, 404, 405, 408, 413, 422, 429, 503, 504}
+DOCUMENTED = {200, 400, 404, 405, 408, 413, 422, 429, 501, 503, 504}
 
 paths = st.sampled_from(["/caption", "/generate", "/health", "/ready", "/", "/docs", "/nowhere"])
 kinds = st.sampled_from(

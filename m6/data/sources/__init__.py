@@ -1,7 +1,7 @@
 """Sources of rows: built-in sources that are fetched from public packages, and the user's own data."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m6.data.sources.base import Row, Source, SourceOptions
@@ -9,6 +9,7 @@ from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyV
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
+from m6.data.sources.local import LocalSource
 from m6.data.sources.opening import open_path
 from m6.data.sources.poetry import Poetry
 from m6.data.sources.reviews import Reviews
@@ -16,7 +17,7 @@ from m6.data.sources.tables import HubTable
 from m6.data.sources.tuxpaint import TuxPaint
 from m6.errors import UserError, nearest
 
-__all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source"]
+__all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source", "find_sources"]
 
 # Classes, not instances: a source is made when it is used, and then reads its package.
 BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
@@ -33,6 +34,28 @@ BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
         TuxPaint,
     )
 }
+
+
+def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Source]:
+    """Returns the sources that the arguments of a command name.
+
+    Raises:
+        UserError: as ``find_source``; or an option names a column that none of the sources reads.
+    """
+    sources = [find_source(specifier, options) for specifier in specifiers]
+    with_columns = [source for source in sources if isinstance(source, LocalSource | HubTable)]
+    read = {role for source in with_columns for role in source.columns}
+    for role, column in options.columns().items():
+        if role not in read and (role, column) != ("text", SourceOptions.text_column):
+            reasons = [
+                f'"{source.name}" has {"no such column" if getattr(source, "columns", ()) else "no columns"}'
+                for source in sources
+            ]
+            raise UserError(
+                f"--{role}-column {column}: {', '.join(reasons)}; columns are read from tables, metadata.jsonl, "
+                "metadata.csv and the .json of WebDataset"
+            )
+    return sources
 
 
 def find_source(specifier: str, options: SourceOptions) -> Source:

@@ -63,6 +63,17 @@ class SourceOptions:
     licence: str | None = None
     licences: Mapping[str, str] = field(default_factory=dict)
 
+    def columns(self) -> dict[str, str]:
+        """Returns the chosen columns by what they hold: "text", and "image", "label", "split" and "group" if given."""
+        chosen = {
+            "text": self.text_column,
+            "image": self.image_column,
+            "label": self.label_column,
+            "split": self.split_column,
+            "group": self.group_column,
+        }
+        return {role: column for role, column in chosen.items() if column is not None}
+
 
 class Source(Protocol):
     """A named stream of rows. The same origin always gives the same rows in the same order.

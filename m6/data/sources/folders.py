@@ -16,6 +16,7 @@ from m6.data.sources.local import (
     PICTURE_SUFFIXES,
     LocalSource,
     group_of_row,
+    label_of_row,
     own_splits,
     require_column,
     split_of_folder,
@@ -62,6 +63,8 @@ class PictureFolder(LocalSource):
         pictures = [file for file in self._pictures if unreadable_reason(folder, file) is None]
         super().__init__(name, [*pictures, *(self._metadata or captions)], options)
         self.own_splits = own_splits(options, splits)
+        if self._metadata:
+            self.columns = {role: column for role, column in options.columns().items() if role != "image"}
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of the metadata files, then one row for each other picture."""
@@ -86,7 +89,6 @@ class PictureFolder(LocalSource):
                 yield self._row(file_name, text, {}) if problem is None else self._bad(file_name, problem)
 
     def _metadata_rows(self, metadata: Path, named: set[Path]) -> Iterator[Row]:
-        columns = ("file_name", self._options.text_column, self._options.split_column, self._options.group_column)
         parent = metadata.parent.relative_to(self._folder)
         read = _csv_entries if metadata.suffix == ".csv" else _json_entries
         checked = False
@@ -96,7 +98,7 @@ class PictureFolder(LocalSource):
                 continue
             if not checked:
                 checked = True
-                for column in filter(None, columns):
+                for column in ("file_name", *self.columns.values()):
                     require_column(column, entry, metadata)
             file_name = (parent / str(entry.get("file_name"))).as_posix()
             named.add(self._folder / file_name)
@@ -109,7 +111,7 @@ class PictureFolder(LocalSource):
         if problem is not None:
             return self._bad(file_name, problem)
         text = text if isinstance(text, str) else ""
-        answer = picture.parent.name if self._classes else None
+        answer = picture.parent.name if self._classes else label_of_row(entry, self._options)
         group = group_of_row(entry, self._options)
         split = split or split_of_folder(Path(file_name))
         return Row(f"{self.name}/{file_name}", group, text, picture.read_bytes(), answer=answer, split=split)

@@ -1,15 +1,16 @@
 """What the sources of the user's own files share: the licence, links that are refused, splits and columns."""
 
-import hashlib
 import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from m6.data.manifest import SPLITS, Origin, SourceKind, Split
 from m6.data.sources.base import SourceOptions
 from m6.data.sources.packages import tree_sha256
+from m6.data.sources.text import text_key
 from m6.errors import UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
@@ -29,10 +30,14 @@ class LocalSource:
         paths: all files that are read; the checksum of the origin covers them.
         options: must have a licence for this name.
 
+    Attributes:
+        columns: which column is read as "text", "image", "label", "split" and "group"; empty for files without columns.
+
     Raises:
         UserError: no licence was given.
     """
 
+    columns: Mapping[str, str] = MappingProxyType({})
     kind: SourceKind = "image_text"
     own_splits: frozenset[Split] = frozenset()
 
@@ -48,7 +53,8 @@ class LocalSource:
     def origin(self) -> list[Origin]:
         """Returns one origin with a checksum of all files."""
         checksum = tree_sha256(self._paths)
-        return [Origin(package=self.name, version="local", licence=self._licence, sha256=checksum)]
+        columns = dict(self.columns) or None
+        return [Origin(package=self.name, version="local", licence=self._licence, sha256=checksum, columns=columns)]
 
 
 def own_splits(options: SourceOptions, named: Iterable[Split | None]) -> frozenset[Split]:
@@ -82,8 +88,8 @@ def group_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None
 
 
 def group_of_text(text: str) -> str:
-    """Returns the group of a text by its content: equal texts are in one split."""
-    return f"text/{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+    """Returns the group of a text by its content: equal texts, but for case and blanks, are in one split."""
+    return f"text/{text_key(text).hex()[:32]}"
 
 
 def unreadable_reason(folder: Path, path: Path) -> str | None:
@@ -97,6 +103,12 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
     except (OSError, ValueError, RuntimeError):  # the name is too long or has a NUL, or links form a loop
         return "missing image" if path.suffix.lower() in PICTURE_SUFFIXES else "missing file"
     return None if stat.S_ISREG(mode) else "not a regular file"
+
+
+def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
+    """Returns the label that a row names in its label column; None without a label column or a value."""
+    value = None if options.label_column is None else entry.get(options.label_column)
+    return None if value is None else str(value)
 
 
 def require_column(column: str, columns: Iterable[str], where: object) -> None:

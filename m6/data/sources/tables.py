@@ -14,6 +14,7 @@ from m6.data.sources.local import (
     LocalSource,
     group_of_row,
     group_of_text,
+    label_of_row,
     own_splits,
     require_column,
     split_of_name,
@@ -57,6 +58,7 @@ class LocalTable(LocalSource):
         tables = {split: _load(name, form, data_files=part, split="train") for split, part in by_split.items()}
         self._table = _Table(name, tables, files[0].parent, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, by_split)
+        self.columns = self._table.columns
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of all files in order; documents are cut into passages."""
@@ -84,6 +86,7 @@ class SavedDataset(LocalSource):
             raise UserError(f"{folder}: of its splits {', '.join(map(str, saved))} two have the same meaning")
         self._table = _Table(name, tables, None, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, tables)
+        self.columns = self._table.columns
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of all splits; documents are cut into passages."""
@@ -119,11 +122,13 @@ class HubTable:
         if not isinstance(licence, str):
             raise UserError(f"hf:{dataset} states no licence; read its page and pass --licence")
         self.name = name
-        self._origin = Origin(package=f"hf:{dataset}:{split}", version=str(info.sha), licence=licence)
         # Pinned to the commit, so that the manifest names exactly what is read.
         data = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
         self._table = _Table(name, {None: data}, None, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, ())
+        self.columns = self._table.columns
+        package = f"hf:{dataset}:{split}"
+        self._origin = Origin(package=package, version=str(info.sha), licence=licence, columns=dict(self.columns))
 
     def origin(self) -> list[Origin]:
         """Returns the data set with its commit as version."""
@@ -170,11 +175,12 @@ class _Table:
         self._image_column = options.image_column
         for table in tables.values():
             columns = list(table.features)
-            chosen = (options.image_column, options.label_column, options.split_column, options.group_column)
-            for column in filter(None, (options.text_column, *chosen)):
+            for column in options.columns().values():
                 require_column(column, columns, name)
             if options.image_column is None and "image" in columns:
                 self._image_column = "image"
+        image = {} if self._image_column is None else {"image": self._image_column}
+        self.columns = options.columns() | image
         self.kind: SourceKind = "text"
         if self._image_column or options.label_column:
             self.kind = "image_text" if self._image_column else "labelled_text"
@@ -190,16 +196,9 @@ class _Table:
     def _entries(self, table: "datasets.IterableDataset", first: int) -> Iterator[dict[str, Any]]:
         import datasets
 
-        options = self._options
-        wanted = (
-            options.text_column,
-            self._image_column,
-            options.label_column,
-            options.split_column,
-            options.group_column,
-        )
         features: dict[str, Any] = table.features
-        table = table.select_columns([column for column in dict.fromkeys(filter(None, wanted)) if column in features])
+        wanted = dict.fromkeys(self.columns.values())
+        table = table.select_columns([column for column in wanted if column in features])
         if self._image_column and isinstance(features.get(self._image_column), datasets.Image):
             # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
             table = table.cast_column(self._image_column, datasets.Image(decode=False))
@@ -225,7 +224,7 @@ class _Table:
             return
         split = named or split
         group = group_of_row(entry, options)
-        label = None if options.label_column is None else _label(entry.get(options.label_column))
+        label = label_of_row(entry, options)
         if self._image_column:
             image = _picture_bytes(entry.get(self._image_column), self._folder)
             problem = None if image else "missing image"
@@ -239,10 +238,6 @@ class _Table:
                 yield Row(identity, identity, problem="empty text")
             for index, passage in enumerate(cut):
                 yield Row(f"{identity}/{index}", group or group_of_text(text), passage, split=split)
-
-
-def _label(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def _picture_bytes(value: object, folder: Path | None) -> bytes | None:

@@ -1,5 +1,6 @@
-"""Cleans text and cuts documents into passages."""
+"""Cleans and compares texts, and cuts documents into passages."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 
@@ -15,6 +16,11 @@ def clean(text: str) -> str:
     text = text.encode("utf-8", "ignore").decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     text = _SPACE.sub(" ", _CONTROL.sub("", text))
     return _BREAK.sub("\n", text).strip()
+
+
+def text_key(text: str) -> bytes:
+    """Returns a digest that equal texts share. Case and blanks do not count; digits and marks do: 3 点 is not 5 点."""
+    return hashlib.sha256(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass")).digest()
 
 
 def passages(document: str, limit: int) -> Iterator[str]:

@@ -9,7 +9,16 @@ from typing import BinaryIO
 from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.folders import parse_object
-from m6.data.sources.local import PICTURE_SUFFIXES, LocalSource, group_of_row, own_splits, split_of_name, split_of_row
+from m6.data.sources.local import (
+    PICTURE_SUFFIXES,
+    LocalSource,
+    group_of_row,
+    label_of_row,
+    own_splits,
+    require_column,
+    split_of_name,
+    split_of_row,
+)
 from m6.errors import UserError
 
 MAX_MEMBER_BYTES = 64 << 20  # larger members of a tar file are not read into memory
@@ -26,9 +35,12 @@ class WebDataset(LocalSource):
         super().__init__(name, paths, options)
         self._splits = {path: split_of_name(path.name) for path in paths}
         self.own_splits = own_splits(options, self._splits.values())
+        self.columns = {role: column for role, column in options.columns().items() if role != "image"}
+        self._checked = False
 
     def rows(self) -> Iterator[Row]:
-        """Yields one row for each key. UserError for a damaged tar file."""
+        """Yields one row for each key. UserError for a damaged tar file or a column that the first .json lacks."""
+        self._checked = False
         for path in self._paths:
             try:
                 with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -38,12 +50,22 @@ class WebDataset(LocalSource):
                     _check_end(file, tar.offset)
             except (tarfile.TarError, EOFError) as error:
                 raise UserError(f"{path} is not a complete tar file: {error}") from None
+        missing = self.columns.keys() & {"label", "split", "group"}
+        if missing and not self._checked:
+            raise UserError(
+                f'"{self.name}": --{min(missing)}-column names a key of .json members, and its tar files have none'
+            )
 
     def _row(self, identity: str, parts: dict[str, bytes], split: Split | None) -> Row:
         images = [content for suffix, content in parts.items() if suffix in PICTURE_SUFFIXES]
         entry = parse_object(parts[".json"]) if ".json" in parts else {}
         if entry is None:
             return Row(identity, None, problem="invalid JSON")
+        if ".json" in parts and not self._checked:
+            self._checked = True
+            for role, column in self.columns.items():
+                if role != "text" or ".txt" not in parts:
+                    require_column(column, entry, f"{identity}.json")
         text = parts.get(".txt", b"").decode("utf-8", "replace") or entry.get(self._options.text_column)
         named, problem = split_of_row(entry, self._options)
         if not images:
@@ -51,7 +73,9 @@ class WebDataset(LocalSource):
         if problem:
             return Row(identity, None, problem=problem)
         group = group_of_row(entry, self._options)
-        return Row(identity, group, text if isinstance(text, str) else "", images[0], split=named or split)
+        text = text if isinstance(text, str) else ""
+        label = label_of_row(entry, self._options)
+        return Row(identity, group, text, images[0], answer=label, split=named or split)
 
 
 def _key(member: tarfile.TarInfo) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from m6.data.duplicates import near_duplicates, signature
+from m6.data.overlap import Contents
 
 Rows = Sequence[dict[str, Any]]
 
@@ -30,17 +27,12 @@ class HeldOut:
 def held_out(rows: Rows, training: Rows) -> HeldOut:
     """Leaves out test rows whose group, picture or, without a picture, text is in the training rows.
 
-    Pictures are compared by ``m6.data.duplicates``: also a resized or recompressed picture is found.
+    ``m6.data.overlap`` compares them: also a resized or recompressed picture is found.
     """
-    groups = {row["group"] for row in training}
-    contents = {_content(row) for row in training}
-    seen = np.array([row["group"] in groups or _content(row) in contents for row in rows])
-    pictures = [number for number, row in enumerate(rows) if row["image"] is not None and not seen[number]]
-    others = [row["image"] for row in training if row["image"] is not None]
-    if pictures and others:
-        own = np.stack([signature(rows[number]["image"]) for number in pictures])
-        for number, _ in near_duplicates(own, np.stack([signature(picture) for picture in others])):
-            seen[pictures[number]] = True
+    own = _contents(rows)
+    shared = own.shared_with(_contents(training))
+    # Pictures may have the captions of others: they are still unseen.
+    seen = shared["group"] | shared["picture"] | (shared["text"] & ~own.has_picture)
     left_out = int(seen.sum())
     if left_out == len(rows):
         return HeldOut(
@@ -50,5 +42,8 @@ def held_out(rows: Rows, training: Rows) -> HeldOut:
     return HeldOut([row for row, known in zip(rows, seen, strict=True) if not known], remark if left_out else "")
 
 
-def _content(row: dict[str, Any]) -> bytes:
-    return hashlib.sha256(row["image"] or " ".join(row["text"].split()).encode()).digest()
+def _contents(rows: Rows) -> Contents:
+    contents = Contents()
+    for row in rows:
+        contents.add(row["group"], row["text"], row["image"], row["answer"])
+    return contents

@@ -88,7 +88,7 @@ class M6LM(TemplateLM):
         counts = [min(len(row), len(request[2])) for row, request in zip(rows, requests, strict=True)]
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        for begin in tqdm(range(0, len(order), self.batch_size), disable=disable_tqdm, desc="log-likelihoods"):
+        for begin in tqdm(range(0, len(order), self.batch_size), disable=disable_tqdm or None, desc="log-likelihoods"):
             part = order[begin : begin + self.batch_size]
             length = len(rows[part[0]])
             inputs = torch.tensor([[bos, *rows[i][:-1]] + [pad] * (length - len(rows[i])) for i in part])
@@ -121,7 +121,7 @@ class M6LM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continues texts up to the first of the strings ``until``; contexts are cut at their beginning."""
-        return [self._continue(*request.args) for request in tqdm(requests, disable=disable_tqdm, desc="texts")]
+        return [self._continue(*request.args) for request in tqdm(requests, disable=disable_tqdm or None, desc="texts")]
 
     def _continue(self, context: str, options: dict[str, Any]) -> str:
         chosen: dict[str, Any] = dict(normalize_gen_kwargs(options, _NEW_TOKENS))

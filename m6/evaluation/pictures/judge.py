@@ -19,9 +19,11 @@ from m6.data.pictures import to_unit_range
 from m6.errors import UserError
 from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.files import atomic_path, write_json
+from m6.formatting import log_line
 from m6.validation import Section, validate
 
 _BATCH_SIZE = 256
+_LOG_STEPS = 100  # between lines, where stderr is no terminal
 _SETTINGS_FILE, _WEIGHTS_FILE = "judge.json", "judge.safetensors"
 _LABEL_SMOOTHING = 0.1
 _MAX_SHIFT = 4  # pixels by which training pictures are shifted, at most
@@ -116,7 +118,8 @@ def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: to
     labels = torch.tensor([index[caption] for caption in pictures.captions])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.total_steps)
     order = torch.empty(0, dtype=torch.int64)
-    for _ in tqdm(range(settings.total_steps), "judge", unit=" steps", disable=None):
+    progress = tqdm(range(settings.total_steps), "judge", unit=" steps", disable=None)
+    for step in progress:
         while len(order) < settings.batch_size:
             order = torch.cat([order, torch.randperm(len(pictures))])
         batch, order = order[: settings.batch_size], order[settings.batch_size :]
@@ -126,6 +129,8 @@ def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: to
         loss.backward()
         optimizer.step()
         schedule.step()
+        if progress.disable and (step + 1) % _LOG_STEPS == 0:
+            log_line(f"judge: step {step + 1:,} of {settings.total_steps:,}, loss {loss.item():.3f}")
     return judge.eval()
 
 

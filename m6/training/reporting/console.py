@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
+
+from m6.formatting import log_line
 
 
 class Console:
@@ -58,13 +58,17 @@ class Console:
             self._print(f"step {self._step:,} of {self._total:,}: {self._facts}, {left} left")
         self._bar.set_postfix_str("; ".join(filter(None, (self._facts, self._validation))), refresh=False)
 
+    def draws(self, step: int) -> None:
+        """Shows that samples are being drawn, which can take minutes."""
+        self._print(f"step {step:,}: draws samples")
+
     def saved(self, step: int, stall_s: float) -> None:
         """Shows that a checkpoint was taken."""
         self._print(f"step {step:,}: saves a checkpoint; training waited for {stall_s:.1f} s")
 
     def _print(self, line: str) -> None:
         if self._enabled and self._bar.disable:
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+            log_line(line)
 
 
 def _losses(losses: Mapping[str, Any], by_source: Mapping[str, Mapping[str, float]] | None = None) -> str:
@@ -72,7 +76,10 @@ def _losses(losses: Mapping[str, Any], by_source: Mapping[str, Mapping[str, floa
     parts = []
     for name, value in losses.items():
         of_sources = (by_source or {}).get(name)
-        parts.append(f"{name} {_number(value)}" + (f" ({_losses(of_sources)})" if of_sources else ""))
+        # Of one source it is the loss of the objective again.
+        parts.append(
+            f"{name} {_number(value)}" + (f" ({_losses(of_sources)})" if of_sources and len(of_sources) > 1 else "")
+        )
     return ", ".join(parts)
 
 

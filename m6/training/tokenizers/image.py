@@ -28,6 +28,7 @@ from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_r
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json
+from m6.formatting import log_line
 from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.modeling import M6ImageTokenizer
@@ -177,6 +178,9 @@ def _train(
             line["pictures_per_second"] = (trainer.step - steps.start) * options.batch_size / _since(started)
             with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+            if progress.disable:  # no bar, because stderr is no terminal
+                speed = f"{line['pictures_per_second']:,.0f} pictures/s"
+                log_line(f"step {trainer.step:,} of {steps.stop:,}: loss {losses['loss']:.4f}, {speed}")
         if trainer.step % settings.report.interval_steps == 0 and not last:
             _report(trainer, held_out, out)
         if stopped() and not last:

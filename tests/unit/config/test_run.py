@@ -220,8 +220,12 @@ FITTING = [
     ({"m6.model.patch_size": 15}, {}, r"image_size 32 .*patch_size 15"),
     ({"m6.data.sequence_length": 128}, {}, r"sequence_length 128 exceeds .*max_position_embeddings 64"),
     ({"m6.data.sequence_length": 8}, {}, r"sequence_length 8 leaves"),
-    ({"m6.schedule.warmup_steps": 9}, {}, r"warmup_steps 9 .*total_steps 4"),
-    ({"m6.schedule.decay": "wsd", "m6.schedule.decay_steps": 5}, {}, r"decay_steps 5 exceed m6.training.total_steps 4"),
+    ({"m6.schedule.warmup_steps": 9}, {}, r"warmup_steps 9 .*steps 4; set m6.schedule.warmup_steps=0 to 4, or more"),
+    (
+        {"m6.schedule.decay": "wsd", "m6.schedule.decay_steps": 5},
+        {},
+        r"decay_steps 5 exceed m6.training.total_steps 4; set a smaller m6.schedule.decay_steps, or more",
+    ),
     ({"m6.schedule.decay": "wsd"}, {}, r'decay_steps .*"wsd"'),
     ({"m6.schedule.decay_steps": 2}, {}, r'decay_steps belongs to "decay": "wsd".*decay is "cosine"'),
     ({"m6.data.sources": {"tiny_txt": 1}}, {}, r'has no "tiny_txt"; did you mean "tiny_text"'),
@@ -229,8 +233,8 @@ FITTING = [
     ({"m6.data.sources": {"tiny_vqa": 1}}, {}, r'text_denoising.weight is 1.0, but no source of kind "text"'),
     ({"m6.data.path": "/nowhere"}, {}, r"/nowhere/manifest.json does not exist"),
     ({"m6.data.tokenizer": "/nowhere"}, {}, r"/nowhere holds no tokenizer"),
-    ({"m6.model.text_vocab_size": 500}, {}, r"text_vocab_size is 500, but the tokenizer .* has 400"),
-    ({"m6.model.image_vocab_size": 32}, {}, r"image_vocab_size is 32, but the tokenizer .* has 16"),
+    ({"m6.model.text_vocab_size": 500}, {}, r"text_vocab_size is 500, .* has 400; set m6.model.text_vocab_size=400"),
+    ({"m6.model.image_vocab_size": 32}, {}, r"image_vocab_size is 32, .* has 16; .*or .*--image-vocab-size 32"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -7,7 +8,8 @@ import pytest
 from PIL import Image
 
 from m6.data.build import BuildSettings, build, check_row
-from m6.data.manifest import Manifest, Origin
+from m6.data.manifest import SPLITS, Manifest, Origin
+from m6.data.overlap import describe_shared
 from m6.data.sources.base import Row, interleave
 from m6.data.sources.pictures import MAX_SIDE, BadPicture, encode
 from m6.data.splitting import assign_split
@@ -82,6 +84,39 @@ def test_more_workers_and_another_run_give_the_same_bytes(tmp_path):
         verify_shards(manifest.folder, split.shards)
 
 
+def test_the_manifest_counts_what_splits_share_with_training(tmp_path):
+    """A picture that was compressed again, a caption in other letters, a group; and a label, which is no caption."""
+    noise = [np.random.default_rng(n).integers(0, 256, (8, 8, 3), dtype=np.uint8) for n in range(7)]
+    images = [Image.fromarray(pixels).resize((64, 64)) for pixels in noise]
+
+    def row(number, text, split, group="", kind="PNG", of=None, answer=None):
+        buffer = io.BytesIO()
+        images[number if of is None else of].save(buffer, kind)
+        return Row(f"{number}", group or f"{number}", text, buffer.getvalue(), split=split, answer=answer)
+
+    source = Fake(
+        [
+            row(0, "A cat 1", "train", group="g"),
+            row(1, "dog", "train", answer="dog"),
+            row(2, "new", "test", of=0, kind="JPEG"),
+            row(3, "a  CAT 1", "test"),
+            row(4, "A cat 2", "test"),
+            row(5, "other", "test", group="g"),
+            row(6, "dog", "test", answer="dog"),
+        ]
+    )
+    source.own_splits = frozenset({"train", "test"})
+    settings = BuildSettings(validation_share=0.0)
+    entry = build([source], tmp_path / "data", settings)[0].sources["fake"]
+    assert entry.splits["test"].shared.model_dump() == {"rows": 3, "picture": 1, "text": 1, "group": 1}
+    assert entry.splits["train"].shared is None
+    assert entry.own_splits == ["train", "test"]
+    assert entry.groups == 6
+    manifest = Manifest.load(tmp_path / "data")
+    sentence = "Also in the training rows of the same source: test of fake 3 of 5 rows ("
+    assert describe_shared(manifest, ["fake"], SPLITS).startswith(sentence)
+
+
 def test_a_source_with_its_own_test_split_gets_no_other_test_rows(tmp_path):
     source = Fake([Row(f"f/{n}", f"{n}", "字", split="test" if n % 5 == 0 else None) for n in range(50)], kind="text")
     source.own_splits = frozenset({"test"})
@@ -128,9 +163,19 @@ def test_at_most_a_hundred_bad_rows_are_listed(tmp_path):
     assert len((tmp_path / "data/skipped.jsonl").read_text().splitlines()) == 100
 
 
-def test_too_many_bad_rows_leave_nothing(tmp_path):
-    with pytest.raises(UserError, match=r"20\.0% of the rows are bad \(empty text: 1, such as bad\), more than --max-"):
+def test_too_many_bad_rows_leave_only_their_list(tmp_path):
+    listed = tmp_path / "data.skipped.jsonl"
+    with pytest.raises(
+        UserError, match=r"1 of 5 rows are bad \(empty text: 1, such as bad\), more than --max-"
+    ) as error:
         build([Fake([*pairs(4), Row("bad", "g", "")])], tmp_path / "data", BuildSettings())
+    assert "--max-bad-share 0.2;" in str(error.value), "the value with which the build succeeds"
+    assert str(listed) in str(error.value)
+    assert list(tmp_path.iterdir()) == [listed]
+    assert json.loads(listed.read_text())["id"] == "bad"
+    build([Fake([*pairs(4), Row("bad", "g", "")])], tmp_path / "built", BuildSettings(max_bad_share=0.2))
+    shutil.rmtree(tmp_path / "built")
+    listed.unlink()
     with pytest.raises(UserError, match=r"no usable row \(empty text: 1, such as bad\)"):
         build([Fake([Row("bad", "g", "")])], tmp_path / "data", BuildSettings(max_bad_share=1.0))
     with pytest.raises(UserError, match="it is empty"):

@@ -235,6 +235,7 @@ def test_the_hub_is_read_at_a_commit_and_runs_no_code(tmp_path, monkeypatch):
         "package": "hf:owner/news.zh:test",
         "version": "abc123",
         "licence": "mit",
+        "columns": {"text": "text"},
     }
     assert [row.text for row in source.rows()] == ["你好。"]
     assert calls == [("owner/news.zh", {"streaming": True, "split": "test", "revision": "abc123"})]

@@ -132,7 +132,8 @@ def test_another_folder_with_the_tokenizer_that_the_run_keeps(run, tmp_path):
     text = write_report(run, report_file(run, other, None), folder=other).read_text()
     assert f"## Loss on validation of {other}" in text
     assert cells(text, "objective") == ["targets", "untrained", "step 100"]
-    assert "image_captioning" not in text
+    assert "| image_captioning |" not in text
+    assert 'image_captioning is left out: the folder has no sources of kind "image_text"' in text
     assert int(cells(text, "language_modelling")[0]) > 0
     assert "n-gram models are left out" in text
 

@@ -30,8 +30,11 @@ def test_a_run_with_all_records(run):
     config = load_config(run / "config.json")
     data = open_data(config)
     keep_sources(run, data)
-    validation = {"image_captioning": 1.25, "text_denoising": None}
-    write_metrics(run, [{"step": 50, "validation": {"image_captioning": 7.0}}, {"step": 100, "validation": validation}])
+    validation = {
+        "validation": {"image_captioning": 1.25, "text_denoising": None},
+        "validation_by_source": {"image_captioning": {"tiny_shapes": 1.25}},
+    }
+    write_metrics(run, [{"step": 50, "validation": {"image_captioning": 7.0}}, {"step": 100, **validation}])
     attempt = run / "provenance" / "attempt_000"
     attempt.mkdir(parents=True)
     packages = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0"}
@@ -51,8 +54,12 @@ def test_a_run_with_all_records(run):
         "commit abc",
         "torch 2.13.0",
         "4 (2 x 1)",
+        "| image_captioning | tiny_shapes | 1.250 |",
+        "ZeRO stage 0, micro-batches of 4",
+        "AdamW, peak learning rate 0.001, steps of warm-up: 1",
     ):
         assert fact in card.text, fact
+    assert "share with training was not counted" in card.text
     for name, entry in data.manifest.sources.items():
         assert re.search(rf"\| {name} \| {entry.kind} .*\| {re.escape(entry.licence)} \|", card.text)
     assert "7.0" not in card.text, "only the last validation"
@@ -87,7 +94,17 @@ def test_built_in_sources_are_chinese_and_data_sets_of_the_hub_are_linked(run):
     card = card_of(run)
     assert card.data.language == "zh"
     assert card.data.datasets == ["someone/texts"]
-    assert "| inews | text | 3 | 0 | MIT | hf:someone/texts:train 0a |" in card.text
+    assert "| inews | text | 3 | 0 | 0 | 0.0 | MIT | hf:someone/texts:train 0a |" in card.text
+
+
+def test_leaks_are_in_the_card(run):
+    shared = {"rows": 2, "picture": 1, "text": 2, "group": 0}
+    splits = {"train": {"rows": 3}, "validation": {"rows": 4, "shared": shared}}
+    entry = {"kind": "image_text", "licence": "MIT", "origin": [], "splits": splits}
+    (run / SOURCES).write_text(json.dumps({"sources": {"mine": entry}}))
+    text = card_of(run).text
+    assert "validation of mine 2 of 4 rows (1 a picture, 2 a caption or text)" in text
+    assert "the losses measure memory in part" in text
 
 
 def test_a_dense_model_is_called_dense(tmp_path, run):

@@ -48,8 +48,19 @@ def test_a_run_keeps_its_prediction(tmp_path: Path):
     found = read_outcome(run)
     assert (found.measured_s, found.measured_bytes) == (2.0, 10**9)  # without the first step, which warms up, and waits
     assert sum(found.parts.values()) > 0
-    assert outcome_line(run).startswith("measured: 2 s a step (plan ")
+    assert outcome_line(run).startswith("measured: 2 s a step, memory"), "nothing measured this CPU"
     assert outcome_line(tmp_path) == ""
+
+
+def test_seconds_of_a_cpu_are_predicted_from_measurements_alone(tmp_path: Path):
+    config = load_config(CONFIG)
+    assumed = announce(tmp_path, config, 1, SHAPE, Profile())
+    assert " s a step" not in assumed
+    assert "need a profile of `m6 plan calibrate`" in assumed
+    for profile in (Profile(calibrated=True), refit(Profile(), [read_outcome(finished_run(tmp_path / "run", 2.0))])):
+        assert " s a step, memory at most" in announce(tmp_path, config, 1, SHAPE, profile)
+    (tmp_path / "run" / "plan.json").write_bytes((tmp_path / "plan.json").read_bytes())
+    assert outcome_line(tmp_path / "run").startswith("measured: 2 s a step (plan ")
 
 
 def test_runs_improve_a_profile(tmp_path: Path):

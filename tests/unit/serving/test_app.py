@@ -244,11 +244,23 @@ def test_pictures_that_wait_share_a_batch_and_are_those_of_the_pipeline(captioni
     with_client(captioning, scenario, drawing=drawing)
 
 
-def test_a_model_that_does_not_draw_has_no_such_route(captioning: Captioning):
-    async def scenario(client: httpx.AsyncClient) -> int:
-        return (await client.post("/generate", json={"text": "红色"})).status_code
+def test_a_model_that_does_not_draw_says_what_it_lacks(captioning: Captioning):
+    async def scenario(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post("/generate", json={"text": "红色"})
 
-    assert with_client(captioning, scenario) == 404
+    answer = with_client(captioning, scenario)
+    assert answer.status_code == 501
+    assert answer.json()["detail"].startswith("tiny does not draw: it was trained without m6.objectives.text_to_image")
+
+
+@pytest.mark.parametrize("path", ["/caption", "/generate"])
+def test_unknown_parameters_are_refused(captioning: Captioning, drawing: Drawing, path: str):
+    async def scenario(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(f"{path}?deadline=3", content=PICTURES[0])
+
+    answer = with_client(captioning, scenario, drawing=drawing)
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == 'the query has an unknown parameter "deadline"; did you mean "deadline_s"?'
 
 
 @pytest.mark.slow

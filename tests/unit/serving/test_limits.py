@@ -179,8 +179,8 @@ FIELD = b'content-disposition: form-data; name="note"\r\n\r\nhello'
     ("body", "kind", "expected"),
     [
         (form(FILE), "multipart/form-data; boundary=m6", 200),
-        (form(FIELD, FILE), 'Multipart/Form-Data; boundary="m6"', 200),
-        (form(FIELD), "multipart/form-data; boundary=m6", "has 0 files"),
+        (form(FILE), 'Multipart/Form-Data; boundary="m6"', 200),
+        (form(FIELD, FILE), "multipart/form-data; boundary=m6", 'has the field "note", expected the picture alone'),
         (form(FILE, FILE), "multipart/form-data; boundary=m6", "has 2 files"),
         (form(FILE), "multipart/form-data", "cannot be read"),
         (form(FILE)[:60], "multipart/form-data; boundary=m6", "has 0 files"),

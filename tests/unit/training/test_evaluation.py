@@ -51,7 +51,8 @@ def test_losses_of_sources_are_those_of_a_run_with_this_source_alone(make_traine
     both = run("both", *TEXTS)
     # fp32 in rows of other lengths.
     expected = {name: pytest.approx(each["language_modelling"], rel=1e-5) for name, each in alone.items()}
-    assert both["validation_by_source"] == {"language_modelling": expected}
+    captions = {"tiny_shapes": both["validation"]["image_captioning"]}
+    assert both["validation_by_source"] == {"language_modelling": expected, "image_captioning": captions}
     least, most = sorted(both["validation_by_source"]["language_modelling"].values())
     assert least < both["validation"]["language_modelling"] < most
     assert both["validation"]["image_captioning"] == pytest.approx(alone["weather"]["image_captioning"], rel=1e-5)

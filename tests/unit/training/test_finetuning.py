@@ -1,6 +1,7 @@
 """A run that begins with the weights of another and learns to draw: weights, resuming, grids, what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from m6.config.run import parse_config
 from m6.data.codes import Codes
 from m6.data.manifest import Manifest
 from m6.errors import UserError
+from m6.evaluation.report import write_report
 from m6.export import export_hf
 from m6.generation.grid import GAP
 from m6.generation.pipeline import M6TextToImagePipeline
@@ -89,6 +91,7 @@ def drawn(folder: Path, image_tokenizer: Path, pretrained: Path, tmp_path_factor
     outcome = m6("finetune", path / "drawing.json", "--init", pretrained, "--run-dir", path / "run")
     assert outcome.code == 0, outcome.stderr
     assert f"starts from the weights of {pretrained}" in outcome.stderr
+    assert "step 2: draws samples" in outcome.stderr
     return path / "run"
 
 
@@ -296,3 +299,37 @@ def test_another_text_tokenizer_is_refused(pretrained, folder):
     del tokenizer.__dict__["fingerprint"]
     with pytest.raises(UserError, match="its ids stand for other text"):
         check_initial_weights(pretrained, tokenizer)
+
+
+def test_a_report_on_data_without_codes_compares_with_the_weights_before(drawn, pretrained, folder, tmp_path):
+    new = tmp_path / "new"
+    shutil.copytree(folder / "data", new, ignore=shutil.ignore_patterns("codes"))
+    text = write_report(drawn, tmp_path / "drawn.md", 1, new).read_text()
+    (pretrained / "metrics.jsonl").touch()
+    before = write_report(pretrained, tmp_path / "pretrained.md", 1, new).read_text()
+
+    def row(report: str, first: str) -> list[str]:
+        return next(line for line in report.splitlines() if line.startswith(f"| {first} |")).split("|")
+
+    assert row(text, "objective")[3].strip() == "before fine-tuning"
+    # The pretrained run's own loss, which is bold there.
+    assert row(text, "image_captioning")[3].strip() == row(before, "image_captioning")[4].strip(" *")
+    assert (
+        f"text_to_image is left out: the folder has no codes of the run's image tokenizer; `m6 data codes {new}" in text
+    )
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert pictures
+    assert all((tmp_path / picture).is_file() for picture in pictures), "relative to the report"
+    Path(new, "manifest.json").unlink()
+    assert "manifest.json does not exist" in user_error("evaluate", drawn, "--data", new)
+
+
+def test_drawing_alone_needs_codes(drawn, folder, tmp_path):
+    new, run = tmp_path / "new", tmp_path / "run"
+    shutil.copytree(folder / "data", new, ignore=shutil.ignore_patterns("codes"))
+    shutil.copytree(drawn, run)
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["objectives"]["image_captioning"]["weight"] = 0.0
+    (run / "config.json").write_text(json.dumps(document))
+    message = user_error("evaluate", run, "--data", new)
+    assert f'make them with "m6 data codes {new} --image-tokenizer {run / IMAGE_TOKENIZER}"' in message

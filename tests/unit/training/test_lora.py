@@ -16,6 +16,7 @@ from m6.checkpoints.loading import load_run_model, newest_complete_checkpoint, o
 from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.export import export_hf
+from m6.model import num_parameters
 from m6.model.adapter_names import DOWN, is_adapter, plain_name
 from m6.runs.machine import check_machine
 from tests.fixtures.fabricated_run import write_run
@@ -165,8 +166,13 @@ def test_without_peft(folder, monkeypatch):
         check_machine(config)
 
 
-def test_a_run_says_what_it_trained(make_finetuning, tmp_path):
-    assert make_finetuning().train()
+def test_a_run_says_what_it_trained(make_finetuning, tmp_path, capsys):
+    trainer = make_finetuning()
+    assert trainer.train()
+    trained = sum(p.numel() for p in trainer.engine.module.parameters() if p.requires_grad)
+    total = num_parameters(trainer.config.model)["total"]
+    line = f"LoRA of attention, dense, experts: trains {trained:,} parameters beside {total:,} frozen ones; memory and"
+    assert line in capsys.readouterr().err
     document = json.loads((tmp_path / "run" / "config.json").read_text())
     assert document["m6"]["lora"] == LORA
     assert newest_complete_checkpoint(tmp_path / "run").state["lora"] == LORA

@@ -9,7 +9,7 @@ from tests.fixtures.tiny_data import draw_shape
 
 
 def row(group: str, text: str = "", image: bytes | None = None) -> dict:
-    return {"group": group, "text": text, "image": image}
+    return {"group": group, "text": text, "image": image, "answer": None}
 
 
 def test_rows_that_training_holds_are_left_out():
@@ -17,7 +17,7 @@ def test_rows_that_training_holds_are_left_out():
     again = io.BytesIO()
     Image.open(io.BytesIO(red)).save(again, "BMP")
     training = [row("a", "红", red), row("b", "天 气"), row("c", "鱼")]
-    new = [row("d", "红", blue), row("e", "红")]
+    new = [row("d", "红", blue), row("e", "白")]
     known = [row("f", "绿", red), row("g", "绿", again.getvalue()), row("h", "天  气"), row("c", "鸟")]
     tested = held_out([known[0], new[0], *known[1:], new[1]], training)
     assert tested.rows == new

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -223,6 +224,8 @@ def test_the_command_and_its_mistakes(data, trained, tmp_path):
     outcome = m6("train-image-tokenizer", config, "--out", tmp_path / "out", "--set", "optimizer.total_steps=2")
     assert outcome.code == 0, outcome
     assert "| tiny_shapes | 15 |" in outcome.stdout
+    assert re.search(r"step 2 of 2: loss \d\.\d+, [\d,]+ pictures/s\n", outcome.stderr), "a log has lines"
+    assert "\r" not in outcome.stderr, "a log has no bar"
     assert load_image_tokenizer(tmp_path / "out").num_codes == 16
     assert "other settings" in user_error("train-image-tokenizer", config, "--out", tmp_path / "out")
     assert "holds no run" in user_error("train-image-tokenizer", config, "--out", data)
