@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m6.config.run import load_config
+from m6.config.run import load_config, parse_config
 from m6.files import write_text
 from m6.planning.booking import StageBooking, book_stage, booking_table
-from m6.planning.machine.cluster import load_cluster
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search.job_files import job_description, sbatch_header
-from m6.planning.search.planner import Planner, training_stages
+from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, training_stages
 from m6.shipped import CONFIGS
 
 PLANS = CONFIGS / "plans"
-SHIPPED = {"m6_100b": "a100_80g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
-_ADAM = 'optimizer={"type": "AdamW", "params": {"lr": 1e-4}}'
+SHIPPED = {"m6_100b": "v100_32g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
 _TIME_LIMIT_MIN = 24 * 60
 
 
@@ -31,8 +31,8 @@ def shipped_plan(name: str) -> str:
     ]
     booked: list[StageBooking] = []
     stages = training_stages(planner)
-    for stage in stages:
-        result = stage.search()
+    results = [stage.search() for stage in stages]
+    for stage, result in zip(stages, results, strict=True):
         lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
         lines.append(search_report(stage, result))
         if result.plans:
@@ -41,22 +41,41 @@ def shipped_plan(name: str) -> str:
             booked.append(book_stage(stage, result.best, _TIME_LIMIT_MIN))
     if len(booked) == len(stages):
         lines += ["", "## To book", "", booking_table(booked, stages[-1], _TIME_LIMIT_MIN)]
-    if planner.config.deepspeed.optimizer_type == "Adafactor" and len(training_stages(planner)) == 1:
-        adam = Planner(load_config(CONFIGS / f"{name}.json", (_ADAM,)), cluster, forced={"offload_optimizer": False})
-        layout = training_stages(planner)[0].search().best.layout
-        experts = planner.memory.counts(layout).experts
-        lines += [
-            "",
-            "## Why not with Adam",
-            "",
-            f"A rank of the plan holds {experts:,} parameters of experts. In fp32 with gradients they take 8 bytes "
-            f"each, {8 * experts:,} bytes, and Adam's two moments 8 more, {16 * experts:,} bytes, on a device of "
-            f"{cluster.smallest.device.memory_bytes:,}. Adafactor's means of rows and columns are "
-            f"{planner.memory(layout).optimizer_state:,} bytes of all parameters of the rank.",
-            "",
-            no_plan_report(adam, adam.search()),
-        ]
+        if planner.config.model.moe_config().capacity_rule == "1":
+            lines += ["", "## The same with capacity k", "", _with_capacity_k(name, cluster, results)]
+    if planner.config.expert_store is not None and len(stages) == 1:
+        lines += ["", "## Why not with Adam", "", _without_store(planner, results[-1].best.layout)]
     return "\n".join(lines) + "\n"
+
+
+def _with_capacity_k(name: str, cluster: Cluster, results: list[SearchResult]) -> str:
+    """What the run's layouts take if experts have room for all choices of a token, not for one."""
+    config = load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',))
+    others = training_stages(Planner(config, cluster))
+    plans = [other.evaluate(result.best.layout) for other, result in zip(others, results, strict=True)]
+    refused = [plan.reason for plan in plans if isinstance(plan, Rejection)]
+    if refused:
+        return f"The layout does not fit: {refused[0]}."
+    booked = [
+        book_stage(other, plan, _TIME_LIMIT_MIN)
+        for other, plan in zip(others, plans, strict=True)
+        if isinstance(plan, PricedLayout)
+    ]
+    return booking_table(booked, others[-1], _TIME_LIMIT_MIN)
+
+
+def _without_store(planner: Planner, layout: ParallelLayout) -> str:
+    """What the run would need if DeepSpeed updated its experts on the device, with the optimizer of the rest."""
+    document = planner.config.document
+    document["m6"].pop("offload")
+    adam = Planner(parse_config(document), planner.cluster, forced={"offload_optimizer": False})
+    experts, device = planner.memory.streamed_experts(layout), planner.cluster.smallest.device
+    return (
+        f"A rank of the plan holds {experts:,} parameters of experts. In 16 bits with gradients they take 4 bytes each "
+        f"and their fp32 masters with Adam's two moments 12 more, {16 * experts:,} bytes, on a device of "
+        f"{device.memory_bytes:,}. Adafactor keeps means of rows and columns alone.\n\n"
+        f"{no_plan_report(adam, adam.search())}"
+    )
 
 
 def main() -> None:

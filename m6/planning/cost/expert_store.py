@@ -67,7 +67,7 @@ class ExpertStore:
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that the update of a parameter reads and writes in host memory (offload/optimizer/host_optimizer.cpp)."""
+        """Bytes that the update of a parameter reads and writes in host memory, see offload/README.md."""
         remainder = remainder_dtype(self.dtype, self.optimizer.masters)
         master = 0 if remainder is None else remainder.itemsize
         # A whole master is read instead of the weight, and a remainder besides it.

@@ -1,7 +1,7 @@
 """The host memory of streamed experts against the bytes that the store takes."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -59,10 +59,19 @@ def test_host_bytes_are_those_of_the_store(tmp_path: Path, changes: dict[str, An
         runtime.close()
 
 
-@pytest.mark.parametrize(("update", "expected"), [("next_forward", 6), ("backward", 4)])
-def test_bytes_of_a_parameter_of_m6_10t(update: Literal["next_forward", "backward"], expected: int):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"master_weights": True}, 8),
+        ({"master_weights": False}, 4),
+        ({"master_weights": False, "update": "backward"}, 2),
+    ],
+)
+def test_bytes_of_a_parameter_of_m6_10t(settings: dict[str, Any], expected: int):
     """Adafactor, one micro-batch a step, in 16 bits. Means of rows and columns, alignment and staging come on top."""
-    config = with_offload(load_config(CONFIGS / "m6_10t.json"), OffloadSettings(update=update))
+    config = with_offload(
+        load_config(CONFIGS / "m6_10t.json"), OffloadSettings(optimizer={"type": "Adafactor", "lr": 0.005}, **settings)
+    )
     memory = MemoryModel(config, Profile())
     layout = ParallelLayout(512, 512, micro_batch_size=8, checkpointing=True, stream_experts=True)
     assert memory(layout).host == pytest.approx(expected * memory.streamed_experts(layout), rel=0.01)

@@ -106,6 +106,8 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "text_vocab_size": 64, "im
 
 def small_run(**changes: object) -> RunConfig:
     document = load_config(CONFIGS / "m6_100b.json").document
+    del document["fp16"]
+    document["bf16"] = {"enabled": True}
     document["m6"]["model"] = {**SMALL, "num_layers": 6, "ffn_hidden_size": 47, "hidden_dropout": 0.1}
     document["m6"]["moe"] = {**MIXED, "capacity_factor": 1.25}
     document["m6"]["training"] |= {"ep_size": 4}

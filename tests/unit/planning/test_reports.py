@@ -12,7 +12,7 @@ def test_reports_say_why():
     subject = planner("m6_100b", "a100_80g_x128")
     result = subject.search()
     text = plan_report(subject, result)
-    for part in ("Why not otherwise", "stage 3", "Uncalibrated", "step time", "29,696 layouts"):
+    for part in ("Why not otherwise", "stage 3", "Uncalibrated", "step time", " layouts: "):
         assert part in text
     assert "| exchange |" in explanation(subject, subject.evaluate(layout_of(subject.config, 128)))
     refused = subject.evaluate(replace(result.best.layout, zero_stage=3))

@@ -27,8 +27,9 @@ def price(ep_size: int = 8, **settings: Any) -> RoutingTimes:
 
 
 def run(**moe: Any) -> RunConfig:
-    document = [f"m6.moe.{key}={value}" for key, value in moe.items()]
-    return load_config(Path("m6_100b"), tuple(document))
+    changes = {"capacity_rule": '"k"', "payload": '"same"', **moe}
+    settings = ["m6.data.sequence_length=512", *(f"m6.moe.{key}={value}" for key, value in changes.items())]
+    return load_config(Path("m6_100b"), tuple(settings))
 
 
 def model(config: RunConfig, cluster: str = "a100_80g_x128") -> TimeModel:
@@ -89,9 +90,10 @@ def test_streamed_experts_send_a_gradient_for_each_part():
     store = time.memory.expert_store(streamed)
     assert str(store.gradient_dtype) == "torch.float32"  # several gradients are added up
     copy = store.weight_bytes * 10**9 / time.host.copy_bytes_per_s
-    update = time.host.update_s(10**9, store.optimizer_type)
-    seconds = [time.host.streaming_s(10**9, store, 1, parts) for parts in (1, 2, 16)]
-    assert seconds == [pytest.approx(max(copy * copies, update)) for copies in (2, 2, 16)]
-    assert seconds[2] > seconds[1]
+    update = time.host.store_update_s(10**9, store)
+    assert update > copy
+    for parts in (1, 2, 16):  # nothing hides: the update in the forward pass, gradients in the backward pass
+        found = time.host.streaming(10**9, store, 1, parts, 0.0, 0.0)
+        assert found.exposed == pytest.approx(update + parts * copy)
     whole = model(run())
     assert time(streamed).reduction > whole(streamed).reduction

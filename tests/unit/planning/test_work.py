@@ -23,7 +23,7 @@ SHARED = {"activation": "swiglu", "num_shared_experts": 2, "shared_expert_gate":
 )
 def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     """Six for each parameter that multiplies a token, and attention, whose kernel computes all pairs."""
-    config = load_config(CONFIGS / f"{name}.json")
+    config = load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',))  # every choice is computed
     config.model.moe = config.model.moe and {**config.model.moe, **experts}
     batch = replace(scale_batch(full_row(config), 8), pictures=0)
     work = work_of(config, fold(config.model), batch, 1)
