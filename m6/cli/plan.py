@@ -69,7 +69,7 @@ def best(
     """
     from m6.errors import UserError
     from m6.files import write_json, write_text
-    from m6.planning.booking import StageBooking, book_stage, booking, booking_table
+    from m6.planning.booking import StageBooking, book_stage, booking, booking_table, shared_layout_line
     from m6.planning.reports import search_report
     from m6.planning.search.job_files import job_description, run_document, sbatch_header
     from m6.planning.search.planner import training_stages
@@ -88,6 +88,8 @@ def best(
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}{missing}")
     print(json.dumps(booking(stages, planner)) if as_json else booking_table(stages, planner, time_limit_min))
     if out is not None:
+        for stage, other in zip(planned[:-1], stages, strict=False):
+            print(shared_layout_line(stage, result.best.layout, other))
         job = job_description(planner, result.best, time_limit_min)
         write_json(out / f"{config.stem}.json", run_document(planner, result.best))
         write_json(out / f"{config.stem}.job.json", job.model_dump(exclude_defaults=True))

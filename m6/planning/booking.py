@@ -6,10 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from m6.errors import UserError
 from m6.formatting import markdown_table
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.step_time import StepTime, TimeModel
 from m6.planning.search.job_files import signal_lead_s
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner, PricedLayout, Rejection
 
 _DAY_S = 86400.0
 
@@ -149,6 +151,24 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     return (
         f"{table}\n\n{total['samples'] / 1e6:,.1f} M samples, {total['tokens'] / 1e9:,.1f} B tokens with padding. "
         "Exposed and hidden: communication and host work, as shares of the step."
+    )
+
+
+def shared_layout_line(planner: Planner, layout: ParallelLayout, booked: StageBooking) -> str:
+    """What the stage of ``planner`` takes in the layout of the run's JSON, which is that of the last stage.
+
+    Raises:
+        UserError: it does not fit there.
+    """
+    plan = planner.evaluate(layout)
+    if isinstance(plan, Rejection):
+        raise UserError(
+            f"the {booked.stage} stage does not fit in the layout of the last one, {layout}: it {plan.reason}; force "
+            "both to a layout that fits both with --force"
+        )
+    return (
+        f"\nThe JSON has one layout for both stages: a step of the {booked.stage} stage takes {plan.time.total:.4g} s "
+        f"in it, and {booked.step_s:.4g} s in its own."
     )
 
 

@@ -29,14 +29,18 @@ def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
 
 def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
     """Bytes that one rank writes: fp32 weights and moments."""
-    layout, config = plan.layout, planner.config
-    counts = planner.memory.counts(layout).divided(layout.tp_size)
-    experts = counts.experts + planner.memory.streamed_experts(layout) / layout.tp_size
-    owned = (counts.local - counts.experts) / layout.dp_size
-    owned += experts / (layout.dp_size // layout.ep_size)
-    # AdamW: weight and two moments; Adafactor's row and column means are negligible.
-    states = 12 if config.deepspeed.optimizer_type == "AdamW" else 4
-    return owned * states
+    layout, memory = plan.layout, planner.memory
+    counts = memory.counts(layout).divided(layout.tp_size)
+    replicas = layout.dp_size // layout.ep_size
+    owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
+    written = owned * _state_bytes(planner.config.deepspeed.optimizer_type)
+    streamed = memory.streamed_experts(layout) / layout.tp_size / replicas
+    return written + streamed * _state_bytes(memory.expert_store(layout).optimizer_type) if streamed else written
+
+
+def _state_bytes(optimizer_type: str) -> int:
+    """AdamW: weight and two moments; SGD: and a momentum. Adafactor's row and column means are negligible."""
+    return {"AdamW": 12, "SGD": 8, "Adafactor": 4}[optimizer_type]
 
 
 def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:

@@ -31,6 +31,13 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     assert f"m6 submit {tmp_path}/m6_base.json --job {tmp_path}/m6_base.job.json" in text
 
 
+def test_two_stages_share_the_layout_of_the_json(tmp_path: Path):
+    stages = ("--set", "m6.pseudo_to_real.switch_step=1000", "--set", "m6.training.total_steps=2000")
+    text = run(CONFIG, *MACHINE, *stages, "--world", "8", "--out", str(tmp_path))
+    assert "The JSON has one layout for both stages: a step of the pseudo stage takes" in text
+    assert load_config(tmp_path / "m6_base.json").m6.pseudo_to_real is not None
+
+
 def test_explain_gives_the_reason():
     text = run("explain", CONFIG, *MACHINE, "--world", "8", "--force", "zero_stage=3", "--force", "micro_batch_size=1")
     assert "refused: zero_optimization.stage 3 cannot hold experts" in text
