@@ -13,7 +13,7 @@ from offload.plan.chunk_size import search_chunk_bytes
 from offload.plan.placement import PlacementConstraints, PlacementPlan
 from offload.plan.sizes import in_mib, sizes_of, staging_bytes
 from offload.plan.solver import solve
-from offload.plan.timeline import predict_times
+from offload.plan.timeline import StepTimes, predict_times
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
 from offload.runtime.dry_run import DryRuntime
@@ -33,6 +33,7 @@ __all__ = [
     "Rates",
     "SimulatedDevice",
     "Stack",
+    "StepTimes",
     "StorageMeter",
     "StreamedExperts",
     "Trace",

@@ -181,7 +181,10 @@ def dry_run(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Simulates one rank of a large job for one step: the real code on tensors without data."""
+    """Simulates one rank of a large job for one step: the real code on tensors without data.
+
+    With m6.offload it traces a step of each stage and says what the plan keeps on the device, and what moves.
+    """
     from m6.config.run import load_config
     from m6.planning.machine.cluster import load_cluster
     from m6.training.dry_run import dry_run as run
@@ -189,6 +192,11 @@ def dry_run(
 
     settings = load_config(config, tuple(overrides or ()))
     nodes = None if cluster is None else load_cluster(cluster).first(world).nodes[0]
+    if settings.expert_store is not None:
+        from m6.training.offloading import dry_plan
+
+        print(dry_plan.report(dry_plan.dry_plans(settings, world, rank, nodes), world, rank))
+        return
     print(report(run(settings, world, rank), world, rank, nodes))
 
 

@@ -59,13 +59,14 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     """Builds the model and the engine of ``rank`` on fake tensors and trains one step without padding.
 
     Raises:
-        UserError: the run does not fit ``world_size``, it offloads experts, or ``rank`` is out of range.
+        UserError: the run does not fit ``world_size``, it offloads experts, see
+            ``m6.training.offloading.dry_plan``, or ``rank`` is out of range.
     """
     check_world_size(config, world_size)
     accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:
         raise UserError(
-            "m6.offload: a dry run cannot offload experts; leave the section out, or read what m6 pretrain prints"
+            "m6.offload: the store moves experts of fake tensors nowhere; its dry run is the plan of a step"
         )
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")

@@ -7,7 +7,9 @@ import pytest
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
+from m6.planning.machine.cluster import load_cluster
 from m6.training.dry_run import DryRun, dry_run, report
+from m6.training.offloading import dry_plan
 from tests.distributed.spawn import run_distributed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -65,3 +67,52 @@ def test_there_is_no_such_rank():
         dry_run(parse_config(small()), 16, 16)
     with pytest.raises(UserError, match="does not divide the world size"):
         dry_run(parse_config(small()), 8, 0)
+
+
+def offloaded(**changes: Any) -> dict[str, Any]:
+    document = small(bf16={"enabled": True}, zero_optimization={"stage": 1})
+    document["m6"]["offload"] = {"optimizer": {"type": "Adafactor", "lr": 0.005}, "chunk_mib": 0.07, **changes}
+    document["m6"]["pseudo_to_real"] = {"switch_step": 10}
+    document["m6"]["training"]["total_steps"] = 1000
+    return document
+
+
+def plans_follow_the_budgets(_: None) -> None:
+    nodes = load_cluster(Path("v100_32g_x128")).nodes[0]
+    pseudo, real = dry_plan.dry_plans(parse_config(offloaded()), 16, 5, nodes)
+    # Two layers have their own experts; in the Pseudo stage they share those of one, whose gradients add up in fp32.
+    numel = 128 // 16 * (2 * 64 * 256 + 64 + 256)
+    assert real.chunks == 2 * pseudo.chunks
+    assert real.expert_bytes == pytest.approx(2 * 6 * numel, rel=0.05)
+    assert pseudo.expert_bytes == pytest.approx(8 * numel, rel=0.05)
+    for plan in (pseudo, real):
+        assert plan.owned_bytes == plan.expert_bytes, "a V100 holds them"
+        assert plan.setup.plan is not None
+        assert plan.setup.plan.moved_bytes == 0
+    budget = (real.peak_bytes - real.owned_bytes / 2) / 2**20
+    [_, tight] = dry_plan.dry_plans(parse_config(offloaded(device_budget_mib=budget)), 16, 5, nodes)
+    assert tight.setup.plan is not None
+    assert 0 < tight.owned_bytes < tight.expert_bytes
+    assert tight.peak_bytes <= budget * 2**20
+    # What the device does not own comes once or twice a step, and its gradient goes once.
+    streamed = (tight.expert_bytes - tight.owned_bytes) / 3
+    assert tight.setup.plan.download_bytes == pytest.approx(streamed, rel=0.05)
+    assert streamed * 0.95 <= tight.setup.plan.upload_bytes <= 2 * streamed * 1.05
+    text = dry_plan.report([pseudo, real, tight], 16, 5)
+    assert "Rank 5 of 16" in text
+    assert text.count("| real |") == 2
+
+
+@pytest.mark.slow
+def test_the_plan_of_offloaded_experts():
+    run_distributed(plans_follow_the_budgets, 1, None, timeout_s=600)
+
+
+def test_a_dry_run_needs_budgets():
+    config = parse_config(offloaded())
+    with pytest.raises(UserError, match=r'device_budget_mib is "auto".* --cluster'):
+        dry_plan.dry_plans(config, 16, 5, None)
+    with pytest.raises(UserError, match="rank 16: expected one of 0 to 15"):
+        dry_plan.dry_plans(config, 16, 16, None)
+    with pytest.raises(UserError, match="chunk_mib"):
+        dry_plan.dry_plans(parse_config(offloaded(chunk_mib="auto")), 16, 5, None)

@@ -102,6 +102,32 @@ def prepare(
     settings = config.expert_store
     assert settings is not None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    device = _device(settings, torch_device, world_size)
+    # Only a GPU has memory that the dry trace does not see.
+    dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
+    return plan_offload(uses, config, device, dry_budget, _host_budget(settings, world_size), sharing)
+
+
+def plan_offload(
+    uses: Mapping[str, ExpertUse],
+    config: RunConfig,
+    device: Device,
+    dry_budget: int,
+    host_budget_bytes: int | None,
+    sharing: Sharing | None,
+) -> OffloadSetup:
+    """Traces a step, and plans it under the given budgets.
+
+    Args:
+        dry_budget: what the plan may take of the device's budget, in bytes.
+        host_budget_bytes: host memory of this rank; None: unknown.
+
+    Raises:
+        UserError: the host's budget is too small for offloaded activations.
+    """
+    settings = config.expert_store
+    assert settings is not None
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     stacks = [use.stack(name) for name, use in uses.items()]
     dtype = _DTYPES[config.deepspeed.precision]
     # Of the layers that share experts, and of the parts of a layer's tokens, each gives a gradient.
@@ -109,10 +135,6 @@ def prepare(
     several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())
     gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), several)
     optimizer, scale = expert_optimizer(config)
-    device = _device(settings, torch_device, world_size)
-    # Only a GPU has memory that the dry trace does not see.
-    dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
-    host_budget_bytes = _host_budget(settings, world_size)
     places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)
 
     def plan_with(activations: frozenset[LayerModule]) -> OffloadSetup:
