@@ -86,16 +86,18 @@ def update(
         return
     (kernel.adamw if settings.kind == "adamw" else kernel.sgd)(
         weight.numel(),
-        DTYPE_CODES[weight.dtype],
-        weight.data_ptr(),
-        None if remainder is None else remainder.data_ptr(),
-        gradient.data_ptr(),
-        DTYPE_CODES[gradient.dtype],
-        step,
+        *_arguments(weight, remainder, gradient, step),
         *([buffer.data_ptr() for buffer in buffers] if buffers else [None]),
         coefficient,
         *scalars,
     )
+
+
+def _arguments(weight: Tensor, remainder: Tensor | None, gradient: Tensor, step: int) -> list[int | None]:
+    """What every kernel takes after a number of elements or rows."""
+    rest = None if remainder is None else remainder.data_ptr()
+    codes = DTYPE_CODES[weight.dtype], DTYPE_CODES[gradient.dtype]
+    return [codes[0], weight.data_ptr(), rest, gradient.data_ptr(), codes[1], step]
 
 
 def _adamw(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
@@ -141,12 +143,7 @@ def _adafactor(
     if kernel is not None:
         kernel.adafactor(
             weight.shape[0],
-            DTYPE_CODES[weight.dtype],
-            weight.data_ptr(),
-            None if remainder is None else remainder.data_ptr(),
-            gradient.data_ptr(),
-            DTYPE_CODES[gradient.dtype],
-            step,
+            *_arguments(weight, remainder, gradient, step),
             weight.shape[1],
             row.data_ptr(),
             column.data_ptr(),

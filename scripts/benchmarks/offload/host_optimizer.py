@@ -1,5 +1,5 @@
 """The host's AdamW in one pass against the memory's own speed, and against PyTorch's fused AdamW and DeepSpeed's CPU
-Adam with the passes that 16-bit training needs beside them.
+Adam with the passes that 16-bit training needs beside them; and the host's Adafactor against PyTorch's.
 
 python scripts/benchmarks/offload/host_optimizer.py
 """
@@ -13,12 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from offload.optimizer.master_weights import write_master
+from offload.optimizer.master_weights import remainder_dtype, write_master
 from offload.optimizer.settings import OptimizerSettings
 from offload.optimizer.update import update
 from scripts.benchmarks.record import Recorder, spread
@@ -32,18 +33,31 @@ BYTES = {
     "fused AdamW alone, fp32": 28,
     "fused AdamW with both casts": 40,
     "DeepSpeedCPUAdam with both casts": 40,
+    "AdamW, float16 without masters": 22,
+    "Adafactor, bfloat16 without masters": 12,
+    "Adafactor, float16 without masters": 12,
+    "Adafactor, float16, whole masters": 20,
+    "PyTorch's Adafactor alone, fp32": 12,
 }
+SHAPE = (1, 4000, PARAMETERS // 4000)
 
 
-def one_pass() -> Callable[[], object]:
-    """Gradient bfloat16 2 in; weight 2, low half 2, moments 8 in and out."""
-    shape = (1, 4000, PARAMETERS // 4000)
-    weight, rest = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.int16)
-    write_master(torch.randn(shape), weight, rest)
-    gradient = torch.randn(shape).bfloat16()
-    states = {"exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
-    settings = OptimizerSettings("adamw", weight_decay=0.01)
+def host_update(kind: Literal["adamw", "adafactor"], dtype: torch.dtype, masters: bool = True) -> Callable[[], object]:
+    """Weight, master and moments in and out, gradient in; Adafactor reads gradients three times and weights twice."""
+    stored = remainder_dtype(dtype, masters)
+    weight, rest = torch.empty(SHAPE, dtype=dtype), None if stored is None else torch.empty(SHAPE, dtype=stored)
+    write_master(0.02 * torch.randn(SHAPE), weight, rest)
+    gradient = torch.randn(SHAPE).to(dtype)
+    settings = OptimizerSettings(kind, weight_decay=0.01, masters=masters)
+    states = {name: torch.zeros(shape) for name, shape in settings.states(SHAPE).items()}
     return lambda: update(settings, 10, 1e-3, 0.5, weight, rest, gradient, states)
+
+
+def pytorch_adafactor() -> Callable[[], object]:
+    """PyTorch's Adafactor, which makes several tensors of the matrix's size."""
+    weight = torch.nn.Parameter(0.02 * torch.randn(SHAPE[1:]))
+    weight.grad = torch.randn(SHAPE[1:])
+    return torch.optim.Adafactor([weight], lr=1e-3, weight_decay=0.01).step
 
 
 def fused(casts: bool) -> Callable[[], object]:
@@ -65,7 +79,7 @@ def fused(casts: bool) -> Callable[[], object]:
 
 
 def stream() -> Callable[[], object]:
-    """As ``one_pass``, without the arithmetic."""
+    """As AdamW with split masters, without the arithmetic."""
     source = Path(__file__).with_name("stream.cpp")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "stream.so"
@@ -101,9 +115,27 @@ def deepspeed_chain() -> Callable[[], object]:
 def main() -> None:
     torch.set_num_threads(1)
     recorder = Recorder(
-        "offload_host_optimizer", "The host's AdamW: one pass against the memory, PyTorch's fused step and DeepSpeed's"
+        "offload_host_optimizer",
+        "The host's optimizers: one pass of AdamW against the memory, PyTorch's fused step and DeepSpeed's; Adafactor",
     )
-    runs = dict(zip(BYTES, (one_pass(), stream(), fused(False), fused(True), deepspeed_chain()), strict=True))
+    runs = dict(
+        zip(
+            BYTES,
+            (
+                host_update("adamw", torch.bfloat16),
+                stream(),
+                fused(False),
+                fused(True),
+                deepspeed_chain(),
+                host_update("adamw", torch.float16, masters=False),
+                host_update("adafactor", torch.bfloat16, masters=False),
+                host_update("adafactor", torch.float16, masters=False),
+                host_update("adafactor", torch.float16),
+                pytorch_adafactor(),
+            ),
+            strict=True,
+        )
+    )
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS + 1):
         for name, run in runs.items():
@@ -116,6 +148,7 @@ def main() -> None:
         [
             name,
             spread([1000 * value for value in values], ".1f"),
+            spread([1e9 * value / PARAMETERS for value in values], ".2f"),
             spread([BYTES[name] * PARAMETERS / value / 1e9 for value in values], ".1f"),
             spread([other / own for other, own in zip(values, ours, strict=True)], ".2f"),
         ]
@@ -126,7 +159,7 @@ def main() -> None:
         "(10th to 90th percentile). GB/s counts the bytes that an implementation has to move. The aims: the same bytes "
         "without arithmetic take at least 0.85 of one pass's time, and DeepSpeed's chain 1.4 of it."
     )
-    header = ["", "ms", "GB/s", "time over one pass's"]
+    header = ["", "ms", "ns a parameter", "GB/s", "time over one pass's"]
     recorder.write(header, rows, notes, {"seconds": seconds, "parameters": PARAMETERS})
 
 
