@@ -96,8 +96,7 @@ def update(
 def _arguments(weight: Tensor, remainder: Tensor | None, gradient: Tensor, step: int) -> list[int | None]:
     """What every kernel takes after a number of elements or rows."""
     rest = None if remainder is None else remainder.data_ptr()
-    codes = DTYPE_CODES[weight.dtype], DTYPE_CODES[gradient.dtype]
-    return [codes[0], weight.data_ptr(), rest, gradient.data_ptr(), codes[1], step]
+    return [DTYPE_CODES[weight.dtype], weight.data_ptr(), rest, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], step]
 
 
 def _adamw(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:

@@ -10,8 +10,8 @@ from m6.planning.machine.profile import Profile
 
 # Bytes that DeepSpeed's update of one parameter in host memory reads and writes.
 _DEEPSPEED_UPDATE_BYTES = 48
-# Seconds of one core for the update of one float16 parameter in the store, the slower of the 16-bit types: within the spread
-# of scripts/benchmarks/results/offload_host_optimizer.md on an Intel Xeon; SGD is not in it and was measured alone.
+# Seconds of one core for the update of one float16 parameter in the store, the slower of the 16-bit types: within the
+# spread of scripts/benchmarks/results/offload_host_optimizer.md on an Intel Xeon; SGD is not in it.
 _STORE_UPDATE_S = {"AdamW": 3.6e-9, "Adafactor": 5.7e-9, "SGD": 5.4e-9}
 
 

@@ -223,16 +223,14 @@ class TimeModel:
 
     def _exchange(self, layout: ParallelLayout) -> float:
         """Seconds of one micro-batch in all layers that computation does not hide."""
-        tensor = contiguous_group(layout.tp_size, self.nodes)
         seconds = 0.0
-        for work, count in self._work(layout):
-            passes = 3 if layout.checkpointing and work.recomputed else 2  # forward, backward, recomputation
-            each = 0.0
-            if layout.tp_size > 1 and work.recomputed:
-                batch = self.memory.batch_of(layout)
-                rows = batch.rows * batch.sequence_length * self.config.model.hidden_size
-                each += 2 * self._collective("all_reduce", rows * self.memory.precision.compute, tensor)
-            seconds += count * passes * each
+        if layout.tp_size > 1:
+            batch, group = self.memory.batch_of(layout), contiguous_group(layout.tp_size, self.nodes)
+            numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
+            layers = sum(count for work, count in self._work(layout) if work.recomputed)
+            passes = 3 if layout.checkpointing else 2  # forward, backward, recomputation
+            reduced = self._collective("all_reduce", numel * self.memory.precision.compute, group)
+            seconds += layers * passes * 2 * reduced
         if layout.pp_size > 1:
             seconds += layout.pp_size * self._stage_messages_s(layout)
         return self._routing(layout).exposed + seconds * self.profile.factor("exchange")

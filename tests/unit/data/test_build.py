@@ -11,16 +11,10 @@ from m6.data.build import BuildSettings, build, check_row
 from m6.data.manifest import SPLITS, Manifest, Origin
 from m6.data.overlap import describe_shared
 from m6.data.sources.base import Row, interleave
-from m6.data.sources.pictures import MAX_SIDE, BadPicture, encode
 from m6.data.splitting import assign_split
 from m6.data.verification import verify_shards
 from m6.errors import UserError
-
-
-def picture(size=(64, 64), colour="red", kind="PNG", mode="RGB"):
-    buffer = io.BytesIO()
-    Image.new(mode, size, colour).save(buffer, kind)
-    return buffer.getvalue()
+from tests.fixtures.pictures import picture
 
 
 class Fake:
@@ -258,108 +252,6 @@ def test_a_question_needs_its_answer():
     row = Row("1", "g", image=picture(), question="什么颜色？", answer="红色")
     assert check_row(row, "vqa", BuildSettings())[1] is None
     assert check_row(Row("1", "g", image=picture(), question="什么颜色？"), "vqa", BuildSettings())[1] == "empty text"
-
-
-def decoded(data):
-    return Image.open(io.BytesIO(data))
-
-
-def test_a_picture_that_fits_is_kept():
-    for kind in ("PNG", "JPEG", "WEBP"):
-        data = picture((64, 64), kind=kind)
-        assert encode(data, 64) == data
-
-
-def test_a_large_picture_shrinks_onto_a_white_square():
-    image = decoded(encode(picture((200, 100), "blue"), 64))
-    assert (image.size, image.mode, image.format) == ((64, 64), "RGB", "PNG")
-    assert image.getpixel((32, 32)) == (0, 0, 255)
-    assert image.getpixel((32, 10)) == image.getpixel((32, 53)) == (255, 255, 255)  # 16 rows above and below
-
-
-def test_a_small_picture_is_not_enlarged():
-    assert decoded(encode(picture((30, 20)), 64)).size == (30, 30)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "stored"),
-    [
-        ("JPEG", {"quality": 95}, "JPEG"),
-        ("JPEG", {"quality": 20}, "JPEG"),
-        ("WEBP", {"quality": 80}, "WEBP"),
-        ("WEBP", {"lossless": True}, "PNG"),
-        ("PNG", {}, "PNG"),
-    ],
-)
-def test_a_stored_picture_is_no_larger_than_it_came(kind, options, stored):
-    noise = np.random.default_rng(0).normal(0, 12, (96, 128, 3)) + np.linspace(40, 200, 128)[None, :, None]
-    photograph = Image.fromarray(noise.clip(0, 255).astype(np.uint8))
-    buffer = io.BytesIO()
-    photograph.save(buffer, kind, **options)
-    data = encode(buffer.getvalue(), 96)
-    assert len(data) <= len(buffer.getvalue())
-    assert decoded(data).format == stored
-    assert decoded(data).size == (96, 96)
-
-
-def test_transparency_becomes_white():
-    for mode, colour in (("RGBA", (255, 0, 0, 0)), ("LA", (0, 0))):
-        image = decoded(encode(picture(colour=colour, mode=mode), 64))
-        assert image.mode == "RGB"
-        assert image.getpixel((5, 5)) == (255, 255, 255)
-
-
-def test_a_photograph_stays_jpeg_and_is_turned_upright():
-    buffer = io.BytesIO()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held upright: rotate by 90 degrees clockwise
-    image = Image.new("RGB", (64, 32), "blue")
-    image.paste("red", (0, 0, 32, 32))
-    image.save(buffer, "JPEG", exif=exif, quality=95)
-    upright = decoded(encode(buffer.getvalue(), 64))
-    assert upright.format == "JPEG"
-    assert upright.size == (64, 64)
-    red, blue = upright.getpixel((32, 10)), upright.getpixel((32, 54))
-    assert red[0] > 200 > 50 > red[2]  # JPEG is lossy, so far from exact on purpose
-    assert blue[2] > 200 > 50 > blue[0]
-
-
-def test_a_drawing_is_rendered_at_the_full_size():
-    pytest.importorskip("cairosvg")
-    svg = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8"><rect width="4" height="8" fill="red"/></svg>'
-    image = decoded(encode(svg, 32))
-    assert image.size == (32, 32)
-    assert image.getpixel((5, 5)) == (255, 0, 0)
-    assert image.getpixel((25, 5)) == (255, 255, 255)
-
-
-def test_a_drawing_reads_no_other_file(tmp_path):
-    pytest.importorskip("cairosvg")
-    secret = tmp_path / "secret.png"
-    secret.write_bytes(picture())
-    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{}</svg>'
-    image = decoded(encode(svg.format(f'<image href="file://{secret}" width="8" height="8"/>').encode(), 32))
-    assert image.getcolors() == [(32 * 32, (255, 255, 255))]
-    entity = f'<!DOCTYPE svg [<!ENTITY secret SYSTEM "file://{secret}">]>'
-    with pytest.raises(BadPicture, match="corrupt image"):
-        encode((entity + svg.format("<text>&secret;</text>")).encode(), 32)
-    with pytest.raises(BadPicture, match="corrupt image"):
-        encode(svg.format("<rect").encode(), 32)
-
-
-def test_a_decompression_bomb_is_refused(monkeypatch):
-    monkeypatch.setattr("m6.data.sources.pictures.MAX_PIXELS", 10_000)
-    with pytest.raises(BadPicture, match="image too large"):
-        encode(picture((101, 100)), 64)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)  # Pillow itself refuses twice this number
-    with pytest.raises(BadPicture, match="image too large"):
-        encode(picture((90, 90)), 64)
-
-
-def test_a_picture_of_few_pixels_with_a_side_that_no_camera_makes_is_refused():
-    encode(picture((1, MAX_SIDE)), 64)
-    with pytest.raises(BadPicture, match="image too large"):
-        encode(picture((1, MAX_SIDE + 1)), 64)
 
 
 def test_spread_takes_the_same_share_of_each_part():
