@@ -4,12 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
 from m6.planning.machine.cluster import load_cluster
+from m6.planning.machine.fake_world import fake_process_group, fake_tensors
 from m6.training.dry_run import DryRun, dry_run, report
 from m6.training.offloading import dry_plan
+from moe import MoEConfig, MoELayer
+from moe.expert_parallel import apply_expert_parallelism
 from tests.distributed.spawn import run_distributed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -116,3 +120,36 @@ def test_a_dry_run_needs_budgets():
         dry_plan.dry_plans(config, 16, 16, None)
     with pytest.raises(UserError, match="chunk_mib"):
         dry_plan.dry_plans(parse_config(offloaded(chunk_mib="auto")), 16, 5, None)
+
+
+def rows_to_other_nodes(ep_size: int, ranks_per_node: int | None) -> float:
+    """Rows a token and way that a layer of 10T sends to other nodes of 8, by its own count of bytes.
+
+    Without ``ranks_per_node`` the layer knows of no nodes: all but 7 of a rank's peers are on others.
+    """
+    width, tokens = 1024, 4096
+    config = MoEConfig(num_experts=10240, num_prototypes=80, aux_loss_weight=0.0, ranks_per_node=ranks_per_node)
+    with fake_process_group(7, 512), fake_tensors():
+        with torch.device("meta"):
+            model = torch.nn.ModuleList([MoELayer(width, 16, config)])
+        apply_expert_parallelism(model, ep_size)
+        model.to_empty(device="cpu")
+        output = model[0](torch.empty(tokens, width).requires_grad_())
+        (output.hidden_states.sum() + output.aux_loss).backward()
+        traffic = model[0].dispatcher.traffic
+    flat = traffic.bytes_within_nodes * (ep_size - 8) / (ep_size - 1)
+    # There and back, in the forward and in the backward pass.
+    return (flat if ranks_per_node is None else traffic.bytes_between_nodes) / (4 * tokens * width * 4)
+
+
+def node_first_saves_what_few_nodes_allow(_: None) -> None:
+    """80 experts of a token lie on 16 nodes, and on nearly all of 64. Counts and positions are a part of the bytes."""
+    assert rows_to_other_nodes(128, None) == pytest.approx(75, rel=2e-3)
+    assert rows_to_other_nodes(128, 8) == pytest.approx(15, rel=5e-3)
+    assert rows_to_other_nodes(512, None) == pytest.approx(78.75, rel=2e-3)
+    assert rows_to_other_nodes(512, 8) == pytest.approx(63, rel=5e-3)
+
+
+@pytest.mark.slow
+def test_rows_between_nodes_of_10t():
+    run_distributed(node_first_saves_what_few_nodes_allow, 1, None, timeout_s=600)
