@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from m6.data.build import BuildSettings
-from m6.data.build import build as build_folder
 from m6.data.sources import BUILT_IN, SourceOptions, find_sources
 from m6.errors import UserError
 from m6.files import cache_folder
@@ -81,6 +79,9 @@ def build(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that convert pictures.")] = None,
 ) -> None:
     """Builds a data folder: Parquet shards per split, and a manifest with counts, checksums and licences."""
+    from m6.data.build import BuildSettings
+    from m6.data.build import build as build_folder
+
     limits = dict(_parse_limit(text) for text in limit or [])  # the empty name is the limit of all sources
     licences = dict(_parse_licence(text) for text in licence or [])
     settings = BuildSettings(

@@ -21,6 +21,7 @@ from m6.cli.address_space import check_address_space
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
 from m6.cli.terminal import keep_bars_out_of_logs
 from m6.errors import StorageError, UserError
+from m6.runs.signals import end_with_launcher
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +47,7 @@ def _launched(
     ] = False,
 ) -> None:
     """Accepts --local_rank, which the deepspeed launcher passes; the rank is read from the environment."""
+    end_with_launcher()
 
 
 @app.command()

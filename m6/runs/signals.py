@@ -1,7 +1,12 @@
-"""Requests to stop or save: a signal only sets a flag, and all ranks act on it together at the end of a step."""
+"""What signals mean to a rank.
+
+A request to stop or save only sets a flag, and all ranks act on it together at the end of a step. A launcher that dies
+takes its ranks with it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from dataclasses import dataclass
@@ -15,6 +20,23 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
     """
     signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
     return signals if "SLURM_STEP_ID" in os.environ else (*signals, signal.SIGTERM)
+
+
+# Variables that torchrun and the deepspeed launcher set for the processes they start.
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """Asks Linux to kill this rank when its launcher dies; does nothing for a process without a launcher.
+
+    torchrun and deepspeed end their ranks when they are told to end. A launcher that is killed cannot, and its ranks
+    would train on beside the next attempt.
+    """
+    if any(name in os.environ for name in _LAUNCHERS):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
