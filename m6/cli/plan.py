@@ -233,13 +233,16 @@ def validate(
     profile: ProfileFile = None,
     refit: Annotated[Path | None, typer.Option(help="profile to write, with factors fitted to these runs")] = None,
 ) -> None:
-    """Compares the predicted memory and time of runs with the measured ones, with the factors of the profile."""
+    """Compares the predicted memory and time of runs with the measured ones, as the profile predicts them.
+
+    Without a profile the rates are those that each run was predicted with at its start.
+    """
     from m6.planning.machine.profile import Profile, load_profile, save_profile
     from m6.planning.prediction import read_outcome, validation_table
     from m6.planning.prediction import refit as fit
 
     calibration = Profile() if profile is None else load_profile(profile)
-    outcomes = [read_outcome(run) for run in runs]
+    outcomes = [read_outcome(run, None if profile is None else calibration) for run in runs]
     if refit is not None:
         calibration = fit(calibration, outcomes)
         save_profile(calibration, refit)

@@ -11,14 +11,16 @@ from typing import Any
 import psutil
 import torch
 
-from m6.config.run import RunConfig
+from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_json
 from m6.formatting import format_bytes, format_mib, markdown_table
 from m6.model.counting import num_parameters
 from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape, full_row
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
+from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.detection import detect_cluster
 from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
 from m6.planning.machine.profile import Profile
@@ -105,35 +107,24 @@ def describe_memory(footprint: MemoryFootprint) -> str:
     return "\n".join(lines)
 
 
-def predict_run(config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> PricedLayout:
-    """The price of the run's own layout on this machine.
-
-    Raises:
-        UserError: no cluster description has this device.
-    """
-    planner = Planner(config, detect_cluster(world_size), profile, batch)
-    layout = layout_of(config, world_size)
-    return PricedLayout(layout, planner.memory(layout), planner.time(layout))
-
-
 def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> str:
     """Predicts the run, writes the prediction to its folder, and returns it as a line; or why there is none."""
     try:
-        plan = predict_run(config, world_size, batch, profile)
+        cluster = detect_cluster(world_size)
+        layout = layout_of(config, world_size)
+        planner = Planner(config, cluster, profile, batch)
+        plan = PricedLayout(layout, planner.memory(layout), planner.time(layout))
     except UserError as error:
         return f"no plan: {error}"
-    return write_prediction(run, plan, profile)
-
-
-def write_prediction(run: Path, plan: PricedLayout, profile: Profile) -> str:
-    """Writes the prediction to RUN/plan.json and returns it as a line."""
-    layout, factors = asdict(plan.layout), {part: profile.factor(part) for part in profile.factors}
+    factors = {part: profile.factor(part) for part in profile.factors}
     memory, process = _measurable(plan.footprint)
     calibrated = profile.calibrated or bool(profile.factors)
     write_json(
         run / _FILE,
         {
-            "layout": layout,
+            "layout": asdict(layout),
+            "cluster": cluster.model_dump(mode="json", exclude_none=True),
+            "batch": asdict(batch),
             "profile": profile.source,
             "calibrated": calibrated,
             "factors": factors,
@@ -177,7 +168,8 @@ class Outcome:
     Attributes:
         run: the run's folder.
         layout: of the run.
-        parts: predicted seconds by part, without fitted factors.
+        parts: predicted seconds by part, without fitted factors: as at the start of the run, or as another profile
+            predicts them, see ``read_outcome``.
         predicted_bytes: as predicted at the start of the run, with the factors of its profile.
         activations: predicted bytes of activations, without a factor.
         process: predicted bytes of the process; None on a GPU, where the metric leaves them out.
@@ -210,8 +202,11 @@ class Outcome:
         )
 
 
-def read_outcome(run: Path) -> Outcome:
+def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
     """Reads RUN/plan.json and RUN/metrics.jsonl. The first step does not count, unless it is the only one.
+
+    Args:
+        profile: predicts the seconds anew, by its rates. None: they are those that the run predicted at its start.
 
     Raises:
         UserError: a file is missing, unreadable or without steps.
@@ -231,8 +226,7 @@ def read_outcome(run: Path) -> Outcome:
     return Outcome(
         run=run,
         layout=plan["layout"],
-        # A refit starts from unfitted seconds, whatever profile the run had.
-        parts={name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()},
+        parts=_unfitted_seconds(plan) if profile is None else _predict_again(run, plan, profile),
         predicted_bytes=plan["memory_bytes"],
         activations=plan["bytes"]["activations"] / plan["activation_factor"],
         process=plan["process_bytes"],
@@ -240,6 +234,24 @@ def read_outcome(run: Path) -> Outcome:
         measured_s=statistics.median(line["step_time_s"] - sum(line[wait] for wait in waits) for line in warm),
         measured_bytes=max(line["memory_bytes"] for line in steps),
     )
+
+
+def _unfitted_seconds(plan: dict[str, Any]) -> dict[str, float]:
+    """The seconds of a RUN/plan.json without the factors of the profile that the run had."""
+    return {name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()}
+
+
+def _predict_again(run: Path, plan: dict[str, Any], profile: Profile) -> dict[str, float]:
+    """Seconds by part as the rates of ``profile`` predict them, without its factors."""
+    if not {"cluster", "batch"} <= plan.keys():
+        raise UserError(f"{run / _FILE}: has no cluster and no batch to predict the run again; validate a newer run")
+    planner = Planner(
+        load_config(run / "config.json"),
+        Cluster.model_validate(plan["cluster"]),
+        profile.model_copy(update={"factors": {}}),
+        BatchShape(**plan["batch"]),
+    )
+    return planner.time(ParallelLayout(**plan["layout"])).parts()
 
 
 def outcome_line(run: Path) -> str:

@@ -63,13 +63,17 @@ def _chinese_families() -> tuple[str, ...]:
     return (entry.name,)
 
 
-def save_figure(figure: Figure, out: Path) -> None:
-    """Writes a figure as PNG atomically and closes it; UserError if the file cannot be written."""
+def save_figure(figure: Figure, out: Path, description: str = "") -> None:
+    """Writes a figure as PNG atomically and closes it; UserError if the file cannot be written.
+
+    Args:
+        description: goes to the metadata of the file.
+    """
     from matplotlib import pyplot
 
     try:
         with atomic_path(out) as temporary:
-            figure.savefig(temporary, format="png", dpi=130)
+            figure.savefig(temporary, format="png", dpi=130, metadata={"Description": description})
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
     finally:

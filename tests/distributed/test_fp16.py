@@ -105,7 +105,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, An
     def document(name: str, **changes: Any) -> dict[str, Any]:
         stage, ep_size, offload = LAYOUTS[name]
         layout = {"zero_optimization": {"stage": stage}, "m6__training__ep_size": ep_size, "m6__offload": offload}
-        return tiny_document(folder, train_batch_size=4, m6__training__total_steps=STEPS, **layout, **changes)
+        usual = {"train_batch_size": 4, "m6__training__total_steps": STEPS, **layout}
+        return tiny_document(folder, **(usual | changes))
 
     return document
 
@@ -163,13 +164,29 @@ def test_it_learns_as_32_bits_do(runs: Path, kind: str):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_overflow_of_one_rank_skips_the_step_on_all(runs: Path, name: str):
     """No weight and no moment of any rank changes, and the scale falls."""
-    root = runs / f"overflows_{name}"
+    judge_overflows(runs / f"overflows_{name}", ranks=2)
+
+
+def judge_overflows(root: Path, ranks: int):
     assert [entry["skipped_steps"] for entry in entries(root) if "loss" in entry] == [0, 1, 0, 1, 0]
     assert scales(root) == [SCALE, SCALE, SCALE / 2, SCALE / 2, SCALE / 4]
-    for rank in (0, 1):
+    for rank in range(ranks):
         assert json.loads((root / f"unchanged_{rank}.json").read_text()) == [False, True, False, True, False]
     state = CheckpointReader(complete_checkpoints(root / "checkpoints")[-1]).state
     assert state["optimizer_step"] == 3, "the bias correction does not count steps that were skipped"
+
+
+def test_four_ranks(make: Callable[..., dict[str, Any]], tmp_path: Path):
+    """Two groups of two ranks, each with all experts; an overflow of rank 1 reaches the ranks of both."""
+    full, half = make("adafactor", train_batch_size=8), make("adafactor", train_batch_size=8, fp16=FP16)
+    calls = [
+        (train, full, tmp_path / "fp32", STEPS),
+        (train, half, tmp_path / "fp16", STEPS),
+        (train_with_overflows, half, tmp_path / "overflows", 5),
+    ]
+    run_distributed(run_all, 4, calls, timeout_s=300)
+    assert losses(tmp_path / "fp16") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-3)
+    judge_overflows(tmp_path / "overflows", ranks=4)
 
 
 def test_small_gradients_are_not_lost_in_the_mean_over_ranks(runs: Path):

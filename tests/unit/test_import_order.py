@@ -34,7 +34,13 @@ LEVELS = {
         {"train_step"},
         {"dry_run", "loop"},
     ),
-    "m6.planning": ({"machine"}, {"cost"}, {"search"}, {"booking", "reports", "prediction"}, {"shipped"}),
+    "m6.planning": (
+        {"machine"},
+        {"cost"},
+        {"search"},
+        {"booking", "reports", "prediction"},
+        {"shipped", "least_devices"},
+    ),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from m6.config.run import load_config
 from m6.errors import UserError
+from m6.files import write_json
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile, load_profile, save_profile
 from m6.planning.prediction import (
@@ -19,6 +20,7 @@ from m6.planning.prediction import (
     refit,
     validation_table,
 )
+from tests.fixtures.command import m6
 
 CONFIG = Path(__file__).parents[3] / "configs" / "m6_smoke.json"
 
@@ -39,6 +41,7 @@ def finished_run(folder: Path, seconds: float, **changes: Any) -> Path:
         }
         for step in (1, 2, 3)
     ]
+    write_json(folder / "config.json", config.document)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -77,6 +80,47 @@ def test_runs_improve_a_profile(tmp_path: Path):
         assert abs(each.bytes(better) / each.measured_bytes - 1) < 0.3
     save_profile(better, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == better
+
+
+def test_another_profile_predicts_the_seconds_of_a_run_anew(tmp_path: Path):
+    run = finished_run(tmp_path / "run", 2.0)
+    assert read_outcome(run, Profile()).parts == pytest.approx(read_outcome(run).parts, rel=1e-12)
+    slow = Profile(matmul_efficiency=0.07, calibrated=True)
+    first, again = read_outcome(run), read_outcome(run, slow)
+    assert again.parts["matmul"] > 3 * first.parts["matmul"]
+    assert {name: again.parts[name] for name in ("exchange", "host")} == {
+        name: first.parts[name] for name in ("exchange", "host")
+    }
+    with_factor = slow.model_copy(update={"factors": {"matmul": 2.0}})
+    outcome = read_outcome(run, with_factor)
+    assert outcome.parts == again.parts, "factors are applied once"
+    announced = tmp_path / "announced"
+    announced.mkdir()
+    announce(announced, load_config(CONFIG), 1, SHAPE, with_factor)
+    seconds = json.loads((announced / "plan.json").read_text())["seconds"]
+    assert outcome.seconds(with_factor) == pytest.approx(sum(seconds.values()), rel=1e-12)
+
+
+def test_the_command_predicts_with_the_profile_that_it_is_given(tmp_path: Path):
+    run = finished_run(tmp_path / "tour", 2.0)
+    save_profile(Profile(matmul_efficiency=0.007, calibrated=True), tmp_path / "profile.json")
+    predicted = []
+    for options in ((), ("--profile", tmp_path / "profile.json")):
+        outcome = m6("plan", "validate", run, *options)
+        assert outcome.code == 0, outcome
+        row = next(line for line in outcome.stdout.splitlines() if line.startswith("| tour |"))
+        predicted.append(float(row.split("|")[3]))
+    assert predicted[1] > 3 * predicted[0]
+
+
+def test_an_older_run_cannot_be_predicted_anew(tmp_path: Path):
+    run = finished_run(tmp_path / "run", 2.0)
+    plan = json.loads((run / "plan.json").read_text())
+    del plan["cluster"]
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert read_outcome(run).measured_s == 2.0
+    with pytest.raises(UserError, match=r"plan.json: has no cluster and no batch to predict the run again"):
+        read_outcome(run, Profile())
 
 
 def test_a_run_without_a_prediction(tmp_path: Path):

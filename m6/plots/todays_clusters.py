@@ -1,0 +1,112 @@
+"""The large configurations on today's clusters, a page and a picture: ``python -m m6.plots.todays_clusters``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from m6.config.run import load_config
+from m6.files import write_text
+from m6.formatting import markdown_table
+from m6.planning.least_devices import LeastDevices, least_devices
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.shipped import PLANS, SHIPPED
+from m6.plots.style import plotting, save_figure
+from m6.shipped import CONFIGS
+
+PAGE, PICTURE = PLANS / "README.md", PLANS / "todays_clusters.png"
+CLUSTERS = {"A100-80G": "a100_80g_x128", "H100": "h100_x128", "H200": "h200_x128", "GB200 NVL72": "gb200_x72"}
+_TIME_LIMIT_MIN = 24 * 60
+
+Sizes = Mapping[str, Mapping[str, LeastDevices]]
+
+
+def plan_size(name: str) -> dict[str, LeastDevices]:
+    """The least devices of every cluster that train the shipped configuration ``name``."""
+    config = load_config(CONFIGS / f"{name}.json")
+    return {label: least_devices(config, load_cluster(Path(file)), _TIME_LIMIT_MIN) for label, file in CLUSTERS.items()}
+
+
+def rows_of(name: str, plans: Mapping[str, LeastDevices]) -> list[list[str]]:
+    """The rows of one configuration in the page's table."""
+    return [
+        [
+            name,
+            label,
+            f"{plan.devices}",
+            "{:.3g} ({:.3g} to {:.3g})".format(plan.total["days"], *plan.total["days_range"]),
+            f"{plan.total['gpu_days']:,.0f}",
+            f"{plan.total['samples_per_s']:,.0f}",
+            f"{plan.total['device_gb']:,.0f}",
+            f"{plan.total['host_gb']:,.0f}",
+            plan.stages[-1].limited_by,
+            plan.too_few or "",
+        ]
+        for label, plan in plans.items()
+    ]
+
+
+def page_of(sizes: Sizes) -> str:
+    """The page, as Markdown."""
+    columns = ["configuration", "GPUs", "least", "days (range)", "GPU-days", "samples/s", "GB a GPU", "GB a host"]
+    columns += ["longest part", "half as many"]
+    table = markdown_table(
+        columns, [row for name, plans in sizes.items() for row in rows_of(name, plans)], "llrrrrrrll"
+    )
+    pages = "\n".join(f"- [{name}.json]({name}.md) on {cluster}" for name, cluster in SHIPPED.items())
+    return f"""# Plans
+
+The plans of the clusters that the papers name:
+{pages}
+
+## Today's clusters
+
+Written by `python -m m6.plots.todays_clusters`: for each shipped configuration the least number of GPUs that trains
+all of it, with the samples, the precision and the experts' optimizer of its JSON. Numbers are powers of two of whole
+nodes, as the batches are. Times are those of uncalibrated plans, with their range. What the GPUs do not hold lies in
+the memory of the hosts, which takes time, so the fewest GPUs are rarely the cheapest: `m6 plan CONFIG --cluster NAME
+--world N` plans more of them. The longest part is that of the last stage. The last column says what a GPU of half as
+many needs in the layout that lacks least.
+
+{table}
+
+![Days on the least number of GPUs]({PICTURE.name})
+"""
+
+
+def digest_of(page: str) -> str:
+    """What the picture's metadata hold, so that a picture of another page is noticed."""
+    return hashlib.sha256(page.encode()).hexdigest()
+
+
+def draw(sizes: Sizes, page: str, out: Path) -> None:
+    """Draws days with their ranges: a panel for each configuration, a bar for each cluster."""
+    with plotting() as pyplot:
+        figure, panels = pyplot.subplots(1, len(sizes), figsize=(10, 2.8), layout="constrained", sharey=True)
+        for axes, (name, plans) in zip(panels, sizes.items(), strict=True):
+            days = [plan.total["days"] for plan in plans.values()]
+            low, high = zip(*(plan.total["days_range"] for plan in plans.values()), strict=True)
+            errors = [
+                [day - bound for day, bound in zip(days, low, strict=True)],
+                [bound - day for day, bound in zip(days, high, strict=True)],
+            ]
+            axes.barh(list(plans), days, xerr=errors, height=0.6, capsize=2, color="#4c72b0", ecolor="#555555")
+            for place, (plan, end) in enumerate(zip(plans.values(), high, strict=True)):
+                label = f"{plan.devices} GPUs\n{plan.total['gpu_days']:,.0f} GPU-days"
+                axes.annotate(label, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=7)
+            axes.set(title=name, xlabel="days", xlim=(0, 1.5 * max(high)))
+            axes.invert_yaxis()
+        save_figure(figure, out, description=digest_of(page))
+
+
+def main() -> None:
+    """Writes the page and the picture."""
+    sizes = {name: plan_size(name) for name in SHIPPED}
+    page = page_of(sizes)
+    draw(sizes, page, PICTURE)
+    write_text(PAGE, page)
+
+
+if __name__ == "__main__":
+    main()
