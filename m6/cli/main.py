@@ -6,9 +6,7 @@ neither.
 
 from __future__ import annotations
 
-import errno
 import functools
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -18,19 +16,17 @@ import typer
 
 import m6
 from m6.cli.address_space import check_address_space
+from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
 from m6.cli.terminal import keep_bars_out_of_logs
 from m6.errors import StorageError, UserError
-from m6.runs.signals import end_with_launcher
+from m6.runs.signals import StopFlag, end_with_launcher
 
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
-# Disk full, quota exceeded, file larger than the limit of the process, read-only file system, no memory.
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM)
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,7 +42,7 @@ def _launched(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Accepts --local_rank, which the deepspeed launcher passes; the rank is read from the environment."""
+    """What every command begins with. --local_rank is the deepspeed launcher's; ranks are read from the environment."""
     end_with_launcher()
 
 
@@ -90,7 +86,6 @@ def _train(
     restart: bool = False,
 ) -> None:
     from m6.runs.evidence import answer_sigquit
-    from m6.runs.signals import StopFlag
 
     # Before the slow imports below, so that a signal during them is not lost.
     stop_flag = StopFlag()
@@ -138,8 +133,6 @@ def train_image_tokenizer(
     overrides: Overrides = None,
 ) -> None:
     """Trains a VQ autoencoder that encodes pictures, and measures it on held-out pictures."""
-    from m6.runs.signals import StopFlag
-
     stop_flag = StopFlag()
     from m6.config.image_tokenizer import load_settings
 
@@ -299,53 +292,19 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         if not isinstance(error, StorageError):
-            _tell_job(str(error))
+            tell_job(str(error))
         sys.exit(2)
     except OSError as error:
         # An unusable file or a full disk is not a defect of the program. Other system errors may be: show a traceback.
-        if error.filename is None and not _is_full_disk(error):
+        if error.filename is None and not is_full_disk(error):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError, ImportError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         print(f"error: out of memory: {' '.join(str(error).split()) or 'an allocation failed'}", file=sys.stderr)
         sys.exit(1)
-
-
-def _is_full_disk(error: BaseException | None) -> bool:
-    """Whether the disk is the cause of an error that a library may have raised anew."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL_DISK:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # PyTorch's own type for it is that of GPUs; its allocator of host memory raises a plain RuntimeError.
-    # The loader of shared libraries raises ImportError.
-    signs = (
-        "can't allocate memory",
-        "out of memory",
-        "failed to map segment",
-        "annot allocate memory",
-        "start new thread",
-    )
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
-
-
-def _tell_job(message: str) -> None:
-    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job.
-
-    The job then stops, because another attempt would fail in the same way.
-    """
-    attempt = os.environ.get("M6_ATTEMPT_DIR")
-    if attempt:
-        from m6.files import write_text
-
-        write_text(Path(attempt, "mistake"), message + "\n")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
             f"{stage.steps:,}",
             f"{stage.step_s:.4g}",
             f"{stage.samples_per_s:,.0f}",
-            _days(stage.days, stage.days_range),
+            format_days(stage.days, stage.days_range),
             f"{stage.gpu_days:,.0f}",
             _jobs(stage.jobs),
             f"{stage.mfu:.1%}",
@@ -141,7 +141,7 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     ]
     if len(stages) > 1:
         steps, speed = sum(stage.steps for stage in stages), f"{total['samples_per_s']:,.0f}"
-        days = _days(total["days"], total["days_range"])
+        days = format_days(total["days"], total["days_range"])
         rows.append(["**in all**", f"{steps:,}", "", speed, days, f"{total['gpu_days']:,.0f}", _jobs(total["jobs"])])
         rows[-1] += [""] * 4
     jobs = f"jobs of {time_limit_min / 60:g} h"
@@ -186,5 +186,6 @@ def _jobs(jobs: int | None) -> str:
     return "none is long enough" if jobs is None else str(jobs)
 
 
-def _days(days: float, bounds: tuple[float, float] | list[float]) -> str:
+def format_days(days: float, bounds: tuple[float, float] | list[float]) -> str:
+    """Days with their range."""
     return f"{days:.3g} ({bounds[0]:.3g} to {bounds[1]:.3g})"

@@ -16,7 +16,7 @@ from m6.shipped import CONFIGS
 
 PLANS = CONFIGS / "plans"
 SHIPPED = {"m6_100b": "v100_32g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
-_TIME_LIMIT_MIN = 24 * 60
+TIME_LIMIT_MIN = 24 * 60
 
 
 def shipped_plan(name: str) -> str:
@@ -36,11 +36,11 @@ def shipped_plan(name: str) -> str:
         lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
         lines.append(search_report(stage, result))
         if result.plans:
-            header = sbatch_header(job_description(stage, result.best, _TIME_LIMIT_MIN), name)
+            header = sbatch_header(job_description(stage, result.best, TIME_LIMIT_MIN), name)
             lines += ["", "```", header.rstrip(), "```"]
-            booked.append(book_stage(stage, result.best, _TIME_LIMIT_MIN))
+            booked.append(book_stage(stage, result.best, TIME_LIMIT_MIN))
     if len(booked) == len(stages):
-        lines += ["", "## To book", "", booking_table(booked, stages[-1], _TIME_LIMIT_MIN)]
+        lines += ["", "## To book", "", booking_table(booked, stages[-1], TIME_LIMIT_MIN)]
         if planner.config.model.moe_config().capacity_rule == "1":
             lines += ["", "## The same with capacity k", "", _with_capacity_k(name, cluster, results)]
     if planner.config.expert_store is not None and len(stages) == 1:
@@ -57,11 +57,11 @@ def _with_capacity_k(name: str, cluster: Cluster, results: list[SearchResult]) -
     if refused:
         return f"The layout does not fit: {refused[0]}."
     booked = [
-        book_stage(other, plan, _TIME_LIMIT_MIN)
+        book_stage(other, plan, TIME_LIMIT_MIN)
         for other, plan in zip(others, plans, strict=True)
         if isinstance(plan, PricedLayout)
     ]
-    return booking_table(booked, others[-1], _TIME_LIMIT_MIN)
+    return booking_table(booked, others[-1], TIME_LIMIT_MIN)
 
 
 def _without_store(planner: Planner, layout: ParallelLayout) -> str:

@@ -9,15 +9,15 @@ from pathlib import Path
 from m6.config.run import load_config
 from m6.files import write_text
 from m6.formatting import markdown_table
+from m6.planning.booking import format_days
 from m6.planning.least_devices import LeastDevices, least_devices
 from m6.planning.machine.cluster import load_cluster
-from m6.planning.shipped import PLANS, SHIPPED
+from m6.planning.shipped import PLANS, SHIPPED, TIME_LIMIT_MIN
 from m6.plots.style import plotting, save_figure
 from m6.shipped import CONFIGS
 
 PAGE, PICTURE = PLANS / "README.md", PLANS / "todays_clusters.png"
 CLUSTERS = {"A100-80G": "a100_80g_x128", "H100": "h100_x128", "H200": "h200_x128", "GB200 NVL72": "gb200_x72"}
-_TIME_LIMIT_MIN = 24 * 60
 
 Sizes = Mapping[str, Mapping[str, LeastDevices]]
 
@@ -25,7 +25,7 @@ Sizes = Mapping[str, Mapping[str, LeastDevices]]
 def plan_size(name: str) -> dict[str, LeastDevices]:
     """The least devices of every cluster that train the shipped configuration ``name``."""
     config = load_config(CONFIGS / f"{name}.json")
-    return {label: least_devices(config, load_cluster(Path(file)), _TIME_LIMIT_MIN) for label, file in CLUSTERS.items()}
+    return {label: least_devices(config, load_cluster(Path(file)), TIME_LIMIT_MIN) for label, file in CLUSTERS.items()}
 
 
 def rows_of(name: str, plans: Mapping[str, LeastDevices]) -> list[list[str]]:
@@ -35,7 +35,7 @@ def rows_of(name: str, plans: Mapping[str, LeastDevices]) -> list[list[str]]:
             name,
             label,
             f"{plan.devices}",
-            "{:.3g} ({:.3g} to {:.3g})".format(plan.total["days"], *plan.total["days_range"]),
+            format_days(plan.total["days"], plan.total["days_range"]),
             f"{plan.total['gpu_days']:,.0f}",
             f"{plan.total['samples_per_s']:,.0f}",
             f"{plan.total['device_gb']:,.0f}",

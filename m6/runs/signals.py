@@ -12,6 +12,10 @@ import signal
 from dataclasses import dataclass
 from types import FrameType
 
+# Variables that torchrun and the deepspeed launcher set for the processes they start.
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
 
 def stopping_signals() -> tuple[signal.Signals, ...]:
     """The signals that ask a rank to save and end.
@@ -20,11 +24,6 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
     """
     signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
     return signals if "SLURM_STEP_ID" in os.environ else (*signals, signal.SIGTERM)
-
-
-# Variables that torchrun and the deepspeed launcher set for the processes they start.
-_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with_launcher() -> None:

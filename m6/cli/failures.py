@@ -1,0 +1,45 @@
+"""What the errors that end a command mean, and who is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+# Disk full, quota exceeded, file larger than the limit of the process, read-only file system, no memory.
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM)
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether the disk is the cause of an error that a library may have raised anew."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in a library."""
+    # PyTorch's own type for it is that of GPUs; its allocator of host memory raises a plain RuntimeError.
+    # The loader of shared libraries raises ImportError.
+    signs = (
+        "can't allocate memory",
+        "out of memory",
+        "failed to map segment",
+        "annot allocate memory",
+        "start new thread",
+    )
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
+
+
+def tell_job(message: str) -> None:
+    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job.
+
+    The job then stops, because another attempt would fail in the same way.
+    """
+    attempt = os.environ.get("M6_ATTEMPT_DIR")
+    if attempt:
+        from m6.files import write_text
+
+        write_text(Path(attempt, "mistake"), message + "\n")
