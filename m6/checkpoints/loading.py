@@ -54,6 +54,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device)
     load_weights(model, reader)
+    model.decodings = config.m6.objectives.decodings
     return model.eval(), processor
 
 
@@ -73,7 +74,10 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
     path = load_config(folder / "config.json").m6.data.image_tokenizer
     trained_with = newest_complete_checkpoint(folder).state.get("image_tokenizer")
     if path is None or trained_with is None:
-        raise UserError(f"{folder}: the model does not draw: it has not been trained with m6.objectives.text_to_image")
+        raise UserError(
+            f"{folder}: the model does not draw: it has not been trained with m6.objectives.image_code_denoising "
+            "or text_to_image"
+        )
     found = find_tokenizer(folder, IMAGE_TOKENIZER, path)
     image_tokenizer = load_image_tokenizer(found)
     if image_tokenizer.checksum != trained_with:

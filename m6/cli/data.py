@@ -122,6 +122,9 @@ def tokenizer(
     character_coverage: Annotated[
         float, typer.Option(min=0.9, max=1.0, help="Share of the characters with pieces; the others become bytes.")
     ] = 0.9998,
+    max_piece_length: Annotated[
+        int, typer.Option(min=1, max=16, help="Characters of the longest piece; 2: captions can be composed of words.")
+    ] = 16,
     sample_megabytes: Annotated[int, typer.Option(min=1, help="Size of the random sample of rows to train on.")] = 256,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is in the folder.")] = False,
 ) -> None:
@@ -136,6 +139,7 @@ def tokenizer(
         vocab_size,
         image_vocab_size=image_vocab_size,
         character_coverage=character_coverage,
+        max_piece_length=max_piece_length,
         sample_bytes=sample_megabytes << 20,
         overwrite=overwrite,
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from m6.cli.options import DecodingWay, Passes
+from m6.config.checks import unknown_characters
 from m6.errors import UserError
 from m6.files import atomic_path
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
@@ -20,7 +24,11 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="the caption of the pictures, or the beginning of a text")] = "",
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="a picture to caption; can be repeated"),
+        typer.Option(help="a picture to caption; can be repeated. With --mask: the picture to repaint"),
+    ] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(help="LEFT,TOP,RIGHT,BOTTOM in pixels: only this box of --image is drawn, as the caption says"),
     ] = None,
     out: Annotated[
         Path | None,
@@ -45,6 +53,8 @@ def generate(
         float | None,
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
+    decoding: DecodingWay = None,
+    passes: Passes = 12,
     batch_size: Annotated[int, typer.Option(min=1, help="pictures generated at once")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest text in tokens")] = 48,
     num_beams: Annotated[int, typer.Option(min=1, help="beams for a text; 1: greedy")] = 1,
@@ -58,12 +68,18 @@ def generate(
     is_text_to_image = out is not None or out_dir is not None
     # Arguments are checked before torch and the model are loaded, which takes seconds.
     if is_text_to_image:
-        if bool(prompt) == bool(captions) or image:
-            raise UserError("generate: --out and --out-dir generate pictures: give either a caption or --captions")
+        if bool(prompt) == bool(captions) or bool(image) != bool(mask):
+            raise UserError(
+                "generate: --out and --out-dir generate pictures: give either a caption or --captions; to repaint a "
+                "picture, give also --image and --mask"
+            )
+        if image and len(image) > 1:
+            raise UserError(f"generate: --mask repaints one picture, found {len(image)} with --image")
+        box = None if mask is None else _read_box(mask)
         texts = [prompt] if captions is None else read_captions(captions)
         if out_dir is not None and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
-    elif bool(prompt) == bool(image) or captions is not None:
+    elif bool(prompt) == bool(image) or captions is not None or mask is not None:
         raise UserError(
             "generate: give either a text to continue or --image; to generate pictures, give --out or --out-dir"
         )
@@ -75,11 +91,26 @@ def generate(
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, temperature or 0.0, seed)
         return
     from m6.generation.pipeline import M6TextToImagePipeline
-    from m6.generation.text_to_image import Sampling
+    from m6.generation.repaint import Repaint
+    from m6.generation.sampling import Sampling
 
-    sampling = Sampling(guidance, 1.0 if temperature is None else temperature, top_k, top_p)
-    generated = M6TextToImagePipeline.from_pretrained(run, device)(
-        texts, num_images=num, num_candidates=candidates, sampling=sampling, seed=seed, batch_size=batch_size
+    repaint = None if box is None else Repaint(pictures[0], box)
+    sampling = Sampling(guidance, 1.0 if temperature is None else temperature, top_k, top_p, decoding, passes)
+    pipeline = M6TextToImagePipeline.from_pretrained(run, device)
+    for text in texts:
+        if unknown := unknown_characters(pipeline.processor.tokenizer, text):
+            print(
+                f'warning: the caption "{text}" has characters that the tokenizer does not know: {unknown}',
+                file=sys.stderr,
+            )
+    generated = pipeline(
+        texts,
+        num_images=num,
+        num_candidates=candidates,
+        repaint=repaint,
+        sampling=sampling,
+        seed=seed,
+        batch_size=batch_size,
     )
     if out is not None:
         from m6.generation.grid import in_rows, picture_grid
@@ -109,6 +140,14 @@ def read_captions(path: Path) -> list[str]:
     if not captions:
         raise UserError(f"{path}: holds no caption")
     return captions
+
+
+def _read_box(text: str) -> tuple[int, int, int, int]:
+    numbers = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*", text)
+    if numbers is None:
+        raise UserError(f'--mask "{text}": expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as 0,0,32,32')
+    left, top, right, bottom = map(int, numbers.groups())
+    return left, top, right, bottom
 
 
 def _write_texts(

@@ -147,7 +147,7 @@ def train_image_tokenizer(
         return
     print(measures.table())
     print(
-        f"{measures.codebook_usage:.1%} of {settings.model.codebook_size:,} codes are used, perplexity "
+        f"{measures.codebook_usage:.1%} of {settings.model.vocab_size:,} codes are used, perplexity "
         f"{measures.codebook_perplexity:,.0f}; {out / 'training/reconstructions.png'} shows reconstructions"
     )
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from m6.data.objective_settings import Decoding
+
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 Overrides = Annotated[
     list[str] | None,
@@ -21,4 +23,12 @@ Restart = Annotated[
     bool,
     typer.Option("--restart", help="begin at step 0; the files of the old run are kept under another name"),
 ]
+DecodingWay = Annotated[
+    Decoding | None,
+    typer.Option(
+        "--decoding",
+        help="pictures: masked (all codes in several passes) or left_to_right; default: as the model was trained",
+    ),
+]
+Passes = Annotated[int, typer.Option(min=1, help="pictures: passes of the model for a picture, if it draws masked")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from m6.cli.options import DecodingWay, Passes
 from m6.errors import UserError
 
 
@@ -27,12 +28,14 @@ def serve(
         float | None,
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
+    decoding: DecodingWay = None,
+    passes: Passes = 12,
 ) -> None:
     """Serves a model over HTTP, with a demo page, until Ctrl-C or SIGTERM."""
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
-    from m6.generation.text_to_image import Sampling
+    from m6.generation.sampling import Sampling
     from m6.serving.server import serve as serve_folder
 
     serve_folder(
@@ -44,5 +47,5 @@ def serve(
         deadline_s=deadline,
         max_new_tokens=max_new_tokens,
         threads=threads,
-        sampling=Sampling(guidance, temperature, top_k, top_p),
+        sampling=Sampling(guidance, temperature, top_k, top_p, decoding, passes),
     )

@@ -55,12 +55,13 @@ def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
             )
 
 
-def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None:
+def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_per_place: int = 1) -> None:
     """Checks that a model can read and write the codes of an image tokenizer.
 
     Args:
         codebook_size: number of different codes.
         num_codes: codes of one picture.
+        codes_per_place: those at each place of its grid.
 
     Raises:
         UserError: the model's vocabulary is too small, or its grid of codes has another size.
@@ -71,10 +72,16 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int) -> None
             f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
             f"{codebook_size} or more, or train an image tokenizer with model.codebook_size {model.image_vocab_size}"
         )
-    if model.code_grid_size and model.code_grid_size**2 != num_codes:
+    if codes_per_place != model.codes_per_place:
         raise UserError(
-            f"the image tokenizer has a grid of {num_codes} codes, but the model's code_grid_size is "
-            f"{model.code_grid_size}: pretrain one with {math.isqrt(num_codes)}"
+            f"the image tokenizer has {codes_per_place} codes at each place, but the model's codes_per_place is "
+            f"{model.codes_per_place}: pretrain one with m6.model.codes_per_place={codes_per_place}"
+        )
+    places = num_codes // codes_per_place
+    if model.code_grid_size and model.code_grid_size**2 != places:
+        raise UserError(
+            f"the image tokenizer has a grid of {places} codes, but the model's code_grid_size is "
+            f"{model.code_grid_size}: pretrain one with {math.isqrt(places)}"
         )
 
 
@@ -92,3 +99,9 @@ def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[
             raise UserError(f"the caption {caption!r} is empty")
         if length > limit:
             raise UserError(f"the caption {caption[:20]!r}... has {length} tokens, the model reads {limit}")
+
+
+def unknown_characters(tokenizer: M6Tokenizer, text: str) -> str:
+    """Returns the characters of a text for which the tokenizer has no piece, each once; it writes them as bytes."""
+    is_byte = tokenizer.sp_model.is_byte
+    return "".join(character for character in dict.fromkeys(text) if any(map(is_byte, tokenizer.encode_ids(character))))

@@ -14,6 +14,7 @@ from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
+from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.shipped import shipped_file
@@ -192,16 +193,19 @@ def _check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> Non
 
 
 def _check_pictures(settings: M6Settings) -> None:
-    generates_pictures = settings.objectives.text_to_image.weight > 0
-    if generates_pictures and settings.data.image_tokenizer is None:
-        raise UserError("m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to generate")
-    if settings.data.image_tokenizer is not None and not generates_pictures:
+    drawing = [name for name in OBJECTIVES if reads_codes(name)]
+    trained = [name for name in drawing if settings.objectives.of(name).weight > 0]
+    if trained and settings.data.image_tokenizer is None:
+        raise UserError(f"m6.objectives.{trained[0]} needs m6.data.image_tokenizer, whose codes it learns to generate")
+    if settings.data.image_tokenizer is not None and not trained:
         raise UserError(
-            "m6.data.image_tokenizer: only m6.objectives.text_to_image reads image codes, and its weight is 0; give it "
-            "a weight, or leave the image tokenizer out"
+            f"m6.data.image_tokenizer: only m6.objectives.{' and '.join(drawing)} read image codes, and their weights "
+            "are 0; give one a weight, or leave the image tokenizer out"
         )
-    if settings.samples is not None and not generates_pictures:
-        raise UserError("m6.samples: only a model with m6.objectives.text_to_image draws pictures; its weight is 0")
+    if settings.samples is not None and not trained:
+        raise UserError(
+            f"m6.samples: only a model with m6.objectives.{' or '.join(drawing)} draws pictures; their weights are 0"
+        )
 
 
 def _model_config(settings: M6Settings) -> M6Config:

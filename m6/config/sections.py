@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from m6.config.offload import OffloadSettings
-from m6.data.objectives import ObjectivesSettings
+from m6.data.objective_settings import ObjectivesSettings
 from m6.data.pretraining import DataSettings
 from m6.model.adapters import AdapterTarget
 from m6.model.sharing import PARTS, SharedPart, Sharing
@@ -148,6 +148,9 @@ class SampleSettings(Section):
     top_k: int | None = Field(None, gt=0, description="sample only from the k most likely codes")
     top_p: float | None = Field(
         None, gt=0, le=1, description="sample only from the smallest set of codes whose probabilities sum to p"
+    )
+    passes: PositiveInt = Field(
+        12, description="passes of the model for a picture, if it is trained to draw masked codes"
     )
 
 

@@ -48,6 +48,7 @@ class CodesManifest(BaseModel):
     tokenizer: str = Field(pattern="^[0-9a-f]{64}$", description="checksum of the image tokenizer")
     codebook_size: int
     num_codes: int
+    codes_per_place: int = 1
     image_size: int
     data: dict[str, str] = Field(description="SHA-256 of each data shard whose pictures were encoded")
     sources: dict[str, dict[str, SplitEntry]]
@@ -119,6 +120,7 @@ def write_codes(
             tokenizer=checksum,
             codebook_size=tokenizer.codebook_size,
             num_codes=tokenizer.num_codes,
+            codes_per_place=tokenizer.codes_per_place,
             image_size=tokenizer.image_size,
             data=shards,
             sources=entries,

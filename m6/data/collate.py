@@ -27,13 +27,15 @@ class MicroBatch:
     input_ids: Tensor
     """[B, S], ``<pad>`` at padding"""
     token_type_ids: Tensor
-    """[B, S]: 0 for pictures and padding, 1 for the source, 2 for the target including its ``<bos>``"""
+    """[B, S]: 0 for pictures and padding, 1 for what is read in both directions (the source, and targets that are
+    predicted in place), 2 for the target including its ``<bos>``"""
     position_ids: Tensor
     """[B, S]: counted from 0 separately in the picture, the source and the target of each sample"""
     sample_ids: Tensor
     """[B, S]"""
     labels: Tensor
-    """[B, S], aligned with input_ids (the model shifts them); -100 except at target tokens after ``<bos>``"""
+    """[B, S], aligned with input_ids (the model shifts them); -100 except at target tokens after ``<bos>``. A token
+    that is predicted in place has its label one position later"""
     loss_weights: Tensor
     """[B, S] fp32, 0 at positions without a label"""
     objective_ids: Tensor
@@ -90,6 +92,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
+def _hidden(example: Example) -> np.ndarray:
+    """The indices of the target ids that are corrupted."""
+    corrupted = example.target_ids if example.corrupted_target_ids is None else example.corrupted_target_ids
+    return np.flatnonzero(np.array(corrupted) != np.array(example.target_ids))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Collator:
     """Builds micro-batches with rows of ``sequence_length`` tokens.
@@ -143,7 +151,7 @@ class Collator:
                 source = begin + prefixes[index]
                 target = source + len(example.source_ids)
                 end = target + len(example.target_ids) + 2
-                labelled = slice(target + 1, end)
+                labelled: slice | np.ndarray = slice(target + 1, end)
                 if example.weights is not None and len(example.weights) != len(example.target_ids) + 1:
                     raise ValueError(
                         f"{len(example.weights)} weights for {len(example.target_ids)} target ids and <eos>"
@@ -153,12 +161,19 @@ class Collator:
                 input_ids[row, target] = tokenizer.bos_token_id
                 input_ids[row, labelled] = [*example.target_ids, tokenizer.eos_token_id]
                 token_type_ids[row, source:target] = SOURCE
-                token_type_ids[row, target:end] = TARGET
+                # The types are the prefix-LM mask: what counts as source is read in both directions.
+                token_type_ids[row, target:end] = SOURCE if example.in_place else TARGET
                 # Picture, source and target have separate positions, so a target begins at 0 for any prompt length.
                 for first, last in ((begin, source), (source, target), (target, end)):
                     position_ids[row, first:last] = counter[: last - first]
                 sample_ids[row, begin:end] = number
-                labels[row, labelled] = input_ids[row, labelled]
+                if example.in_place:
+                    hidden = _hidden(example)
+                    # The model shifts labels by one: a label after its place is predicted at its place.
+                    labelled = target + 2 + hidden
+                    labels[row, labelled] = np.array(example.target_ids)[hidden]
+                else:
+                    labels[row, labelled] = input_ids[row, labelled]
                 # After the labels were copied: the model reads corrupted ids but is trained on the true ones.
                 if example.corrupted_target_ids is not None:
                     input_ids[row, target + 1 : end - 1] = example.corrupted_target_ids
@@ -178,7 +193,7 @@ class Collator:
             objective_ids=torch.from_numpy(objective_ids),
             data_source_ids=torch.from_numpy(data_source_ids),
             pixel_values=pixel_values([p for p in ordered if p is not None], self.image_size),
-            num_target_tokens=sum(len(example.target_ids) + 1 for example in examples),
+            num_target_tokens=int((labels != IGNORED_LABEL).sum()),
             num_tokens=sum(lengths),
             num_samples=len(examples),
             num_token_pairs=sum(length**2 for length in lengths),

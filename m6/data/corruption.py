@@ -45,3 +45,11 @@ def shuffle_sentences(ids: list[int], rng: np.random.Generator, tokenizer: M6Tok
 def mask_randomly(ids: list[int], rng: np.random.Generator, *, share: float, mask_id: int) -> list[int]:
     """Replaces each id by ``mask_id`` with probability ``share``; the length stays the same."""
     return np.where(rng.random(len(ids)) < share, mask_id, ids).tolist()
+
+
+def hide_randomly(ids: list[int], rng: np.random.Generator, *, share: float, mask_id: int) -> list[int]:
+    """Replaces ``round(share * len(ids))`` random ids by ``mask_id``, at least one; the length stays the same."""
+    hidden = rng.choice(len(ids), size=max(1, round(share * len(ids))), replace=False)
+    masked = np.array(ids)
+    masked[hidden] = mask_id
+    return masked.tolist()

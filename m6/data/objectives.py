@@ -14,106 +14,34 @@ Fine-tuning. These have weight 0 by default and can be mixed with pretraining:
     text_to_image         text                      -> <boi>, the codes of its picture, <eoi>
     text_classification   text                      -> its label
     image_text_matching   picture + a text          -> whether the text describes the picture
+    image_code_denoising  text                      -> the hidden ones of the codes of its picture
+
+The last one is M6-UFC's way to draw (arXiv 2105.14211) with MaskGIT's schedule (arXiv 2202.04200): the codes see each
+other in both directions, and all that are hidden are predicted at once.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from m6.data.corruption import mask_randomly, mask_spans, shuffle_sentences
-from m6.errors import UserError, nearest
+from m6.data.corruption import hide_randomly, mask_randomly, mask_spans, shuffle_sentences
+from m6.data.objective_settings import (
+    CodeDenoisingSettings,
+    MaskingSettings,
+    ObjectivesSettings,
+    TextDenoisingSettings,
+    TextToImageSettings,
+)
 from m6.tokenizers.text import M6Tokenizer
-from m6.validation import Section
 
 # A configuration that leaves fewer tokens for text is an error: a mask and a few tokens teach nothing.
 MIN_TEXT_TOKENS = 8
 # Tokens reserved for an answer; a row with a longer answer is a bad row.
 MAX_ANSWER_TOKENS = 16
 MATCH, NO_MATCH = "是", "不是"  # the answers of image_text_matching
-
-
-class ObjectiveSettings(Section):
-    """Settings of every objective."""
-
-    weight: float = Field(
-        default=1.0, ge=0, le=10**9, description="share of samples relative to the other objectives; 0 turns it off"
-    )
-
-
-class MaskingSettings(ObjectiveSettings):
-    """Settings of the denoising objectives."""
-
-    mask_ratio: float = Field(default=0.15, gt=0, lt=1, description="share of the text's tokens that are masked")
-    mean_span_length: float = Field(
-        default=3.0, ge=1, le=10**6, description="mean number of tokens that one <mask> replaces: 1 + Poisson(mean - 1)"
-    )
-
-
-class TextDenoisingSettings(MaskingSettings):
-    """Settings of text denoising."""
-
-    shuffle_sentences: bool = Field(default=True, description="whether the source has its sentences in random order")
-
-
-class TaskSettings(ObjectiveSettings):
-    """Settings of every fine-tuning objective."""
-
-    weight: float = Field(
-        default=0.0,
-        ge=0,
-        le=10**9,
-        description="share of samples relative to the other objectives; 0 (the default): off",
-    )
-
-
-class TextToImageSettings(TaskSettings):
-    """Settings of text-to-image."""
-
-    caption_dropout: float = Field(
-        default=0.1,
-        ge=0,
-        lt=1,
-        description="share of samples whose text is left out; they train the unconditional model that classifier-free "
-        "guidance (arXiv 2207.12598) needs",
-    )
-    code_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="largest share of the codes that are replaced by <mask> in the model's input (word dropout, arXiv "
-        "1511.06349); the share is drawn per sample from [0, code_dropout]. The model then relies more on the text and "
-        "the rows above, and less on the previous codes",
-    )
-
-
-class ObjectivesSettings(Section):
-    """The objectives and their shares of the samples."""
-
-    text_denoising: TextDenoisingSettings = Field(
-        default=TextDenoisingSettings(), description="masked and shuffled text -> the text"
-    )
-    language_modelling: ObjectiveSettings = Field(default=ObjectiveSettings(), description="nothing -> the text")
-    image_captioning: ObjectiveSettings = Field(default=ObjectiveSettings(), description="picture -> its text")
-    image_text_denoising: MaskingSettings = Field(
-        default=MaskingSettings(), description="picture and its masked text -> the text"
-    )
-    text_to_image: TextToImageSettings = Field(
-        default=TextToImageSettings(), description="text -> the image codes of its picture; fine-tuning"
-    )
-    text_classification: TaskSettings = Field(default=TaskSettings(), description="text -> its label; fine-tuning")
-    image_text_matching: TaskSettings = Field(
-        default=TaskSettings(),
-        description="picture and text -> whether they match; half of the texts are from other rows; fine-tuning",
-    )
-
-    def of(self, objective: str) -> ObjectiveSettings:
-        """Returns the settings of one objective; UserError for an unknown name."""
-        if objective not in OBJECTIVES:
-            raise UserError(f'unknown objective "{objective}"{nearest(objective, OBJECTIVES)}')
-        return getattr(self, objective)
 
 
 class BadRow(ValueError):
@@ -141,6 +69,8 @@ class Example:
         source_ids: token ids of the source.
         target_ids: token ids that the model is trained to write.
         corrupted_target_ids: model inputs at the positions of target_ids; None if they are the target_ids.
+        in_place: the target is read in both directions, and only what is corrupted is predicted, each id at its own
+            position. Otherwise each id is predicted from those before it.
         image: picture file whose patches come first, or None.
         weights: loss weights of the target ids and of ``<eos>`` (one more than target_ids); None: all 1.
         objective_id: index in OBJECTIVES.
@@ -150,6 +80,7 @@ class Example:
     source_ids: list[int]
     target_ids: list[int]
     corrupted_target_ids: list[int] | None = None
+    in_place: bool = False
     image: bytes | None = None
     weights: list[float] | None = None
     objective_id: int = 0
@@ -188,9 +119,16 @@ def _mask_codes(
     boi, *codes, eoi = ids
     return [
         boi,
-        *mask_randomly(codes, rng, share=rng.uniform(0, settings.code_dropout), mask_id=tokenizer.mask_token_id),
+        *mask_randomly(codes, rng, share=rng.uniform(0, settings.code_dropout), mask_id=tokenizer.code_mask_token_id),
         eoi,
     ]
+
+
+def _hide_codes(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
+    boi, *codes, eoi = ids
+    # The share of hidden codes follows the schedule of drawing, which begins with all of them.
+    share = math.cos(math.pi / 2 * rng.random())
+    return [boi, *hide_randomly(codes, rng, share=share, mask_id=tokenizer.code_mask_token_id), eoi]
 
 
 @dataclass(frozen=True)
@@ -209,6 +147,8 @@ class _Objective:
     """How many times an example contains the text, at most."""
     is_paired: bool = False
     """Whether ``pair`` has to be applied to its rows first."""
+    in_place: bool = False
+    """See ``Example``."""
 
     @property
     def has_codes(self) -> bool:
@@ -248,7 +188,10 @@ def _masked_and_shuffled(
 
 
 def _text_or_dropped(
-    ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: TextToImageSettings
+    ids: list[int],
+    rng: np.random.Generator,
+    tokenizer: M6Tokenizer,
+    settings: TextToImageSettings | CodeDenoisingSettings,
 ) -> list[int]:
     return [] if rng.random() < settings.caption_dropout else ids
 
@@ -262,6 +205,7 @@ _REGISTRY: dict[str, _Objective] = {
     "text_to_image": _Objective("image_text", _text_or_dropped, _codes, _mask_codes),
     "text_classification": _Objective("labelled_text", _whole_text, _answer),
     "image_text_matching": _Objective("image_text", _whole_text, _answer, has_pixels=True, is_paired=True),
+    "image_code_denoising": _Objective("image_text", _text_or_dropped, _codes, _hide_codes, in_place=True),
 }
 OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
@@ -340,6 +284,7 @@ def make_example(
         source_ids=definition.make_source(ids, rng, tokenizer, objective_settings),
         target_ids=target,
         corrupted_target_ids=definition.corrupt_target(target, rng, tokenizer, objective_settings),
+        in_place=definition.in_place,
         image=sample.image if definition.has_pixels else None,
         objective_id=OBJECTIVES.index(objective),
     )

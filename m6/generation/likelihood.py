@@ -1,8 +1,9 @@
-"""Log-likelihoods of given targets under a model."""
+"""Log-likelihoods of given targets under a model; that of a caption chooses among pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from m6.data.collate import Collator
 from m6.data.objectives import Example
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @torch.no_grad()
@@ -52,3 +56,25 @@ def target_log_likelihoods(
         losses = output.target_losses.double().cpu().split([len(examples[i].target_ids) + 1 for i in part])
         scores[part] = -torch.stack([loss.sum() for loss in losses])
     return scores
+
+
+def caption_scores(
+    model: M6ForConditionalGeneration, processor: M6Processor, images: Sequence[Image], captions: Sequence[str]
+) -> Tensor:
+    """Returns the likelihood of each caption given its picture, by which candidates are selected.
+
+    Args:
+        model: in evaluation mode, trained on image captioning.
+        processor: processor of the model.
+        images: B pictures.
+        captions: B texts.
+
+    Returns:
+        fp64 [B], mean log-likelihood of the caption's tokens and ``<eos>``, in nats.
+    """
+    side = model.config.image_size
+    examples = [Example(source_ids=[], target_ids=processor.tokenizer.encode_ids(caption)) for caption in captions]
+    # The image tokenizer and the model may have pictures of different sizes.
+    pictures = [np.asarray(image.resize((side, side), processor.image_processor.resample)) for image in images]
+    lengths = torch.tensor([len(example.target_ids) + 1 for example in examples])
+    return target_log_likelihoods(model, processor, examples, pictures) / lengths

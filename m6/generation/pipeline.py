@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,10 @@ from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.checks import check_captions, check_codes_fit
 from m6.data.pictures import to_bytes
 from m6.errors import UserError
-from m6.generation.text_to_image import Sampling, caption_scores, draw_codes, uniform_numbers
+from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_decoding
+from m6.generation.likelihood import caption_scores
+from m6.generation.repaint import Repaint
+from m6.generation.sampling import Sampling
 from m6.tokenizers.image import ImageTokenizer
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ class M6TextToImagePipeline:
     """M6's text-to-image generation (arXiv 2103.00823, section 5.4): generate image codes from text and decode them.
 
     Args:
-        model: fine-tuned on the objective text_to_image.
+        model: fine-tuned on the objective image_code_denoising or text_to_image.
         processor: processor of the model.
         image_tokenizer: the image tokenizer that made the codes of the model's training data.
 
@@ -56,7 +59,9 @@ class M6TextToImagePipeline:
     def __init__(
         self, model: M6ForConditionalGeneration, processor: M6Processor, image_tokenizer: ImageTokenizer
     ) -> None:
-        check_codes_fit(model.config, image_tokenizer.codebook_size, image_tokenizer.num_codes)
+        check_codes_fit(
+            model.config, image_tokenizer.codebook_size, image_tokenizer.num_codes, image_tokenizer.codes_per_place
+        )
         self.model, self.processor = model.eval(), processor
         self.image_tokenizer = image_tokenizer.to(model.device).eval()
 
@@ -83,10 +88,10 @@ class M6TextToImagePipeline:
         *,
         num_images: int = 1,
         num_candidates: int | None = None,
+        repaint: Repaint | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         seed: int = 0,
         batch_size: int = 16,
-        use_cache: bool = True,
         progress: bool = True,
     ) -> TextToImageOutput:
         """Generates pictures of each caption.
@@ -100,41 +105,49 @@ class M6TextToImagePipeline:
             num_images: pictures per caption.
             num_candidates: if given, so many pictures are generated per caption, and the ``num_images`` are kept that
                 give the caption the highest likelihood under the model, as in M6.
+            repaint: a picture of which only a part is drawn anew, as the caption says.
             sampling: how codes are drawn.
             seed: any integer.
             batch_size: pictures generated at once.
-            use_cache: see ``draw_codes``.
             progress: show a progress bar on a terminal.
 
         Raises:
-            UserError: a caption is empty or too long, or there are fewer candidates than pictures.
+            UserError: a caption is empty or too long, there are fewer candidates than pictures, or the model was not
+                trained for the decoding.
         """
         texts = [captions] if isinstance(captions, str) else list(captions)
         num_drawn = num_images if num_candidates is None else num_candidates
         if not 1 <= num_images <= num_drawn:
             raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {num_drawn}")
-        num_codes = self.image_tokenizer.num_codes
-        check_captions(self.model.config, self.processor.tokenizer, texts, num_codes)  # before the first long batch
-        jobs = [(text, index) for text in texts for index in range(num_drawn)]
+        if repaint is not None and sampling.decoding is None:
+            sampling = replace(sampling, decoding="masked")  # the other way knows only what is above and to the left
+        sampling = resolve_decoding(self.model, sampling)
+        if repaint is not None and sampling.decoding != "masked":
+            raise UserError(f'repainting needs the decoding "masked", found "{sampling.decoding}"')
+        grid = self.image_tokenizer
+        # Before the first long batch.
+        check_captions(self.model.config, self.processor.tokenizer, texts, grid.num_codes)
+        known = None if repaint is None else repaint.known_codes(grid)
+        drafts = [Draft(text, seed, index) for text in texts for index in range(num_drawn)]
         codes, images, scores = [], [], []
-        steps = -(-len(jobs) // batch_size) * num_codes
-        with tqdm(total=steps, unit="code", desc="drawing", disable=None if progress else True) as bar:
-            for batch in _batches(jobs, batch_size):
-                batch_captions = [text for text, _ in batch]
+        steps = -(-len(drafts) // batch_size) * num_steps(grid, sampling)
+        with tqdm(total=steps, unit="pass", desc="drawing", disable=None if progress else True) as bar:
+            for batch in _batches(drafts, batch_size):
                 codes.append(
                     draw_codes(
                         self.model,
                         self.processor,
-                        batch_captions,
-                        torch.stack([uniform_numbers(seed, text, index, num_codes) for text, index in batch]),
-                        codebook_size=self.image_tokenizer.codebook_size,
+                        batch,
+                        grid=grid,
                         sampling=sampling,
-                        use_cache=use_cache,
-                        on_code=bar.update,
+                        known=None if known is None else known.expand(len(batch), -1),
+                        on_step=bar.update,
                     )
                 )
-                images += paint(self.image_tokenizer, codes[-1])
+                painted = paint(grid, codes[-1])
+                images += painted if repaint is None else [repaint.framed(picture) for picture in painted]
                 if num_candidates is not None:
+                    batch_captions = [draft.caption for draft in batch]
                     scores.append(caption_scores(self.model, self.processor, images[-len(batch) :], batch_captions))
         if num_candidates is None:
             return TextToImageOutput(images, torch.cat(codes), None)
@@ -152,6 +165,6 @@ def paint(image_tokenizer: ImageTokenizer, codes: Tensor) -> list[Image.Image]:
     return [Image.fromarray(picture) for picture in to_bytes(image_tokenizer.decode(codes.to(device)))]
 
 
-def _batches(items: list[tuple[str, int]], size: int) -> Iterator[list[tuple[str, int]]]:
+def _batches(items: list[Draft], size: int) -> Iterator[list[Draft]]:
     for begin in range(0, len(items), size):
         yield items[begin : begin + size]

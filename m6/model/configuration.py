@@ -26,6 +26,7 @@ _SIZES = {
     "image_size": 2**14,
     "patch_size": 2**14,
     "moe_layer_frequency": 10_000,
+    "codes_per_place": 2**8,
 }
 _EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one is gone before the last layer
 _SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
@@ -60,6 +61,8 @@ class M6Config(PreTrainedConfig):
         max_position_embeddings: learned positions of source text and of target (text or image codes).
         code_grid_size: codes in a row of a generated picture; adds learned row and column positions to image codes
             (DALL-E, arXiv 2102.12092, appendix B.1); 0: no such positions.
+        codes_per_place: codes at each place of a generated picture, one of each codebook of the image tokenizer; they
+            follow each other and share their row and column.
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; divides ``image_size``.
         patch_encoder: network that maps a patch to a vector, see :mod:`m6.model.patch_encoders`.
@@ -87,6 +90,7 @@ class M6Config(PreTrainedConfig):
     ffn_hidden_size: int = 4096
     max_position_embeddings: int = 512
     code_grid_size: int = 0
+    codes_per_place: int = 1
     image_size: int = 256
     patch_size: int = 64
     patch_encoder: PatchEncoderName = "linear"
@@ -192,6 +196,11 @@ class M6Config(PreTrainedConfig):
     def first_code_id(self) -> int:
         """Id of the first image code; all higher ids are codes too."""
         return self.text_vocab_size + NUM_SPECIAL_TOKENS
+
+    @property
+    def code_mask_id(self) -> int:
+        """Id of ``<code_mask>``, which stands for a hidden image code."""
+        return self._special("<code_mask>")
 
     @property
     def num_patches(self) -> int:

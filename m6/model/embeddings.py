@@ -14,7 +14,7 @@ _FIRST_CODE = 2  # position of the first code in a target, after <bos> and <boi>
 class M6Embeddings(nn.Module):
     """The sum of content (token or patch), learned position in its modality, and segment (M6, section 3).
 
-    With ``code_grid_size`` the embeddings of an image code's row and column are added too.
+    With ``code_grid_size`` the embeddings of an image code's row and column are added too, also where it is hidden.
     """
 
     def __init__(self, config: M6Config) -> None:
@@ -25,7 +25,8 @@ class M6Embeddings(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.text_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.patch_positions = nn.Embedding(config.num_patches, config.hidden_size)
-        self.first_code_id, self.code_grid_size = config.first_code_id, config.code_grid_size
+        self.first_code_id, self.code_mask_id = config.first_code_id, config.code_mask_id
+        self.code_grid_size, self.codes_per_place = config.code_grid_size, config.codes_per_place
         if self.code_grid_size:
             self.code_rows = nn.Embedding(config.code_grid_size, config.hidden_size)
             self.code_columns = nn.Embedding(config.code_grid_size, config.hidden_size)
@@ -78,9 +79,9 @@ class M6Embeddings(nn.Module):
     def _embed_tokens(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded = self.tokens(input_ids) + self.text_positions(position_ids)
         if self.code_grid_size:
-            is_code = input_ids >= self.first_code_id
+            is_code = (input_ids >= self.first_code_id) | (input_ids == self.code_mask_id)
             # The lookup includes tokens that are not codes, so that both tables have a gradient on every rank.
-            code_index = (position_ids - _FIRST_CODE).clamp(0, self.code_grid_size**2 - 1)
-            rows = self.code_rows(code_index // self.code_grid_size)
-            embedded = embedded + is_code.unsqueeze(-1) * (rows + self.code_columns(code_index % self.code_grid_size))
+            place = ((position_ids - _FIRST_CODE) // self.codes_per_place).clamp(0, self.code_grid_size**2 - 1)
+            rows = self.code_rows(place // self.code_grid_size)
+            embedded = embedded + is_code.unsqueeze(-1) * (rows + self.code_columns(place % self.code_grid_size))
         return embedded

@@ -7,9 +7,12 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
+from m6.data.objective_settings import Decoding
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
+
+_DECODINGS = "code_decodings"
 
 
 class M6GenerationMixin(GenerationMixin):
@@ -19,6 +22,18 @@ class M6GenerationMixin(GenerationMixin):
     """
 
     config: M6Config
+
+    @property
+    def decodings(self) -> list[Decoding]:
+        """The ways to draw for which the model was trained, the default first.
+
+        They are saved in ``generation_config.json``. A model that does not name them draws from left to right.
+        """
+        return getattr(self.generation_config, _DECODINGS, ["left_to_right"])
+
+    @decodings.setter
+    def decodings(self, value: list[Decoding]) -> None:
+        setattr(self.generation_config, _DECODINGS, value)
 
     @torch.no_grad()
     def generate(  # type: ignore[override]

@@ -35,7 +35,8 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
     )
     check_tokenizer(config, data.tokenizer)
     if data.codes is not None:
-        check_codes_fit(config.model, data.codes.codebook_size, data.codes.num_codes)
+        codes = data.codes
+        check_codes_fit(config.model, codes.codebook_size, codes.num_codes, codes.codes_per_place)
         captions = [] if settings.samples is None else settings.samples.captions
         check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
     return data

@@ -15,7 +15,7 @@ from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.generation.pipeline import M6TextToImagePipeline
-from m6.generation.text_to_image import Sampling
+from m6.generation.sampling import Sampling
 from m6.runs.processes import default_device
 from m6.serving.app import create_app
 from m6.serving.batcher import Batcher

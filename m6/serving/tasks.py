@@ -15,8 +15,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from m6.config.checks import check_captions
 from m6.errors import UserError
 from m6.generation.captioning import caption
+from m6.generation.drawing import Draft, draw_codes, resolve_decoding
 from m6.generation.pipeline import M6TextToImagePipeline, paint
-from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
+from m6.generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration
@@ -123,10 +124,13 @@ class Drawing:
     Args:
         pipeline: model, processor and image tokenizer.
         sampling: how codes are drawn.
+
+    Raises:
+        UserError: the model was not trained for the decoding that is asked for.
     """
 
     def __init__(self, pipeline: M6TextToImagePipeline, sampling: Sampling) -> None:
-        self.pipeline, self.sampling = pipeline, sampling
+        self.pipeline, self.sampling = pipeline, resolve_decoding(pipeline.model, sampling)
 
     @property
     def max_length(self) -> int:
@@ -157,13 +161,11 @@ class Drawing:
     def run(self, jobs: Sequence[DrawJob]) -> list[bytes]:
         """Returns the PNG file of each job."""
         image_tokenizer = self.pipeline.image_tokenizer
-        numbers = [uniform_numbers(job.seed, job.text, job.index, image_tokenizer.num_codes) for job in jobs]
         codes = draw_codes(
             self.pipeline.model,
             self.pipeline.processor,
-            [job.text for job in jobs],
-            torch.stack(numbers),
-            codebook_size=image_tokenizer.codebook_size,
+            [Draft(job.text, job.seed, job.index) for job in jobs],
+            grid=image_tokenizer,
             sampling=self.sampling,
         )
         return [_png(picture) for picture in paint(image_tokenizer, codes)]

@@ -9,7 +9,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     "<boi>",  # begins a sequence of image codes
     "<eoi>",
     "<sep>",
-    *(f"<reserved_{k}>" for k in range(8, 16)),
+    "<code_mask>",  # a hidden image code
+    *(f"<reserved_{k}>" for k in range(9, 16)),
 )
 NUM_SPECIAL_TOKENS = 16
 

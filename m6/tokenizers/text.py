@@ -79,6 +79,11 @@ class M6Tokenizer(PreTrainedTokenizer):
         """Size of the joint vocabulary, special tokens and image codes included."""
         return self.text_vocab_size + NUM_SPECIAL_TOKENS + self.image_vocab_size
 
+    @property
+    def code_mask_token_id(self) -> int:
+        """Id of ``<code_mask>``, which stands for a hidden image code."""
+        return self.text_vocab_size + SPECIAL_TOKENS.index("<code_mask>")
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the SentencePiece model and image_vocab_size. Equal fingerprints mean equal ids."""

@@ -187,8 +187,8 @@ class Trainer:
         if settings is None or image_tokenizer is None:
             return None
         processor = make_processor(self.config, self.data.tokenizer)
-        folder = self.run.root / "samples"
-        return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), folder, self.runtime)
+        decoding, folder = self.settings.objectives.decodings[0], self.run.root / "samples"
+        return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), decoding, folder, self.runtime)
 
     def _resume(self) -> None:
         for problem in self.problems:

@@ -13,6 +13,7 @@ from m6.data.sources.local import LocalSource
 from m6.data.sources.opening import open_path
 from m6.data.sources.poetry import Poetry
 from m6.data.sources.reviews import Reviews
+from m6.data.sources.shapes import Shapes
 from m6.data.sources.tables import HubTable
 from m6.data.sources.tuxpaint import TuxPaint
 from m6.errors import UserError, nearest
@@ -31,6 +32,7 @@ BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
         IconPark,
         Poetry,
         Reviews,
+        Shapes,
         TuxPaint,
     )
 }

@@ -24,12 +24,15 @@ class ImageTokenizer(nn.Module, ABC):
         weights_file: name of the file with the weights.
         image_size: side of a picture in pixels.
         codebook_size: codes are in ``[0, codebook_size)``.
-        num_codes: N, the number of codes of a picture: a square grid, row by row.
+        codes_per_place: k: the codes of a place follow each other, one of each of k codebooks. That of codebook b is in
+            ``[b * codebook_size / k, (b + 1) * codebook_size / k)``.
+        num_codes: N, the number of codes of a picture: a square grid of places, row by row.
     """
 
     weights_file: str
     image_size: int
     codebook_size: int
+    codes_per_place: int = 1
     num_codes: int
 
     @abstractmethod

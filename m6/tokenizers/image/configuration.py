@@ -24,7 +24,13 @@ class ImageTokenizerConfig(Section):
     patch_size: PositiveInt = Field(2, description="pixels that the first convolution folds into one position")
     channels: list[PositiveInt] = Field([64, 128], min_length=1, description="width of each level, finest first")
     num_res_blocks: PositiveInt = Field(1, description="residual blocks of each level, in encoder and decoder")
-    codebook_size: PositiveInt = Field(1024, le=2**24, description="number of codes")
+    codebook_size: PositiveInt = Field(1024, le=2**24, description="number of codes of each codebook")
+    num_codebooks: PositiveInt = Field(
+        1,
+        le=2**8,
+        description="codebooks, each for its own part of a feature; every place has one code of each, so that small "
+        "codebooks say as much as a large one (product quantisation)",
+    )
     codebook_dim: PositiveInt = Field(
         8, description="width of a code vector; few dimensions and unit length keep all codes in use (arXiv 2110.04627)"
     )
@@ -44,6 +50,16 @@ class ImageTokenizerConfig(Section):
                 f"{self.patch_size} and {len(self.channels)} levels"
             )
         return self
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of the feature of a place, which all codebooks share out."""
+        return self.num_codebooks * self.codebook_dim
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of codes of all codebooks."""
+        return self.num_codebooks * self.codebook_size
 
     @property
     def downsampling(self) -> int:

@@ -38,11 +38,15 @@ class M6ImageTokenizer(ImageTokenizer):
     def __init__(self, config: ImageTokenizerConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_size, self.codebook_size = config.image_size, config.codebook_size
-        self.num_codes = config.grid_size**2
+        self.image_size, self.codes_per_place = config.image_size, config.num_codebooks
+        self.codebook_size = config.vocab_size
+        self.num_codes = config.num_codebooks * config.grid_size**2
         self.encoder, self.decoder = Encoder(config), Decoder(config)
         self.quantizer = VectorQuantize(
-            dim=config.codebook_dim,
+            dim=config.feature_dim,
+            codebook_dim=config.codebook_dim,
+            heads=config.num_codebooks,
+            separate_codebook_per_head=config.num_codebooks > 1,
             codebook_size=config.codebook_size,
             decay=config.codebook_decay,
             commitment_weight=config.commitment_weight,
@@ -55,7 +59,7 @@ class M6ImageTokenizer(ImageTokenizer):
         """Encodes, quantises and decodes. In training mode this also updates the codebook."""
         self._check_pixels(pixels)
         quantized, codes, commitment_loss = self.quantizer(self.encoder(2 * pixels - 1))
-        return Reconstruction((self.decoder(quantized) + 1) / 2, codes.flatten(1), commitment_loss.sum())
+        return Reconstruction((self.decoder(quantized) + 1) / 2, self._flatten(codes), commitment_loss.sum())
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
@@ -63,19 +67,30 @@ class M6ImageTokenizer(ImageTokenizer):
         self._check_pixels(pixels)
         # Frozen even in training mode: encoding must never change the codebook.
         _, codes, _ = self.quantizer(self.encoder(2 * pixels - 1), freeze_codebook=True)
-        return codes.flatten(1)
+        return self._flatten(codes)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """See ``ImageTokenizer.decode``."""
         self._check_codes(codes)
-        side = self.config.grid_size
-        features = self.quantizer.get_output_from_indices(codes.view(-1, side, side))
+        side, books = self.config.grid_size, self.config.num_codebooks
+        indices = codes.view(-1, side, side, books) - self._first_codes(codes.device)
+        features = self.quantizer.get_output_from_indices(indices if books > 1 else indices.squeeze(-1))
         return ((self.decoder(features) + 1) / 2).clamp(0, 1)
+
+    def _flatten(self, indices: Tensor) -> Tensor:
+        """Maps indices in the codebooks, [B, h, h] or [B, h, h, books], to codes [B, N]."""
+        books = self.config.num_codebooks
+        return (indices.reshape(len(indices), -1, books) + self._first_codes(indices.device)).flatten(1)
+
+    def _first_codes(self, device: torch.device) -> Tensor:
+        """The first code of each codebook, int64 [books]."""
+        return torch.arange(self.config.num_codebooks, device=device) * self.config.codebook_size
 
     def config_document(self) -> dict[str, Any]:
         """Returns the configuration as JSON."""
-        return self.config.model_dump()
+        # A single codebook is not named: the checksums of such tokenizers are older than the choice.
+        return self.config.model_dump(exclude={"num_codebooks"} if self.config.num_codebooks == 1 else None)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> M6ImageTokenizer:

@@ -33,7 +33,7 @@ class ResBlock(nn.Module):
 
 
 class Encoder(nn.Sequential):
-    """Maps pictures ``[B, 3, image_size, image_size]`` to features ``[B, codebook_dim, grid_size, grid_size]``.
+    """Maps pictures ``[B, 3, image_size, image_size]`` to features ``[B, feature_dim, grid_size, grid_size]``.
 
     All convolutions have kernel size 1, so a feature depends only on its own patch.
     """
@@ -48,15 +48,15 @@ class Encoder(nn.Sequential):
             if level:
                 layers += [nn.PixelUnshuffle(2), _conv(4 * config.channels[level - 1], channels, 1)]
             layers += [ResBlock(channels, 1) for _ in range(config.num_res_blocks)]
-        super().__init__(*layers, *_norm(coarsest), nn.Conv2d(coarsest, config.codebook_dim, 1))
+        super().__init__(*layers, *_norm(coarsest), nn.Conv2d(coarsest, config.feature_dim, 1))
 
 
 class Decoder(nn.Sequential):
-    """Maps features ``[B, codebook_dim, grid_size, grid_size]`` to pictures ``[B, 3, image_size, image_size]``."""
+    """Maps features ``[B, feature_dim, grid_size, grid_size]`` to pictures ``[B, 3, image_size, image_size]``."""
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
         finest = config.channels[0]
-        layers: list[nn.Module] = [_conv(config.codebook_dim, config.channels[-1], 3)]
+        layers: list[nn.Module] = [_conv(config.feature_dim, config.channels[-1], 3)]
         for level in reversed(range(len(config.channels))):
             channels = config.channels[level]
             layers += [ResBlock(channels, 3) for _ in range(config.num_res_blocks)]

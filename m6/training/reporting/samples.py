@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from m6.config.sections import SampleSettings
+from m6.data.objective_settings import Decoding
 from m6.files import atomic_path
+from m6.generation.drawing import Draft, draw_codes
 from m6.generation.grid import in_rows, picture_grid
 from m6.generation.pipeline import paint
-from m6.generation.text_to_image import Sampling, draw_codes, uniform_numbers
+from m6.generation.sampling import Sampling
 from m6.runs.processes import Runtime
 from m6.tokenizers.image import ImageTokenizer
 from m6.tokenizers.processor import M6Processor
@@ -23,6 +23,7 @@ class SampleGrids:
     All ranks draw the same pictures, since layers may communicate. The main rank writes them.
 
     Args:
+        decoding: how codes are drawn.
         folder: RUN/samples.
     """
 
@@ -31,21 +32,19 @@ class SampleGrids:
         settings: SampleSettings,
         processor: M6Processor,
         image_tokenizer: ImageTokenizer,
+        decoding: Decoding,
         folder: Path,
         runtime: Runtime,
     ) -> None:
         self.settings, self.processor, self.folder, self.runtime = settings, processor, folder, runtime
         self.image_tokenizer = image_tokenizer.to(runtime.device)
-        self.sampling = Sampling(settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p)
-        self.captions = [caption for caption in settings.captions for _ in range(settings.num_images)]
-        # Fixed random numbers: pictures of two steps differ only by the training.
-        self.uniform = torch.stack(
-            [
-                uniform_numbers(0, caption, index, image_tokenizer.num_codes)
-                for caption in settings.captions
-                for index in range(settings.num_images)
-            ]
+        self.sampling = Sampling(
+            settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p, decoding, settings.passes
         )
+        # The same drafts each time: pictures of two steps differ only by the training.
+        self.drafts = [
+            Draft(caption, 0, index) for caption in settings.captions for index in range(settings.num_images)
+        ]
 
     def draw(self, engine: Engine, step: int) -> Path | None:
         """Draws a grid with the current weights; returns the path of the PNG on the main rank, else None."""
@@ -53,9 +52,8 @@ class SampleGrids:
             codes = draw_codes(
                 engine.module,
                 self.processor,
-                self.captions,
-                self.uniform,
-                codebook_size=self.image_tokenizer.codebook_size,
+                self.drafts,
+                grid=self.image_tokenizer,
                 sampling=self.sampling,
             )
         if not self.runtime.is_main:  # it has only helped the layers that communicate

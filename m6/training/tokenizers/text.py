@@ -40,6 +40,7 @@ def train_text_tokenizer(
     *,
     image_vocab_size: int = 8192,
     character_coverage: float = 0.9998,
+    max_piece_length: int = MAX_PIECE_CHARACTERS,
     sample_bytes: int = 256 << 20,
     overwrite: bool = False,
 ) -> M6Tokenizer:
@@ -54,6 +55,8 @@ def train_text_tokenizer(
         vocab_size: number of text pieces, including 256 byte pieces.
         image_vocab_size: number of image codes; it only sets the size of the joint vocabulary.
         character_coverage: share of the sample's characters that get their own pieces.
+        max_piece_length: characters of the longest piece. Captions in short pieces can be composed anew: a caption that
+            is one piece says nothing of its words.
         sample_bytes: size of the sample in bytes of UTF-8.
         overwrite: replace a tokenizer in ``out_dir``. Runs that were trained with it cannot be continued then.
 
@@ -74,7 +77,7 @@ def train_text_tokenizer(
         "split_digits": True,
         "split_by_whitespace": True,
         "split_by_unicode_script": True,
-        "max_sentencepiece_length": MAX_PIECE_CHARACTERS,
+        "max_sentencepiece_length": max_piece_length,
         "normalization_rule_name": "identity",  # normalize_text does it
         "add_dummy_prefix": False,  # Chinese has no spaces: a prefix would only add a piece to every text
         "unk_id": 0,

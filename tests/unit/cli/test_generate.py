@@ -14,7 +14,17 @@ from tests.fixtures.command import user_error
         (["今天", "--image", "a.png"], "give either a text to continue or --image"),
         (["--captions", "captions.txt"], "to generate pictures, give --out or --out-dir"),
         (["--out", "grid.png"], "give either a caption or --captions"),
-        (["红", "--image", "a.png", "--out", "grid.png"], "give either a caption or --captions"),
+        (["红", "--image", "a.png", "--out", "grid.png"], "to repaint a picture, give also --image and --mask"),
+        (["红", "--mask", "0,0,8,8", "--out", "grid.png"], "to repaint a picture, give also --image and --mask"),
+        (
+            ["红", "--image", "a.png", "--mask", "0,0,8", "--out", "g.png"],
+            '--mask "0,0,8": expected LEFT,TOP,RIGHT,BOTTOM',
+        ),
+        (
+            ["红", "--image", "a.png", "--image", "b.png", "--mask", "0,0,8,8", "--out", "grid.png"],
+            "--mask repaints one picture, found 2",
+        ),
+        (["今天", "--mask", "0,0,8,8"], "give either a text to continue or --image"),
         (["红", "--captions", "captions.txt", "--out", "grid.png"], "give either a caption or --captions"),
         (["--captions", "missing.txt", "--out", "grid.png"], "missing.txt: not a readable text file"),
         (["红", "--out", "grid.png", "--top-p", "2"], "top_p must be in (0, 1], found 2.0"),

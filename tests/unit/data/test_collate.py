@@ -44,6 +44,27 @@ def test_packing_by_hand():
     assert pack([], 10) == []
 
 
+def test_a_row_that_is_predicted_in_place(tokenizer):
+    """Label n + 1 belongs to token n, which the model reads as hidden; all tokens see each other."""
+    bos, eos, hidden = tokenizer.bos_token_id, tokenizer.eos_token_id, 99
+    example = Example(
+        source_ids=[11],
+        target_ids=[21, 22, 23],
+        corrupted_target_ids=[hidden, 22, hidden],
+        in_place=True,
+        objective_id=7,
+    )
+    batch = collator(tokenizer, sequence_length=8)([example], [None])
+    blank = -100
+    assert batch.input_ids.tolist() == [[11, bos, hidden, 22, hidden, eos, *[tokenizer.pad_token_id] * 2]]
+    assert batch.token_type_ids.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 0, 1, 2, 3, 4, 0, 0]]
+    assert batch.labels.tolist() == [[blank, blank, blank, 21, blank, 23, blank, blank]]
+    assert batch.loss_weights.tolist() == [[0, 0, 0, 1, 0, 1, 0, 0]]
+    assert batch.objective_ids.tolist() == [[-1, -1, -1, 7, -1, 7, -1, -1]]
+    assert (batch.num_target_tokens, batch.num_tokens) == (2, 6)
+
+
 def test_a_row_by_hand(tokenizer):
     pad, bos, eos, image = (getattr(tokenizer, f"{n}_token_id") for n in ("pad", "bos", "eos", "image"))
     examples = [

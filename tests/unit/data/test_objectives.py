@@ -55,6 +55,32 @@ def test_language_modelling_and_captioning_have_no_source(tokenizer):
     assert [make(name, sample, tokenizer).objective_id for name in PRETRAINING] == [0, 1, 2, 3]
 
 
+def test_hidden_codes_are_predicted_in_place(tokenizer):
+    codes = [3, 1, 0, 15, 7, 7, 2, 9]
+    sample = Sample(id="a", text=TEXT, image=b"bytes", codes=codes)
+    boi, eoi, mask = tokenizer.boi_token_id, tokenizer.eoi_token_id, tokenizer.code_mask_token_id
+    target = [boi, *map(tokenizer.image_code_to_id, codes), eoi]
+    shares, dropped = [], 0
+    for seed in range(400):
+        example = make("image_code_denoising", sample, tokenizer, seed)
+        assert example.in_place
+        assert example.target_ids == target
+        dropped += example.source_ids == []
+        assert example.source_ids in ([], tokenizer.encode_ids(TEXT))
+        pairs = list(zip(example.corrupted_target_ids, target, strict=True))
+        assert all(read in (true, mask) for read, true in pairs)
+        assert pairs[0][0] == boi
+        assert pairs[-1][0] == eoi
+        shares.append(sum(read == mask for read, _ in pairs) / len(codes))
+    assert min(shares) == 1 / 8
+    assert max(shares) == 1
+    # The mean of cos(pi u / 2) is 2 / pi = 0.637; rounding to eighths and the least of one add 0.004.
+    assert np.mean(shares) == pytest.approx(0.64, abs=0.05)
+    assert 20 < dropped < 65, "a tenth of 400"
+    with pytest.raises(BadRow, match="no image codes"):
+        make("image_code_denoising", Sample(id="a", text=TEXT, image=b"bytes"), tokenizer)
+
+
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=200),
     st.floats(0.01, 0.99),
@@ -193,7 +219,7 @@ def test_codes_are_hidden_where_they_are_read(tokenizer):
     for seed in range(200):
         example = make("text_to_image", sample, tokenizer, seed, text_to_image={"code_dropout": 0.8})
         assert example.target_ids == ids
-        hidden = [read == tokenizer.mask_token_id for read in example.corrupted_target_ids]
+        hidden = [read == tokenizer.code_mask_token_id for read in example.corrupted_target_ids]
         assert all(hide or read == id for hide, read, id in zip(hidden, example.corrupted_target_ids, ids, strict=True))
         assert not hidden[0]
         assert not hidden[-1]

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from m6.model.attention import prefix_lm_mask
+from m6.model.attention import _attend_by_products, prefix_lm_mask
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 
@@ -101,3 +102,35 @@ def test_derived_types_and_positions_are_those_of_the_collator(tiny_config, pack
     packed = pack(config, [samples])
     positions = derive_position_ids(packed["token_type_ids"], packed["sample_ids"])
     assert torch.equal(positions, packed["position_ids"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_16_bits_are_the_fused_attention(dtype):
+    """Outputs and gradients against fp64. Weights of at most 1 are rounded to 8 (bf16) or 11 bits, sums of 12 values of
+    size 1 by as much again."""
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(2, 3, 12, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mask = torch.rand(2, 1, 12, 12, generator=generator) < 0.7
+    mask |= torch.eye(12, dtype=torch.bool)
+    grad = torch.randn(2, 3, 12, 8, generator=generator, dtype=torch.float64)
+    results = []
+    for kind, attend in (
+        (torch.float64, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)),
+        (dtype, lambda q, k, v: _attend_by_products(q, k, v, mask, 0.0)),
+    ):
+        inputs = [tensor.to(kind, copy=True).requires_grad_() for tensor in exact]
+        output = attend(*inputs)
+        output.backward(grad.to(kind))
+        results.append([output.detach(), *(tensor.grad for tensor in inputs)])
+    tolerance = 0.1 if dtype == torch.bfloat16 else 0.0125
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
+
+
+def test_dropout_of_16_bits_keeps_the_mean():
+    torch.manual_seed(0)
+    query, key, value = torch.zeros(3, 1, 1, 2000, 4, dtype=torch.bfloat16).unbind()
+    value = value + 1
+    dropped = _attend_by_products(query, key, value, torch.ones(1, 1, 2000, 2000, dtype=torch.bool), 0.5)
+    assert dropped.float().std() > 0
+    assert float(dropped.float().mean()) == pytest.approx(1, abs=0.02)

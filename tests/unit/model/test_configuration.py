@@ -68,7 +68,7 @@ def test_joint_id_space(tiny_config):
     config = tiny_config()
     assert len(SPECIAL_TOKENS) == NUM_SPECIAL_TOKENS == 16
     assert SPECIAL_TOKENS[:9] == (
-        *("<pad>", "<bos>", "<eos>", "<mask>", "<image>", "<boi>", "<eoi>", "<sep>", "<reserved_8>"),
+        *("<pad>", "<bos>", "<eos>", "<mask>", "<image>", "<boi>", "<eoi>", "<sep>", "<code_mask>"),
     )
     ids = (config.pad_token_id, config.bos_token_id, config.eos_token_id, config.image_token_id)
     assert ids == (40, 41, 42, 44)

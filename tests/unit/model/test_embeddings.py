@@ -40,6 +40,23 @@ def test_content_position_and_segment_are_added(tiny_model, pack, samples):
     assert used == 2 * model.config.num_patches
 
 
+def test_codes_of_a_place_share_its_row_and_column_also_where_they_are_hidden(tiny_model):
+    model = tiny_model(code_grid_size=2, codes_per_place=2)
+    config, embedder = model.config, model.model.embeddings
+    first, hidden = config.first_code_id, config.code_mask_id
+    ids = torch.tensor([[config.bos_token_id, hidden, first, hidden, hidden, first + 3, *[hidden] * 4, first - 1]])
+    positions = torch.arange(ids.shape[1])[None]
+    embedded = embedder.embed_targets(ids, torch.ones_like(ids), positions)
+    plain = (
+        embedder.tokens.weight[ids[0]] + embedder.text_positions.weight[: ids.shape[1]] + embedder.segments.weight[1]
+    )
+    for index in range(2, 10):
+        row, column = divmod((index - 2) // 2, 2)
+        expected = plain[index] + embedder.code_rows.weight[row] + embedder.code_columns.weight[column]
+        torch.testing.assert_close(embedded[0, index], expected)
+    torch.testing.assert_close(embedded[0, -1], plain[-1])
+
+
 def test_codes_have_a_row_and_a_column(tiny_model):
     model = tiny_model(code_grid_size=2)
     config, embedder = model.config, model.model.embeddings

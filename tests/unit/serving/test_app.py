@@ -25,7 +25,7 @@ from PIL import Image
 from m6.checkpoints.loading import load_run_model
 from m6.generation.captioning import caption
 from m6.generation.pipeline import M6TextToImagePipeline
-from m6.generation.text_to_image import Sampling
+from m6.generation.sampling import Sampling
 from m6.serving.app import create_app
 from m6.serving.batcher import Batcher
 from m6.serving.batching import plan_by_arrival

@@ -55,6 +55,34 @@ def test_decoding_the_codes_is_the_reconstruction(tokenizer, pixels):
     torch.testing.assert_close(decoded, reconstruction.pixels.detach().clamp(0, 1), atol=1e-6, rtol=0)
 
 
+def test_each_codebook_codes_its_own_part_of_a_feature(pixels, tmp_path):
+    torch.manual_seed(0)
+    tokenizer = M6ImageTokenizer(TINY.model_copy(update={"num_codebooks": 3})).eval()
+    codes = tokenizer.encode(pixels)
+    assert codes.shape == (3, tokenizer.num_codes) == (3, 48)
+    assert (tokenizer.codebook_size, tokenizer.codes_per_place) == (36, 3)
+    assert (codes // 12 == torch.arange(48) % 3).all()
+    features = tokenizer.encoder(2 * pixels - 1).double().permute(0, 2, 3, 1).flatten(1, 2)
+    books = tokenizer.quantizer.codebook.double()  # [3, 12, 4]
+    for picture, row in zip(features, codes.view(3, 16, 3), strict=True):
+        for feature, place in zip(picture, row.tolist(), strict=True):
+            for number, code in enumerate(place):
+                part = feature[4 * number : 4 * number + 4]
+                similarity = torch.nn.functional.cosine_similarity(part[None], books[number])
+                assert code - 12 * number == similarity.argmax()
+    reconstruction = tokenizer(pixels)
+    assert torch.equal(reconstruction.codes, codes)
+    torch.testing.assert_close(tokenizer.decode(codes), reconstruction.pixels.detach().clamp(0, 1), atol=1e-6, rtol=0)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_image_tokenizer(tmp_path)
+    assert torch.equal(loaded.encode(pixels), codes)
+    assert loaded.checksum == tokenizer.checksum
+
+
+def test_the_checksum_of_a_single_codebook_is_that_of_before_there_were_more(tokenizer):
+    assert "num_codebooks" not in tokenizer.config_document()
+
+
 def test_the_grid_is_decoded_row_by_row(tokenizer):
     seen = []
     tokenizer.decoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

@@ -6,10 +6,13 @@ import torch
 from PIL import Image
 
 from m6.errors import UserError
-from m6.generation.text_to_image import Sampling, _draw, caption_scores, draw_codes, uniform_numbers
+from m6.generation.left_to_right import draw_left_to_right
+from m6.generation.likelihood import caption_scores
+from m6.generation.sampling import Sampling, draw_by_numbers, uniform_numbers
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.tokenizers import load_text_tokenizer
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
+from tests.fixtures.drawing import Grid
 from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE, build_tiny_tokenizer
 
 CODES = 6
@@ -49,12 +52,12 @@ def uniform(count, seed=0):
 def draw(model, processor, captions=CAPTIONS, numbers=None, codebook_size=TINY_IMAGE_VOCAB_SIZE, **options):
     use_cache = options.pop("use_cache", True)
     numbers = uniform(len(captions)) if numbers is None else numbers
-    return draw_codes(
+    return draw_left_to_right(
         model,
         processor,
         captions,
         numbers,
-        codebook_size=codebook_size,
+        grid=Grid(codebook_size, 1, numbers.shape[1]),
         sampling=Sampling(**options),
         use_cache=use_cache,
     )
@@ -107,6 +110,15 @@ def test_codes_stay_in_the_codebook(model, processor):
     assert draw(model, processor, numbers=torch.zeros(3, CODES), codebook_size=5).min() == 0
 
 
+def test_codes_of_a_place_come_from_their_own_codebooks(model, processor):
+    drawn = draw_left_to_right(
+        model, processor, CAPTIONS, uniform(3), grid=Grid(TINY_IMAGE_VOCAB_SIZE, 2, CODES), sampling=Sampling()
+    )
+    half = TINY_IMAGE_VOCAB_SIZE // 2
+    assert ((drawn // half) == torch.arange(CODES) % 2).all()
+    assert len(set(drawn.flatten().tolist())) > 4
+
+
 def test_temperature_zero_takes_the_best_whatever_the_numbers(model, processor):
     best = draw(model, processor, temperature=0.0)
     assert torch.equal(best, draw(model, processor, numbers=1 - uniform(3), temperature=0.0))
@@ -128,7 +140,7 @@ def test_probabilities():
 def test_drawing_follows_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
     numbers = torch.from_numpy(np.random.default_rng(0).random(20_000))
-    counts = torch.bincount(_draw(probabilities.expand(20_000, -1), numbers), minlength=5) / 20_000
+    counts = torch.bincount(draw_by_numbers(probabilities.expand(20_000, -1), numbers), minlength=5) / 20_000
     # The standard error of a share of 20,000 is at most 0.0035.
     assert torch.allclose(counts.double(), probabilities, atol=0.015)
     assert counts[1] == counts[4] == 0

@@ -1,0 +1,207 @@
+"""Coloured shapes, drawn here, with captions that are composed of words."""
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+import m6
+from m6.data.manifest import Origin, SourceKind, Split
+from m6.data.sources.base import Row, SourceOptions
+
+T = TypeVar("T")
+Rgb = tuple[int, int, int]
+
+COLOURS: dict[str, Rgb] = {
+    "红色": (220, 30, 35),
+    "橙色": (250, 140, 20),
+    "黄色": (245, 215, 30),
+    "绿色": (40, 160, 60),
+    "青色": (30, 180, 190),
+    "蓝色": (35, 70, 220),
+    "紫色": (135, 50, 180),
+    "粉色": (250, 150, 190),
+    "棕色": (130, 80, 40),
+    "灰色": (130, 130, 130),
+    "黑色": (25, 25, 25),
+}
+SHAPES = ("圆形", "三角形", "正方形", "长方形", "五角星", "心形")
+SIZES = {"大": (0.34, 0.42), "小": (0.14, 0.20)}  # radius as a share of the picture's side
+PLACES = {
+    "左上角": (0.27, 0.27),
+    "右上角": (0.73, 0.27),
+    "左下角": (0.27, 0.73),
+    "右下角": (0.73, 0.73),
+    "中间": (0.5, 0.5),
+}
+RELATIONS = {"左边": (-1, 0), "右边": (1, 0), "上面": (0, -1), "下面": (0, 1)}
+
+NUM_ROWS = 20_000
+SIDE = 128  # pixels
+_OVERSAMPLING = 4  # pixels are drawn so much finer and averaged, for smooth outlines
+_SHARES = (0.5, 0.125, 0.125, 0.25)  # of captions with: the shape alone, its size or place, a background, two shapes
+
+
+def _held_out() -> frozenset[tuple[str, str]]:
+    """Two colours of each shape, so that every colour and shape occurs in other combinations."""
+    colours = list(COLOURS)
+    return frozenset((colours[(2 * n + k) % len(colours)], shape) for n, shape in enumerate(SHAPES) for k in (0, 1))
+
+
+HELD_OUT = _held_out()
+"""Combinations of colour and shape that no training row has."""
+
+
+class Figure(NamedTuple):
+    """A shape in a picture; lengths are shares of the picture's side.
+
+    Attributes:
+        colour, shape: keys of COLOURS, and one of SHAPES.
+        x, y: its centre.
+        radius: of the circle around it.
+        angle: by which it is turned, in radians.
+        fill: its shade of the colour, red, green and blue.
+    """
+
+    colour: str
+    shape: str
+    x: float
+    y: float
+    radius: float
+    angle: float
+    fill: Rgb
+
+    @property
+    def name(self) -> str:
+        """The words for it, such as 红色的圆形."""
+        return f"{self.colour}的{self.shape}"
+
+
+class Shapes:
+    """One row for each drawing: a shape, at times with its size, its place or a background, or two shapes.
+
+    Rows with a combination of HELD_OUT are in the validation split, where a judge of pictures can learn them, and in
+    the test split.
+    """
+
+    name = "shapes"
+    kind: SourceKind = "image_text"
+    own_splits: frozenset[Split] = frozenset()
+
+    def __init__(self, options: SourceOptions) -> None:
+        del options
+
+    def origin(self) -> list[Origin]:
+        """Returns this project, which draws them."""
+        return [Origin(package="m6-recipes", version=m6.__version__, licence="Apache-2.0")]
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the drawings; each depends on its number alone."""
+        for number in range(NUM_ROWS):
+            caption, background, figures = compose(np.random.default_rng(number))
+            held_out: Split | None = None
+            if any((figure.colour, figure.shape) in HELD_OUT for figure in figures):
+                held_out = "validation" if number % 2 else "test"
+            yield Row(f"shapes/{number}", f"shapes/{number}", caption, draw(background, figures), split=held_out)
+
+
+def compose(rng: np.random.Generator) -> tuple[str, Rgb, list[Figure]]:
+    """Draws a caption at random, and what it leaves open.
+
+    Returns:
+        The caption, the colour of the background, and the figures, that in front last.
+    """
+    kind = rng.choice(4, p=_SHARES)
+    background = (255, 255, 255)
+    if kind == 3:
+        relation, (right, down) = _one_of(RELATIONS, rng)
+        first, second = (
+            _figure(rng, (0.14, 0.22), (0.5 + side * 0.25 * right, 0.5 + side * 0.25 * down), 0.04) for side in (1, -1)
+        )
+        return f"{first.name}在{second.name}的{relation}", background, [second, first]
+    if kind == 2:
+        colour, background = _one_of(COLOURS, rng)
+        figure = _figure(rng, (0.2, 0.38), (0.5, 0.5), 0.08, without=colour)
+        return f"{figure.name}，{colour}的背景", _near(background, rng), [figure]
+    if kind == 1 and rng.random() < 0.5:
+        size, radius = _one_of(SIZES, rng)
+        figure = _figure(rng, radius, (0.5, 0.5), 0.08)
+        return f"{figure.colour}的{size}{figure.shape}", background, [figure]
+    if kind == 1:
+        place, centre = _one_of(PLACES, rng)
+        figure = _figure(rng, (0.14, 0.24), centre, 0.02)
+        return f"{place}的{figure.name}", background, [figure]
+    figure = _figure(rng, (0.2, 0.42), (0.5, 0.5), 0.08)
+    return figure.name, background, [figure]
+
+
+def draw(background: Rgb, figures: list[Figure]) -> bytes:
+    """Draws figures as a PNG file of SIDE x SIDE pixels."""
+    side = SIDE * _OVERSAMPLING
+    picture = Image.new("RGB", (side, side), background)
+    canvas = ImageDraw.Draw(picture)
+    for figure in figures:
+        points = [
+            (
+                side * (figure.x + figure.radius * (x * math.cos(figure.angle) - y * math.sin(figure.angle))),
+                side * (figure.y + figure.radius * (x * math.sin(figure.angle) + y * math.cos(figure.angle))),
+            )
+            for x, y in _outline(figure.shape)
+        ]
+        canvas.polygon(points, fill=figure.fill)
+    buffer = io.BytesIO()
+    picture.reduce(_OVERSAMPLING).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _figure(
+    rng: np.random.Generator,
+    radius: tuple[float, float],
+    centre: tuple[float, float],
+    shift: float,
+    without: str | None = None,
+) -> Figure:
+    """A figure of any colour but ``without``, whose centre is up to ``shift`` away from ``centre``."""
+    colour = str(rng.choice([colour for colour in COLOURS if colour != without]))
+    shape = str(rng.choice(SHAPES))
+    x, y = (float(value + rng.uniform(-shift, shift)) for value in centre)
+    # A star or a heart stands upright, more or less; a triangle lies in any way.
+    largest = math.pi if shape == "三角形" else math.pi / 12
+    angle = float(rng.uniform(-largest, largest))
+    return Figure(colour, shape, x, y, float(rng.uniform(*radius)), angle, _near(COLOURS[colour], rng))
+
+
+def _outline(shape: str) -> list[tuple[float, float]]:
+    """The corners of a shape in the circle of radius 1 around (0, 0); y points down."""
+    if shape == "五角星":
+        radii = [1.0, 0.42] * 5
+        angles = [math.pi * n / 5 - math.pi / 2 for n in range(10)]
+    elif shape == "心形":
+        turns = [2 * math.pi * n / 64 for n in range(64)]
+        return [
+            (
+                math.sin(t) ** 3,
+                -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 17 - 0.1,
+            )
+            for t in turns
+        ]
+    elif shape == "长方形":
+        angles, radii = [math.pi * n + turn for n in (0, 1) for turn in (-0.42, 0.42)], [1.0] * 4
+    else:
+        corners = {"圆形": 96, "三角形": 3, "正方形": 4}[shape]
+        angles = [2 * math.pi * n / corners + math.pi / 4 for n in range(corners)]
+        radii = [1.0] * corners
+    return [(radius * math.cos(angle), radius * math.sin(angle)) for radius, angle in zip(radii, angles, strict=True)]
+
+
+def _near(colour: Rgb, rng: np.random.Generator) -> Rgb:
+    """A shade of a colour."""
+    red, green, blue = (int(np.clip(value + rng.integers(-12, 13), 0, 255)) for value in colour)
+    return red, green, blue
+
+
+def _one_of(choices: Mapping[str, T], rng: np.random.Generator) -> tuple[str, T]:
+    return list(choices.items())[rng.integers(len(choices))]

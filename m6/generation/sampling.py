@@ -1,0 +1,101 @@
+"""How image codes are drawn: the settings, and random numbers that belong to one picture."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from m6.data.objective_settings import Decoding
+from m6.errors import UserError, nearest
+
+
+class CodeGrid(Protocol):
+    """What drawing has to know of an image tokenizer; see ``ImageTokenizer`` for the attributes."""
+
+    codebook_size: int
+    codes_per_place: int
+    num_codes: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a code is drawn from the model's logits.
+
+    Attributes:
+        guidance_scale: g in ``unconditional + g * (conditional - unconditional)``, classifier-free guidance (arXiv
+            2207.12598). 1 is no guidance, and no unconditional logits are computed.
+        temperature: divides the logits; 0 takes the most likely code.
+        top_k: draw from the k most likely codes; None: from all.
+        top_p: draw from the fewest codes whose probabilities sum to p; None: from all.
+        decoding: "masked": all codes at once, in several passes; "left_to_right": one after the other. None: as the
+            model was trained, masked if it was trained for both.
+        passes: passes of the model for a picture with "masked", see ``m6.generation.masked``.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    guidance_scale: float = 3.0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    decoding: Decoding | None = None
+    passes: int = 12
+
+    def __post_init__(self) -> None:
+        if self.guidance_scale < 0 or self.temperature < 0:
+            raise UserError(
+                f"guidance_scale {self.guidance_scale} and temperature {self.temperature} must be at least 0"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be at least 1, found {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], found {self.top_p}")
+        if self.decoding not in (None, *get_args(Decoding)):
+            raise UserError(f'decoding "{self.decoding}" is unknown{nearest(str(self.decoding), get_args(Decoding))}')
+        if self.passes < 1:
+            raise UserError(f"passes must be at least 1, found {self.passes}")
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""
+        # fp64, so that rounding of the cumulative sums in draw_by_numbers hardly ever changes a code.
+        scores = scores.double()
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
+        ids = torch.empty(0, device=scores.device)  # an argument that these warpers require but do not use
+        scores = TemperatureLogitsWarper(self.temperature)(ids, scores) if self.temperature != 1 else scores
+        scores = TopKLogitsWarper(self.top_k)(ids, scores) if self.top_k is not None else scores
+        scores = TopPLogitsWarper(self.top_p)(ids, scores) if self.top_p is not None else scores
+        return scores.softmax(dim=-1)
+
+
+def uniform_numbers(seed: int, caption: str, index: int, number: int) -> Tensor:
+    """Returns the random numbers of one picture, fp64 [number] in [0, 1).
+
+    They depend only on the arguments, not on the device or on other pictures, so the picture is reproducible.
+
+    Args:
+        seed: any integer.
+        caption: caption of the picture.
+        index: index of the picture among those of the caption.
+        number: how many.
+    """
+    digest = hashlib.blake2b(f"{seed}/{index}/{caption}".encode(), digest_size=8).digest()
+    generator = np.random.default_rng(int.from_bytes(digest, "little"))
+    # Drawn in fp32: then the product with the fp64 sum of all probabilities is always less than that sum.
+    return torch.from_numpy(generator.random(number, dtype=np.float32)).double()
+
+
+def draw_by_numbers(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Draws codes int64 [B] by inverse transform sampling from probabilities [B, K] with random numbers [B].
+
+    A code of probability 0 is never drawn, because the cumulative sum does not grow there.
+    """
+    sums = probabilities.cumsum(dim=-1)
+    return torch.searchsorted(sums, (uniform * sums[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
