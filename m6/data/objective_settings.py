@@ -1,14 +1,10 @@
 """The settings of the objectives: what ``m6.objectives`` of a run's JSON may hold."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from m6.errors import UserError, nearest
+from m6.tokenizers.decoding import Decoding
 from m6.validation import Section
-
-Decoding = Literal["masked", "left_to_right"]
-"""How image codes are drawn: all at once in several passes, or one after the other."""
 
 
 class ObjectiveSettings(Section):

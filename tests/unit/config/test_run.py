@@ -209,7 +209,7 @@ FITTING = [
     ({"m6.moe.top_k": 3}, {}, r"top_k 3 .*2 experts of a prototype"),
     ({"m6.model.num_attention_heads": 3}, {}, r"hidden_size 32 .*num_attention_heads 3"),
     ({"m6.model.patch_encoder": "efficientnet_lite0"}, {}, r'm6\.model: .*efficientnet_lite0" needs .* 32, found 16'),
-    ({"m6.data.image_tokenizer": "x"}, {}, r"image_tokenizer: only m6\.objectives\.text_to_image reads .* weight is 0"),
+    ({"m6.data.image_tokenizer": "x"}, {}, r"image_tokenizer: only m6\.objectives\.text_to_image and .* weights are 0"),
     ({"m6.schedule.power": 2.0}, {}, r'm6\.schedule\.power: "decay": "cosine" ignores it'),
     ({"m6.schedule": {"decay": "constant", "final_lr_ratio": 0.5}}, {}, r"final_lr_ratio: .*constant.* ignores it"),
     (
