@@ -8,6 +8,8 @@ from transformers.cache_utils import Cache
 from m6.model.configuration import M6Config
 from m6.tokenizers.special_tokens import TARGET
 
+_LONGEST_PRODUCTS = 192  # keys, see attend_by_products
+
 
 def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int | Tensor = 0) -> Tensor:
     """The attention mask: pictures and source in both directions, the target causally (M6, section 3).
@@ -59,18 +61,18 @@ class Attention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)
         dropout = self.dropout if self.training else 0.0
-        if query.device.type == "cpu" and query.dtype.itemsize == 2:
-            attended = _attend_by_products(query, key, value, mask, dropout)
+        if query.device.type == "cpu" and query.dtype.itemsize == 2 and key.shape[2] <= _LONGEST_PRODUCTS:
+            attended = attend_by_products(query, key, value, mask, dropout)
         else:
             attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
-def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float) -> Tensor:
+def attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float) -> Tensor:
     """The same as PyTorch's scaled_dot_product_attention, with the whole matrix of scores.
 
-    In 16 bits on a CPU, PyTorch's fused backward pass takes two to seven times as long as these products for rows of up
-    to 280 tokens (scripts/benchmarks/results/attention_cpu.md).
+    In 16 bits on a CPU, PyTorch's fused one takes twice as long for 140 tokens, and less for 280
+    (scripts/benchmarks/results/attention_cpu.md).
     """
     scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
     # The softmax computes in fp32 and rounds its result.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from m6.model.attention import _attend_by_products, prefix_lm_mask
+from m6.model.attention import attend_by_products, prefix_lm_mask
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 
@@ -116,7 +116,7 @@ def test_products_in_16_bits_are_the_fused_attention(dtype):
     results = []
     for kind, attend in (
         (torch.float64, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)),
-        (dtype, lambda q, k, v: _attend_by_products(q, k, v, mask, 0.0)),
+        (dtype, lambda q, k, v: attend_by_products(q, k, v, mask, 0.0)),
     ):
         inputs = [tensor.to(kind, copy=True).requires_grad_() for tensor in exact]
         output = attend(*inputs)
@@ -131,6 +131,6 @@ def test_dropout_of_16_bits_keeps_the_mean():
     torch.manual_seed(0)
     query, key, value = torch.zeros(3, 1, 1, 2000, 4, dtype=torch.bfloat16).unbind()
     value = value + 1
-    dropped = _attend_by_products(query, key, value, torch.ones(1, 1, 2000, 2000, dtype=torch.bool), 0.5)
+    dropped = attend_by_products(query, key, value, torch.ones(1, 1, 2000, 2000, dtype=torch.bool), 0.5)
     assert dropped.float().std() > 0
     assert float(dropped.float().mean()) == pytest.approx(1, abs=0.02)
