@@ -19,6 +19,10 @@ def evaluate_pictures(
         str | None,
         typer.Option(help="drawing style that the judge is not trained on: the last part of the ids, such as twemoji"),
     ] = None,
+    among: Annotated[
+        Path | None,
+        typer.Option(help="the captions that the judge tells apart: a text file with one per line; default: all"),
+    ] = None,
     judge: Annotated[
         Path | None,
         typer.Option(help="folder of the judge; an existing judge is used, a new one is saved there"),
@@ -34,6 +38,7 @@ def evaluate_pictures(
     ] = None,
 ) -> None:
     """Evaluates generated pictures: accuracy of a classifier trained on real ones, FID and KID, search for copies."""
+    from m6.cli.generate import read_captions
     from m6.data.manifest import Manifest
     from m6.evaluation.pictures.generated import load_generated
     from m6.evaluation.pictures.judge import JudgeSettings, load_or_train_judge
@@ -45,7 +50,13 @@ def evaluate_pictures(
 
     settings = JudgeSettings(total_steps=judge_steps)
     pictures, skipped = load_generated(generated, settings.image_size)
-    real = load_real(Manifest.load(data), source, held_out_style, settings.image_size)
+    real = load_real(
+        Manifest.load(data),
+        source,
+        held_out_style,
+        settings.image_size,
+        None if among is None else set(read_captions(among)),
+    )
     device = default_device()
     network = load_or_train_judge(real.judged, settings, judge, device)
     report = compare(pictures, skipped, real, network, device, inception)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m6.data.sources.base import Row, Source, SourceOptions
-from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaCompositions, EasyVqaQuestions
+from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaQuestions
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews
@@ -26,7 +26,6 @@ BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
     for source in (
         Inews,
         EasyVqaCaptions,
-        EasyVqaCompositions,
         EasyVqaQuestions,
         Emoji,
         IconPark,

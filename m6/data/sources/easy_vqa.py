@@ -1,6 +1,5 @@
 """easy-VQA: 5,000 pictures of one coloured shape, with captions and questions in Chinese."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -24,9 +23,6 @@ COLOURS = {
     "yellow": "黄色",
 }
 SHAPES = {"circle": "圆形", "rectangle": "长方形", "triangle": "三角形"}
-# Combinations that are kept out of training in easy_vqa_compositions. Training has each of their colours and shapes in
-# other combinations. Two captions are held out per shape.
-HELD_OUT = frozenset({"蓝色的圆形", "黑色的圆形", "红色的三角形", "绿色的三角形", "黄色的长方形", "棕色的长方形"})
 ANSWERS = COLOURS | SHAPES | {"yes": "是", "no": "不是"}
 
 # The subject of a question: "blue shape", "circle" or just "shape".
@@ -113,22 +109,6 @@ class EasyVqaCaptions(_EasyVqa):
             caption = _caption(pairs)
             if caption:
                 yield Row(group, group, caption, image, split=split)
-
-
-class EasyVqaCompositions(EasyVqaCaptions):
-    """The same pictures and captions, with the captions of HELD_OUT kept out of the training split.
-
-    Held-out pictures from the package's training part go to the validation split, where a judge of pictures can learn
-    them. Those from its test part are in the test split.
-    """
-
-    name = "easy_vqa_compositions"
-
-    def rows(self) -> Iterator[Row]:
-        """Yields one row for each picture whose caption is known."""
-        for row in super().rows():
-            held_out = row.text in HELD_OUT and row.split is None
-            yield dataclasses.replace(row, split="validation") if held_out else row
 
 
 class EasyVqaQuestions(_EasyVqa):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,11 @@ class RealPictures:
 
 
 def load_real(
-    manifest: Manifest, sources: Sequence[str] | None, held_out_style: str | None, image_size: int
+    manifest: Manifest,
+    sources: Sequence[str] | None,
+    held_out_style: str | None,
+    image_size: int,
+    among: Set[str] | None = None,
 ) -> RealPictures:
     """Reads the pictures of the sources. Pictures that cannot be decoded are left out.
 
@@ -51,6 +55,7 @@ def load_real(
         held_out_style: style that is kept out of ``judged``: the last part of a row's id, such as ``twemoji`` in
             ``emoji/1f407/twemoji``. None: no style is held out.
         image_size: side in pixels to which pictures are decoded.
+        among: the captions that the judge tells apart; None: all.
 
     Raises:
         UserError: a source is unknown or has no pictures, no row has the style, or a set is empty.
@@ -69,6 +74,7 @@ def load_real(
     judged = [row for row, style in zip(known, has_style, strict=True) if not style]
     counts = collections.Counter(caption for _, caption, _ in judged)
     classes = {caption for caption, count in counts.items() if count >= MIN_PICTURES}
+    classes = classes if among is None else classes & among
     held_out = [row for row, style in zip(known, has_style, strict=True) if style] + rows["test"]
     real = RealPictures(
         judged=_set([row for row in judged if row[1] in classes], image_size),
@@ -77,9 +83,9 @@ def load_real(
     )
     if not len(real.judged) or not len(real.held_out):
         raise UserError(
-            f"{manifest.folder}: {len(real.judged)} of {len(known)} pictures have a caption that occurs at least "
-            f"{MIN_PICTURES} times, and {len(real.held_out)} pictures with such a caption are held out; both numbers "
-            "must be positive (--held-out-style names a drawing style to hold out)"
+            f"{manifest.folder}: {len(real.judged)} of {len(known)} pictures have a caption to judge that occurs at "
+            f"least {MIN_PICTURES} times, and {len(real.held_out)} with such a caption are held out; both numbers must "
+            "be positive (--held-out-style names a drawing style to hold out)"
         )
     return real
 

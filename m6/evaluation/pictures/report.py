@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from m6.errors import UserError
+from m6.evaluation.pictures.accuracy import Accuracy, accuracy
 from m6.evaluation.pictures.copies import COPY_PSNR_DB, find_nearest
 from m6.evaluation.pictures.distances import Distances, distances_by_inception, distances_of_features
 from m6.evaluation.pictures.generated import CaptionedPictures
 from m6.evaluation.pictures.judge import Judge
 from m6.evaluation.pictures.real import RealPictures
 from m6.formatting import markdown_table
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy of the judge: the share of correctly classified pictures per caption, averaged over the captions."""
-
-    captions: int
-    pictures: int
-    top_1: float
-    top_5: float
 
 
 @dataclass(frozen=True)
@@ -149,21 +138,6 @@ def evaluate_pictures(
     return PictureReport(groups, len(generated) - len(judged), skipped, distances, nearest)
 
 
-def accuracy(judge: Judge, pictures: CaptionedPictures, scores: Tensor, captions: set[str]) -> Accuracy | None:
-    """Returns the judge's accuracy on the pictures with one of ``captions``; None if there are none."""
-    index = {caption: number for number, caption in enumerate(judge.captions)}
-    hits: dict[str, list[tuple[bool, bool]]] = collections.defaultdict(list)
-    best = scores.topk(min(5, scores.shape[1]), dim=1).indices.tolist()
-    for caption, guesses in zip(pictures.captions, best, strict=True):
-        if caption in captions:
-            hits[caption].append((guesses[0] == index[caption], index[caption] in guesses))
-    if not hits:
-        return None
-    means = np.array([np.mean(rows, axis=0) for rows in hits.values()])
-    top_1, top_5 = means.mean(axis=0).tolist()
-    return Accuracy(len(hits), sum(map(len, hits.values())), top_1, top_5)
-
-
 def copies(pictures: CaptionedPictures, among: CaptionedPictures) -> Copies:
     """Measures the similarity of pictures to the nearest pictures of ``among``."""
     nearest = find_nearest(pictures, among)
@@ -173,14 +147,15 @@ def copies(pictures: CaptionedPictures, among: CaptionedPictures) -> Copies:
 
 def markdown(report: PictureReport) -> str:
     """Returns the report as Markdown tables."""
-    header = ["captions", "number", "generated pictures", "found by the judge (top 5)", "real held-out pictures"]
-    header += ["found by the judge (top 5)", "ratio"]
-    groups = []
+    header = ["captions", "pictures", "number of captions", "number", "found (best five)", "of five captions"]
+    header += ["first word", "second word"]
+    groups, ratios = [], []
     for name, group in report.groups.items():
-        generated, real = group.generated, group.real
-        cells = [name, f"{generated.captions:,}", f"{generated.pictures:,}", _shares(generated)]
-        cells += ["0", "", ""] if real is None else [f"{real.pictures:,}", _shares(real), _ratio(group.ratio)]
-        groups.append(cells)
+        for kind, found in (("generated", group.generated), ("real, held out", group.real)):
+            if found is not None:
+                groups.append([name, kind, f"{found.captions:,}", f"{found.pictures:,}", *_shares(found)])
+        if group.ratio is not None:
+            ratios.append(f"{group.ratio:.2f} ({name})")
     distances = [[name, f"{d.fid:.2f}", f"{d.kid:.4f} ({d.kid_std:.4f})"] for name, d in report.distances.items()]
     nearest = [
         [name, f"{c.pictures:,}", f"{c.median_psnr_db:.1f}", f"{c.copies:.1%}", f"{c.same_caption:.1%}"]
@@ -189,6 +164,8 @@ def markdown(report: PictureReport) -> str:
     from_db = f"from {COPY_PSNR_DB:.0f} dB"
     lines = [
         markdown_table(header, groups),
+        "",
+        f"Found in generated pictures / found in real ones: {', '.join(ratios) or 'unknown'}",
         "",
         markdown_table(["against the judge's real pictures", "FID", "KID (standard deviation)"], distances),
         "",
@@ -202,9 +179,6 @@ def markdown(report: PictureReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shares(accuracy: Accuracy) -> str:
-    return f"{accuracy.top_1:.1%} ({accuracy.top_5:.1%})"
-
-
-def _ratio(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
+def _shares(accuracy: Accuracy) -> list[str]:
+    words = ["", ""] if accuracy.words is None else [f"{share:.1%}" for share in accuracy.words]
+    return [f"{accuracy.top_1:.1%} ({accuracy.top_5:.1%})", f"{accuracy.of_five:.1%}", *words]

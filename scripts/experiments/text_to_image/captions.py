@@ -1,21 +1,15 @@
-"""Prints the captions to draw for the evaluation: those of the training split, then the held-out combinations."""
+"""Prints the captions to draw: those of the emoji in training, then every combination of colour and shape."""
 
 import sys
 
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
-
-COMPOSITIONS = "easy_vqa_compositions"
+from m6.data.sources.shapes import COLOURS, SHAPES
 
 
 def main(folder: str) -> None:
-    manifest = Manifest.load(folder)
-    captions: dict[str, None] = {}
-    for source, entry in manifest.sources.items():
-        if entry.kind == "image_text":
-            captions |= dict.fromkeys(open_split(manifest, source, "train")["text"])
-    captions |= dict.fromkeys(open_split(manifest, COMPOSITIONS, "validation")["text"])
-    print("\n".join(captions))
+    emoji = dict.fromkeys(open_split(Manifest.load(folder), "emoji", "train")["text"])
+    print("\n".join([*emoji, *(f"{colour}的{shape}" for colour in COLOURS for shape in SHAPES)]))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from PIL import Image
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
 from m6.errors import UserError
+from m6.evaluation.pictures.accuracy import accuracy
 from m6.evaluation.pictures.copies import find_nearest
 from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, Distances, distances_by_inception, distances_of_features
 from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, load_or_train_judge, train_judge
 from m6.evaluation.pictures.real import load_real
-from m6.evaluation.pictures.report import SEEN, UNSEEN, accuracy, evaluate_pictures, markdown
+from m6.evaluation.pictures.report import SEEN, UNSEEN, evaluate_pictures, markdown
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import _COLOURS, _SHAPES, draw_shape
 
@@ -106,6 +107,32 @@ def test_accuracy_is_the_mean_over_captions():
     assert found.top_1 == pytest.approx((2 / 3 + 0) / 2)
     assert found.top_5 == 1.0
     assert accuracy(judge, pictures, scores, {"丙"}) is None
+    assert found.of_five == found.top_1, "of three captions all are choices"
+    assert found.words is None
+
+
+def test_words_of_composed_captions_count_apart():
+    """Colours and shapes that occur once, and captions of other forms, are no combinations."""
+    captions = ["红的圆", "红的方", "蓝的圆", "蓝的方", "巴西的旗", "左的红的圆", "鬼"]
+    judge = Judge(SETTINGS, captions)
+    drawn = ["红的圆", "红的圆", "蓝的方", "巴西的旗", "鬼"]
+    guesses = ["红的方", "红的圆", "红的圆", "鬼", "鬼"]
+    scores = torch.zeros(5, 7)
+    scores[range(5), [captions.index(guess) for guess in guesses]] = 1
+    found = accuracy(judge, CaptionedPictures(np.zeros((5, 32, 32, 3), np.uint8), drawn), scores, set(captions))
+    assert found.words == (pytest.approx((1 + 0) / 2), pytest.approx((0.5 + 0) / 2))
+    assert found.top_1 == pytest.approx((0.5 + 0 + 0 + 1) / 4)
+
+
+def test_one_of_five_captions_is_chosen():
+    """Where the right caption is third of 101, two of the other 100 are better: of four others, none is in 92 %."""
+    captions = [str(number) for number in range(101)]
+    scores = -torch.arange(101.0).expand(2000, -1)
+    pictures = CaptionedPictures(np.zeros((2000, 1, 1, 3), np.uint8), ["2"] * 2000)
+    found = accuracy(Judge(SETTINGS, captions), pictures, scores, {"2"})
+    expected = (98 * 97 * 96 * 95) / (100 * 99 * 98 * 97)
+    assert found.top_1 == 0
+    assert found.of_five == pytest.approx(expected, abs=0.025)  # four standard errors of 2,000 draws
 
 
 def test_good_pictures_are_told_from_bad_ones(real, judge, tmp_path):
@@ -248,7 +275,13 @@ def test_the_command_and_its_mistakes(data, tmp_path):
     report = json.loads((folder / "report.json").read_text())
     assert report["unjudged"] == 1
     assert report["groups"][SEEN]["generated"]["captions"] == 11
-    assert "| seen in training | 11 | 11 |" in outcome.stdout
+    assert "| seen in training | generated | 11 | 11 |" in outcome.stdout
+    few = tmp_path / "few.txt"
+    few.write_text("红色方块\n蓝色方块\n蓝色圆形\n", encoding="utf-8")
+    assert m6(*command, "--held-out-style", "small", "--among", few).code == 0
+    among = json.loads((folder / "report.json").read_text())
+    assert among["unjudged"] == 10
+    assert among["groups"][SEEN]["real"]["captions"] == 3
     message = user_error(*command, "--held-out-style", "tiny")
     assert 'no id ends in "/tiny"; frequent ends: large, small' in message
     assert 'no source "shape"' in user_error(*command, "--source", "shape")
@@ -261,5 +294,6 @@ def test_the_command_and_its_mistakes(data, tmp_path):
 def test_the_tables(real, judge, tmp_path):
     generated, _ = load_generated(write_generated(tmp_path / "generated", shapes()), 32)
     text = markdown(evaluate_pictures(generated, {"a.png": "missing image"}, real, judge, CPU))
-    assert "| not seen in training | 1 | 1 |" in text
+    assert "| not seen in training | generated | 1 | 1 |" in text
+    assert "| not seen in training | real, held out | 1 | 6 |" in text
     assert "- a.png: missing image" in text
