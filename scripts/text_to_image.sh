@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
-# From a fresh clone to pictures of Chinese sentences on two cores without a GPU, in about an hour: environment, real
-# pictures with captions, image tokenizer, short pretraining, fine-tuning, a grid, and the evaluation of what was drawn.
-#   bash scripts/text_to_image.sh [FOLDER]   (default: runs/text_to_image; data goes to data/pictures, data/text_to_image)
+# From a fresh clone to pictures of Chinese sentences on two cores without a GPU: environment, real pictures with
+# captions, image tokenizer, short pretraining, fine-tuning, a grid, and the evaluation of what was drawn.
+#   bash scripts/text_to_image.sh [--long] [FOLDER]
+# It takes about an hour; --long, with five times as many concepts and a longer training, about three. FOLDER is
+# runs/text_to_image by default, or runs/text_to_image_long; data goes to data/.
 # Everything resumes: the same command goes on after an interruption. The time of each part is in FOLDER/times.tsv.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
+name=text_to_image
+emoji=200    # 40 concepts, a fair sample of all, in five drawing styles
+shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
+steps=7500   # of the fine-tuning
+if [ "${1:-}" = --long ]; then
+    shift
+    name=text_to_image_long emoji=1000 shapes=20000 steps=30000
+fi
 here=scripts/experiments/text_to_image
-out=${1:-runs/text_to_image}
-pictures=data/pictures  # all of them, from which the image tokenizer learns what pictures look like
-data=data/text_to_image # those whose captions the model learns
-emoji=200               # 40 concepts, a fair sample of all, in five drawing styles
-shapes=3000             # coloured shapes, of which the split leaves 1,762 to train on
+out=${1:-runs/$name}
+pictures=data/pictures # all emoji, from which the image tokenizer learns what pictures look like
+data=data/$name        # those whose captions the model learns
 make_environment data
 mkdir -p "$out"
 
@@ -24,40 +32,55 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
     printf '%s\t%d\n' "$name" "$((SECONDS - begin))" >>"$out/times.tsv"
 }
 
-on_both_cores() { # on_both_cores COMMAND...: one rank on each core, each with half of the experts
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" --set train_micro_batch_size_per_gpu=8 \
-        --set m6.training.ep_size=2
+# bf16 halves a step where the processor multiplies it, and slows it down elsewhere.
+precision=()
+grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=(--set torch_autocast.enabled=false)
+
+on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core, each with half of the experts
+    local micro_batch=$1
+    shift
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" --set train_micro_batch_size_per_gpu="$micro_batch" \
+        --set m6.training.ep_size=2 --set m6.data.path="$data" --set m6.data.tokenizer="$data/tokenizer" \
+        "${precision[@]+"${precision[@]}"}"
 }
 
 build() {
-    m6 data build emoji easy_vqa --out "$pictures"
-    m6 data build inews emoji easy_vqa_compositions --limit "$emoji" --limit "easy_vqa_compositions=$shapes" --out "$data"
+    m6 data build emoji shapes --limit shapes=10000 --out "$pictures"
+    m6 data build inews emoji shapes --limit inews=2000 --limit "emoji=$emoji" --limit "shapes=$shapes" --out "$data"
     if [ ! -d "$data/tokenizer" ]; then
+        # Pieces of at most two characters: a caption that is one piece cannot be composed anew.
         m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 3000 --image-vocab-size 1024 \
-            --character-coverage 0.995 --sample-megabytes 2
+            --character-coverage 0.995 --max-piece-length 2 --sample-megabytes 2
     fi
 }
 
-draw() { # draw FOLDER: pictures of every caption, those that training showed and the held-out combinations
+draw() { # draw FOLDER OPTIONS...: pictures of every caption, those that training showed and the held-out combinations
     [ ! -d "$1" ] || return 0
     python "$here/captions.py" "$data" >"$out/captions.txt"
-    m6 generate --checkpoint "$out/finetuned" --captions "$out/captions.txt" --num 4 --candidates 16 --guidance 2 \
-        --batch-size 32 --out-dir "$1"
+    m6 generate --checkpoint "$out/finetuned" --captions "$out/captions.txt" --num 8 --temperature 0.9 \
+        --batch-size 64 --out-dir "$@"
 }
 
 grid() {
-    m6 generate --checkpoint "$out/finetuned" --captions "$here/shown.txt" --num 8 --candidates 16 --guidance 2 \
-        --batch-size 32 --out "$out/grid.png"
+    m6 generate --checkpoint "$out/finetuned" --captions "$here/shown.txt" --num 8 --temperature 0.9 --batch-size 64 \
+        --out "$out/grid.png"
+}
+
+judge() { # judge DRAWINGS REPORT
+    m6 evaluate-pictures "$1" --data "$data" --held-out-style twemoji --among "$out/captions.txt" --judge "$out/judge" \
+        --out "$2"
 }
 
 part "data" build
 part "image tokenizer" m6 train-image-tokenizer configs/image_tokenizer/pictures_64.json \
     --set data.path="$pictures" --out runs/image_tokenizer
 part "image codes" m6 data codes "$data" --image-tokenizer runs/image_tokenizer
-part "pretraining" on_both_cores pretrain "$here/pretrain.json" --run-dir "$out/pretrained"
-part "fine-tuning" on_both_cores finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
-    --run-dir "$out/finetuned"
+part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained"
+part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
+    --run-dir "$out/finetuned" --set m6.training.total_steps="$steps"
 part "grid" grid
 part "pictures" draw "$out/pictures"
-part "evaluation" m6 evaluate-pictures "$out/pictures" --data "$data" --held-out-style twemoji --out "$out/report.md"
-say "done: grid $out/grid.png, report $out/report.md, times $out/times.tsv"
+part "pictures, the best 8 of 16" draw "$out/chosen" --candidates 16
+part "evaluation" judge "$out/pictures" "$out/report.md"
+part "evaluation, the best 8 of 16" judge "$out/chosen" "$out/chosen.md"
+say "done: grid $out/grid.png, reports $out/report.md and $out/chosen.md, times $out/times.tsv"
