@@ -34,6 +34,8 @@ class M6GenerationMixin(GenerationMixin):
     @decodings.setter
     def decodings(self, value: list[Decoding]) -> None:
         setattr(self.generation_config, _DECODINGS, value)
+        # from_pretrained drops what it does not know of a file that claims to follow from the model's configuration.
+        self.generation_config._from_model_config = False
 
     @torch.no_grad()
     def generate(  # type: ignore[override]

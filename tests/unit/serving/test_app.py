@@ -207,6 +207,7 @@ def drawing(captioning: Captioning) -> Drawing:
     torch.manual_seed(0)
     config = ImageTokenizerConfig(image_size=32, patch_size=8, channels=[8], codebook_size=16, codebook_dim=4)
     image_tokenizer = M6ImageTokenizer(config)
+    captioning.model.decodings = ["left_to_right"]
     return Drawing(M6TextToImagePipeline(captioning.model, captioning.processor, image_tokenizer), Sampling())
 
 

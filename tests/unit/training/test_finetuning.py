@@ -248,7 +248,7 @@ def test_refused_before_anything_is_written(config_file, pretrained, folder, tmp
     )
     other = build_other_tokenizer(tmp_path / "other", image_tokenizer)
     assert "holds no codes of the image tokenizer" in message(pretrained, f"m6.data.image_tokenizer={other}")
-    assert "m6.samples: only a model with m6.objectives.text_to_image draws" in message(
+    assert "m6.samples: only a model with m6.objectives.text_to_image or image_code_denoising draws" in message(
         pretrained, "m6.objectives.text_to_image.weight=0", "m6.data.image_tokenizer=null"
     )
 
