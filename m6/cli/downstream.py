@@ -16,7 +16,7 @@ def downstream(
     out: Annotated[Path | None, typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="most test rows of each source")] = 200,
 ) -> None:
-    """Scores a fine-tuned run on captioning, classification and matching, with baselines on the same rows."""
+    """Scores a fine-tuned run on captions, labels, matches and answers, with baselines on the same rows."""
     for package in ("sacrebleu", "sklearn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')

@@ -92,6 +92,9 @@ class ObjectivesSettings(Section):
         default=CodeDenoisingSettings(),
         description="text and some of the image codes of its picture -> the others, in both directions; fine-tuning",
     )
+    visual_question_answering: TaskSettings = Field(
+        default=TaskSettings(), description="picture and a question about it -> the answer; fine-tuning"
+    )
 
     @property
     def decodings(self) -> list[Decoding]:

@@ -15,9 +15,11 @@ Fine-tuning. These have weight 0 by default and can be mixed with pretraining:
     text_classification   text                      -> its label
     image_text_matching   picture + a text          -> whether the text describes the picture
     image_code_denoising  text                      -> the hidden ones of the codes of its picture
+    visual_question_answering
+                          picture + a question      -> the answer
 
-The last one is M6-UFC's way to draw (arXiv 2105.14211) with MaskGIT's schedule (arXiv 2202.04200): the codes see each
-other in both directions, and all that are hidden are predicted at once.
+The denoising of codes is M6-UFC's way to draw (arXiv 2105.14211) with MaskGIT's schedule (arXiv 2202.04200): the codes
+see each other in both directions, and all that are hidden are predicted at once.
 """
 
 import math
@@ -149,6 +151,8 @@ class _Objective:
     """Whether ``pair`` has to be applied to its rows first."""
     in_place: bool = False
     """See ``Example``."""
+    asks: bool = False
+    """Whether the row's question stands for its text."""
 
     @property
     def has_codes(self) -> bool:
@@ -206,12 +210,13 @@ _REGISTRY: dict[str, _Objective] = {
     "text_classification": _Objective("labelled_text", _whole_text, _answer),
     "image_text_matching": _Objective("image_text", _whole_text, _answer, has_pixels=True, is_paired=True),
     "image_code_denoising": _Objective("image_text", _text_or_dropped, _codes, _hide_codes, in_place=True),
+    "visual_question_answering": _Objective("vqa", _whole_text, _answer, has_pixels=True, asks=True),
 }
 OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
 
 def source_kind(objective: str) -> str:
-    """Returns the kind of source that an objective reads: "text", "image_text" or "labelled_text"."""
+    """Returns the kind of source that an objective reads: "text", "image_text", "labelled_text" or "vqa"."""
     return _REGISTRY[objective].kind
 
 
@@ -257,7 +262,8 @@ def target_ids(objective: str, sample: Sample, tokenizer: M6Tokenizer, max_token
     Raises:
         BadRow: the text is empty, or the objective needs image codes or an answer that the row does not have.
     """
-    return _REGISTRY[objective].make_target(sample, _text_ids(sample, tokenizer, max_tokens), tokenizer)
+    definition = _REGISTRY[objective]
+    return definition.make_target(sample, _text_ids(definition, sample, tokenizer, max_tokens), tokenizer)
 
 
 def make_example(
@@ -276,7 +282,7 @@ def make_example(
         BadRow: the text is empty, or the objective needs a picture, codes or an answer that the row does not have.
     """
     definition, objective_settings = _REGISTRY[objective], settings.of(objective)
-    ids = _text_ids(sample, tokenizer, max_tokens)
+    ids = _text_ids(definition, sample, tokenizer, max_tokens)
     if definition.has_pixels and sample.image is None:
         raise BadRow("no image")
     target = definition.make_target(sample, ids, tokenizer)
@@ -290,8 +296,8 @@ def make_example(
     )
 
 
-def _text_ids(sample: Sample, tokenizer: M6Tokenizer, max_tokens: int) -> list[int]:
-    ids = tokenizer.encode_ids(sample.text, max_tokens)
+def _text_ids(definition: _Objective, sample: Sample, tokenizer: M6Tokenizer, max_tokens: int) -> list[int]:
+    ids = tokenizer.encode_ids((sample.question or "") if definition.asks else sample.text, max_tokens)
     if not ids:
-        raise BadRow("empty text")
+        raise BadRow("no question" if definition.asks else "empty text")
     return ids

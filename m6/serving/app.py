@@ -143,8 +143,8 @@ def create_app(
         """Generates a picture of the ``text`` in the JSON body. The response is a PNG file."""
         if drawing is None:
             raise CannotDraw(
-                f"{model_name} does not draw: it was trained without m6.objectives.text_to_image and has no image "
-                "tokenizer; it captions pictures at /caption"
+                f"{model_name} does not draw: it was trained without m6.objectives.image_code_denoising or "
+                "text_to_image and has no image tokenizer; it captions pictures at /caption"
             )
         check_parameters(request, "deadline_s")
 

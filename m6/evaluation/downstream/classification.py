@@ -1,10 +1,12 @@
-"""Text classification by the likelihood of the labels, and a TF-IDF baseline."""
+"""Classification of texts and answers to questions by the likelihood of the labels, and a TF-IDF baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from m6.data.objectives import Example
 from m6.generation.likelihood import target_log_likelihoods
@@ -46,21 +48,25 @@ def predict_by_likelihood(
     texts: Sequence[str],
     labels: Sequence[str],
     max_tokens: int,
+    pictures: Sequence[np.ndarray] | None = None,
 ) -> list[str]:
-    """Returns for each text the label with the highest log p(label, <eos> | text).
+    """Returns for each text the label with the highest log p(label, <eos> | picture, text).
 
     Args:
-        model: fine-tuned on the objective text_classification, in evaluation mode.
+        model: fine-tuned on the objective text_classification or visual_question_answering, in evaluation mode.
         processor: processor of the model.
-        texts: N texts.
+        texts: N texts or questions.
         labels: the candidates.
         max_tokens: length to which training cuts a text.
+        pictures: N pictures, uint8 [image_size, image_size, 3], or None.
     """
     tokenizer = processor.tokenizer
     targets = [tokenizer.encode_ids(label) for label in labels]
     sources = [tokenizer.encode_ids(text, max_tokens) for text in texts]
     examples = [Example(source_ids=source, target_ids=target) for source in sources for target in targets]
-    scores = target_log_likelihoods(model, processor, examples, [None] * len(examples)).view(len(texts), len(labels))
+    shown = [None] * len(texts) if pictures is None else pictures
+    repeated = [picture for picture in shown for _ in labels]
+    scores = target_log_likelihoods(model, processor, examples, repeated).view(len(texts), len(labels))
     return [labels[index] for index in scores.argmax(dim=1).tolist()]
 
 

@@ -29,7 +29,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.runs.processes import default_device
 from m6.tokenizers.processor import M6Processor, decode_picture
 
-TASKS = ("image_captioning", "text_classification", "image_text_matching")
+TASKS = ("image_captioning", "text_classification", "image_text_matching", "visual_question_answering")
 CAPTION_TOKENS = 48
 
 
@@ -78,7 +78,12 @@ def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
     model, processor = load_run_model(run_dir, default_device())
     manifest = Manifest.load(config.m6.data.path)
     subject = _Subject(model, processor, config, manifest, max_rows)
-    draw = {"image_captioning": _captioning, "text_classification": _classification, "image_text_matching": _matching}
+    draw = {
+        "image_captioning": _captioning,
+        "text_classification": _classification,
+        "image_text_matching": _matching,
+        "visual_question_answering": _answering,
+    }
     parts = [f"# Downstream tasks of {run_dir.absolute().name}"]
     for task in tasks:
         for source in source_weights(manifest, "train", config.m6.data.sources):
@@ -150,6 +155,35 @@ def _matching(subject: _Subject, source: str, rows: Rows, training: Rows) -> str
     header = [f"{way} R@{k}" for way in ("text to picture", "picture to text") for k in matching.RANKS]
     title = f"## Matching: {source}, {len(rows)} test pictures, {len(texts)} captions"
     return f"{title}\n\n{markdown_table(['order by', *header], lines)}"
+
+
+def _answering(subject: _Subject, source: str, rows: Rows, training: Rows) -> str:
+    questions, answers = [row["question"] for row in rows], [row["answer"] for row in rows]
+    candidates = sorted({row["answer"] for row in training})
+    pictures = [decode_picture(row["image"], subject.config.model.image_size) for row in rows]
+    commonest = captions.most_frequent([row["answer"] for row in training])
+    by_question: dict[str, list[str]] = {}
+    for row in training:
+        by_question.setdefault(row["question"], []).append(row["answer"])
+    predictions = {
+        "this model": classification.predict_by_likelihood(
+            subject.model,
+            subject.processor,
+            questions,
+            candidates,
+            subject.max_tokens("visual_question_answering"),
+            pictures,
+        ),
+        "commonest answer to the question": [
+            captions.most_frequent(by_question.get(question, [commonest])) for question in questions
+        ],
+        "commonest answer": [commonest] * len(rows),
+    }
+    lines = []
+    for name, predicted in predictions.items():
+        lines.append([name, f"{classification.score_labels(predicted, answers).accuracy:.1%}"])
+    title = f"## Questions: {source}, {len(rows):,} test questions of {len(candidates)} answers"
+    return f"{title}\n\n{markdown_table(['answers', 'accuracy'], lines)}"
 
 
 def _neighbour_captions(rows: Rows, training: Rows) -> list[str]:

@@ -32,6 +32,7 @@ FINETUNED = {
     "image_captioning": (1, "configs/m6_cpu.json"),
     "text_classification": (1, "configs/m6_cpu.json"),
     "image_text_matching": (1, "configs/m6_cpu.json"),
+    "visual_question_answering": (1, "configs/m6_cpu.json"),
 }
 
 

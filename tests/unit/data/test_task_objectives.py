@@ -1,6 +1,7 @@
 """Labels and matches as targets: what an example holds, what is refused, how pairs are drawn."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -21,6 +22,23 @@ from m6.data.objectives import (
 from m6.data.pretraining import DataSettings, PretrainingData
 from m6.tokenizers import load_text_tokenizer
 from tests.fixtures.tiny_data import build_labelled_data, build_tiny_data, build_tiny_tokenizer, draw_shape
+
+
+def test_a_question_stands_for_the_text(tokenizer):
+    sample = Sample(id="a", text="", image=b"bytes", question="什么颜色？", answer="红色")
+    rng = np.random.default_rng(0)
+    example = make_example("visual_question_answering", sample, rng, tokenizer, ObjectivesSettings(), 100)
+    assert example.source_ids == tokenizer.encode_ids("什么颜色？")
+    assert example.target_ids == tokenizer.encode_ids("红色")
+    assert example.image == b"bytes"
+    for changes, reason in (
+        ({"question": None}, "no question"),
+        ({"answer": ""}, "no answer"),
+        ({"image": None}, "no im"),
+    ):
+        with pytest.raises(BadRow, match=reason):
+            broken = dataclasses.replace(sample, **changes)
+            make_example("visual_question_answering", broken, rng, tokenizer, ObjectivesSettings(), 100)
 
 
 @pytest.fixture(scope="module")

@@ -251,7 +251,9 @@ def test_a_model_that_does_not_draw_says_what_it_lacks(captioning: Captioning):
 
     answer = with_client(captioning, scenario)
     assert answer.status_code == 501
-    assert answer.json()["detail"].startswith("tiny does not draw: it was trained without m6.objectives.text_to_image")
+    assert answer.json()["detail"].startswith(
+        "tiny does not draw: it was trained without m6.objectives.image_code_denoising"
+    )
 
 
 @pytest.mark.parametrize("path", ["/caption", "/generate"])

@@ -97,6 +97,26 @@ def test_tables_of_pictures(folder: Path):
     assert "caption of the nearest training picture" in text
 
 
+def test_answers_are_judged_with_the_picture(judge):
+    model, processor = judge
+    pictures = [decode_picture(draw_shape(c, "圆形", "大"), IMAGE_SIDE) for c in ("红色", "蓝色", "绿色")]
+    answers = ["红色", "蓝色", "是"]
+    expected = [
+        max(answers, key=lambda answer: by_hand(model, processor, text, answer, picture))
+        for text, picture in zip(TEXTS, pictures, strict=True)
+    ]
+    assert predict_by_likelihood(model, processor, TEXTS, answers, max_tokens=40, pictures=pictures) == expected
+
+
+def test_table_of_questions(folder: Path):
+    run = run_of(folder, "data", "visual_question_answering")
+    outcome = m6("downstream", run, "--max-rows", 6)
+    assert outcome.code == 0, outcome.stderr
+    text = (run / "downstream.md").read_text(encoding="utf-8")
+    assert "## Questions: tiny_vqa, " in text
+    assert "| commonest answer to the question |" in text
+
+
 def test_table_of_labels(folder: Path):
     run = run_of(folder, "labelled", "text_classification")
     outcome = m6("downstream", run, "--out", run / "labels.md")
