@@ -36,8 +36,8 @@ def test_a_question_stands_for_the_text(tokenizer):
         ({"answer": ""}, "no answer"),
         ({"image": None}, "no im"),
     ):
+        broken = dataclasses.replace(sample, **changes)
         with pytest.raises(BadRow, match=reason):
-            broken = dataclasses.replace(sample, **changes)
             make_example("visual_question_answering", broken, rng, tokenizer, ObjectivesSettings(), 100)
 
 
