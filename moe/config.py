@@ -63,8 +63,8 @@ class MoEConfig:
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
         exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" chooses
             the exchange that moves fewer rows.
-        payload: the number format of tokens on the way: "same" as in the model, "bfloat16", or "float8" towards the
-            experts and bfloat16 back.
+        payload: the number format of tokens on the way: "same" as in the model, "bfloat16", "float8" towards the
+            experts and bfloat16 back, or "float8_both" ways.
         ranks_per_node: how many neighbouring ranks form a node with fast links. Tokens are then exchanged first between
             nodes and then inside them. None: all ranks count as one node.
         overlap_parts: in how many parts a layer exchanges its tokens with other ranks, so that one part is on its way
