@@ -168,6 +168,14 @@ class MoEConfig:
         """K, without the shared experts."""
         return self.num_prototypes * self.top_k
 
+    @property
+    def kept_share(self) -> float:
+        """The share of a token's K choices that the training's capacity leaves over if all experts are chosen equally
+        often, without ``min_capacity`` and rounding, which matter less the more tokens there are."""
+        if self.capacity_factor is None:
+            return 1.0
+        return min(1.0, self.capacity_factor / (1 if self.capacity_rule == "k" else self.experts_per_token))
+
     def exchange_parts(self, ep_size: int) -> int:
         """Returns in how many parts a layer exchanges its tokens: 1 if all experts are on this rank."""
         return self.overlap_parts if ep_size > 1 else 1

@@ -111,10 +111,11 @@ def mirrored(events: list[str]) -> list[str]:
 
 def check_parts(world_size: int) -> None:
     """Exchanged in parts or not: the same outputs and gradients, with padding, capacities, rounding, recomputation."""
-    kinds: list[dict[str, object]] = [{}, {"exchange": "all_to_all"}, {"num_prototypes": 1, "top_k": 2}]
+    by_prototype = {"exchange": "prototype"}
+    kinds: list[dict[str, object]] = [by_prototype, {"exchange": "all_to_all"}, {"num_prototypes": 1, "top_k": 2}]
     if world_size == 4:
         kinds += [{"num_prototypes": 1, "top_k": 2, "ranks_per_node": 2}]
-        kinds += [{"num_prototypes": 2, "exchange": "prototype"}, {"ranks_per_node": 2}]
+        kinds += [by_prototype | {"num_prototypes": 2}, by_prototype | {"ranks_per_node": 2}]
     settings = {"capacity_factor": 0.8, "min_capacity": 1, "num_shared_experts": 1, "aux_loss_weight": 0.1}
     for kind, payload in product(kinds, CODECS):
         layer = split(make_layer(config(**(settings | kind), payload=payload)), world_size)
