@@ -63,8 +63,8 @@ class MoEConfig:
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
         exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" chooses
             the exchange that moves fewer rows.
-        payload: the number format of tokens on the way: "same" as in the model, "bfloat16", or "float8" towards the
-            experts and bfloat16 back.
+        payload: the number format of tokens on the way: "same" as in the model, "bfloat16", "float8" towards the
+            experts and bfloat16 back, or "float8_both" ways.
         ranks_per_node: how many neighbouring ranks form a node with fast links. Tokens are then exchanged first between
             nodes and then inside them. None: all ranks count as one node.
         overlap_parts: in how many parts a layer exchanges its tokens with other ranks, so that one part is on its way
@@ -167,6 +167,14 @@ class MoEConfig:
     def experts_per_token(self) -> int:
         """K, without the shared experts."""
         return self.num_prototypes * self.top_k
+
+    @property
+    def kept_share(self) -> float:
+        """The share of a token's K choices that the training's capacity leaves over if all experts are chosen equally
+        often, without ``min_capacity`` and rounding, which matter less the more tokens there are."""
+        if self.capacity_factor is None:
+            return 1.0
+        return min(1.0, self.capacity_factor / (1 if self.capacity_rule == "k" else self.experts_per_token))
 
     def exchange_parts(self, ep_size: int) -> int:
         """Returns in how many parts a layer exchanges its tokens: 1 if all experts are on this rank."""

@@ -34,11 +34,12 @@ def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
     level ``config.exchange`` "prototype" uses prototypes as far as they divide the ranks, and an all-to-all among ranks
     that share a prototype.
 
-    "auto" chooses what moves fewer rows. Let K be the pairs of a token, n the ranks of a level, and g the parts that
-    prototypes divide it into. The prototypes' exchange then moves g - 1 rows for each token between the parts and
-    K (1 - g / n) inside them. The all-to-all moves K (1 - 1 / n), which is (g - 1) (K / n - 1) more. So prototypes are
-    used if g = n, where K >= n always holds, and otherwise if K > n. Between nodes a token is sent once for all its
-    pairs, so prototypes save nothing there unless g = n.
+    "auto" chooses what moves fewer rows. Let k be the pairs of a token that a capacity leaves over (all K without one),
+    n the ranks of a level, and g the parts that prototypes divide it into. The prototypes' exchange then moves g - 1
+    rows for each token between the parts and k (1 - g / n) inside them. The all-to-all moves k (1 - 1 / n), which is
+    (g - 1) (k / n - 1) more. So prototypes are used if k > n, and also if k = n = g. Between nodes a token is sent once
+    for all its pairs, so prototypes save nothing there unless g = n and all pairs are left over, which brings every
+    token to every node.
 
     Returns:
         The steps in order; the product of their sizes is ``ep_size``.
@@ -57,7 +58,11 @@ def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
     prototypes = config.num_prototypes
     for kind, size in (("node", ep_size // ranks_per_node), ("all_to_all", ranks_per_node)):
         parts = math.gcd(size, prototypes)
-        fewer_rows = parts == size or (kind == "all_to_all" and prototypes * config.top_k > size)
+        pairs = prototypes * config.top_k * config.kept_share
+        if kind == "node":
+            fewer_rows = parts == size and config.kept_share == 1
+        else:
+            fewer_rows = pairs > size or (pairs == size == parts)
         if config.exchange == "all_to_all" or (config.exchange == "auto" and not fewer_rows):
             parts = 1
         steps += [ExchangeStep("prototype", parts), ExchangeStep(kind, size // parts)]  # type: ignore[arg-type]

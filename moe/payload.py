@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-Payload = Literal["same", "bfloat16", "float8"]
+Payload = Literal["same", "bfloat16", "float8", "float8_both"]
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_BYTES = 4
 
@@ -81,9 +81,10 @@ class Float8:
 
 IDENTITY = Identity()
 # The codecs towards the experts and back. What comes back is still to be summed, so "float8" uses bfloat16 for it, as
-# DeepSeek-V3 (arXiv 2412.19437), section 3.3.3, does.
+# DeepSeek-V3 (arXiv 2412.19437), section 3.3.3, does. "float8_both" rounds it, too: the sums are those of rounded rows.
 CODECS: dict[Payload, tuple[Codec, Codec]] = {
     "same": (IDENTITY, IDENTITY),
     "bfloat16": (BFloat16(), BFloat16()),
     "float8": (Float8(), BFloat16()),
+    "float8_both": (Float8(), Float8()),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Literal
 
 # Disk full, quota exceeded, file larger than the limit of the process, read-only file system, no memory.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM)
@@ -33,13 +34,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
-def tell_job(message: str) -> None:
-    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job.
+def tell_job(message: str, file: Literal["mistake", "over"] = "mistake") -> None:
+    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job, which then ends.
 
-    The job then stops, because another attempt would fail in the same way.
+    Args:
+        file: mistake: another attempt would fail in the same way; over: nothing is left to do.
     """
     attempt = os.environ.get("M6_ATTEMPT_DIR")
     if attempt:
         from m6.files import write_text
 
-        write_text(Path(attempt, "mistake"), message + "\n")
+        write_text(Path(attempt, file), message + "\n")

@@ -95,7 +95,7 @@ def _train(
     from m6.planning.prediction import check_memory
     from m6.runs.directory import RunDirectory
     from m6.runs.machine import check_machine
-    from m6.runs.processes import ranks_of_this_node, start, world_size_of_environment
+    from m6.runs.processes import is_main_of_environment, ranks_of_this_node, start, world_size_of_environment
 
     # All checks come before anything is written.
     if init is None:
@@ -116,14 +116,21 @@ def _train(
     from m6.checkpoints.initial import check_initial_weights
     from m6.runs.data import open_data
     from m6.training.loop import pretrain as pretrain_run
+    from m6.training.stages.stage import finished_pseudo_stage
 
     tokenizer = open_data(settings).tokenizer
     check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
     if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
         check_initial_weights(settings.m6.init, tokenizer)
-    pretrain_run(settings, folder.root, start(), stop_flag, calibration, restart)
+    if restart or finished_pseudo_stage(settings, folder.checkpoints) is None:
+        pretrain_run(settings, folder.root, start(), stop_flag, calibration, restart)
     # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()
+    step = finished_pseudo_stage(settings, folder.checkpoints)
+    if step is not None and is_main_of_environment():
+        message = f"the Pseudo stage of {folder.root} is over at step {step}: the JSON of the Real stage goes on"
+        print(message, file=sys.stderr)
+        tell_job(message, "over")
 
 
 @app.command()

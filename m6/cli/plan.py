@@ -68,34 +68,31 @@ def best(
     A Pseudo-to-Real run is planned for both stages.
     """
     from m6.errors import UserError
-    from m6.files import write_json, write_text
-    from m6.planning.booking import StageBooking, book_stage, booking, booking_table, shared_layout_line
+    from m6.planning.booking import book_stage, booking, booking_table
     from m6.planning.reports import search_report
-    from m6.planning.search.job_files import job_description, run_document, sbatch_header
-    from m6.planning.search.planner import training_stages
+    from m6.planning.search.job_files import job_files
+    from m6.planning.search.stages import search_stages, training_stages
 
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
-    stages: list[StageBooking] = []
-    planned = training_stages(planner)
-    for stage in planned:  # the last stage has the whole model; its layout goes into the JSON
-        planner, result = stage, stage.search()
-        if not as_json:
-            print(search_report(planner, result), end="\n\n")
-        if result.plans:
-            stages.append(book_stage(planner, result.best, time_limit_min))
-    if len(stages) < len(planned):
-        missing = "" if len(planned) == 1 else f" for the {'Pseudo' if result.plans else 'Real'} stage"
+    stages = training_stages(planner)
+    results = search_stages(stages)
+    if not as_json:
+        for stage, result in zip(stages, results, strict=True):
+            print(search_report(stage, result), end="\n\n")
+    if not all(result.plans for result in results):
+        missing = "" if len(stages) == 1 else f" for the {'Real' if results[0].plans else 'Pseudo'} stage"
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}{missing}")
-    print(json.dumps(booking(stages, planner)) if as_json else booking_table(stages, planner, time_limit_min))
+    plans = [result.best for result in results]
+    booked = [book_stage(stage, plan, time_limit_min) for stage, plan in zip(stages, plans, strict=True)]
+    print(json.dumps(booking(booked, planner)) if as_json else booking_table(booked, planner, time_limit_min))
     if out is not None:
-        for stage, other in zip(planned[:-1], stages, strict=False):
-            print(shared_layout_line(stage, result.best.layout, other))
-        job = job_description(planner, result.best, time_limit_min)
-        write_json(out / f"{config.stem}.json", run_document(planner, result.best))
-        write_json(out / f"{config.stem}.job.json", job.model_dump(exclude_defaults=True))
-        write_text(out / f"{config.stem}.sbatch", sbatch_header(job, config.stem))
-        print(f"\nwrote {out / config.stem}.json, .job.json and .sbatch; to submit it:")
-        print(f"m6 submit {out / config.stem}.json --job {out / config.stem}.job.json --run-dir RUN")
+        jobs = job_files(stages, plans, config.stem, time_limit_min)
+        for job in jobs:
+            job.write(out)
+            print(f"\nwrote {out / job.name}.json, .job.json and .sbatch", end="")
+        print("; to submit it:" if len(jobs) == 1 else "; to submit both, of which the second waits for the first:")
+        for job in jobs:
+            print(f"m6 submit {out / job.name}.json --job {out / job.name}.job.json --run-dir RUN")
 
 
 @app.command()
@@ -268,7 +265,8 @@ def _planner(
     from m6.planning.machine.cluster import load_cluster
     from m6.planning.machine.profile import Profile, load_profile
     from m6.planning.search.configuration import parse_forced
-    from m6.planning.search.planner import Planner, pseudo_sharing
+    from m6.planning.search.planner import Planner
+    from m6.planning.search.stages import pseudo_sharing
 
     settings = load_config(config, tuple(overrides or ()))
     whole: Cluster = load_cluster(cluster)

@@ -17,6 +17,7 @@ from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, S
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 from m6.model.configuration import M6Config
+from m6.model.sharing import Sharing
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
 
@@ -50,6 +51,12 @@ class RunConfig:
         """The settings of offloaded experts; None if there are none, also if DeepSpeed does the offloading."""
         settings = self.m6.offload
         return None if settings is None or settings.policy == "deepspeed" else settings
+
+    @property
+    def last_sharing(self) -> Sharing | None:
+        """What the layers share when the job ends: nothing, unless it ends at the switch of the Pseudo stage."""
+        settings = self.m6.pseudo_to_real
+        return settings.sharing(self.model.num_layers) if settings is not None and settings.stop_at_switch else None
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:

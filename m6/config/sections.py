@@ -73,6 +73,11 @@ class PseudoToRealSettings(Section):
     switch_step: PositiveInt = Field(
         description="steps of the Pseudo stage; loss_plateau and gradient_correlation may end it earlier"
     )
+    stop_at_switch: bool = Field(
+        False,
+        description="end the job at the switch; another JSON of the run then trains the Real stage in a layout of its "
+        "own: m6 plan --out writes both",
+    )
     plateau_window_steps: PositiveInt = Field(
         50,
         description="loss_plateau: steps of a window; its mean loss is compared with that of the window before",

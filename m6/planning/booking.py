@@ -6,12 +6,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from m6.errors import UserError
 from m6.formatting import markdown_table
-from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.step_time import StepTime, TimeModel
 from m6.planning.search.job_files import signal_lead_s
-from m6.planning.search.planner import Planner, PricedLayout, Rejection
+from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.stages import stage_steps
 
 _DAY_S = 86400.0
 
@@ -91,13 +90,6 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     )
 
 
-def stage_steps(planner: Planner) -> int:
-    """The steps of the planner's stage."""
-    pseudo = planner.config.m6.pseudo_to_real
-    switch_step = 0 if pseudo is None else pseudo.switch_step
-    return switch_step if planner.memory.sharing is not None else planner.config.m6.training.total_steps - switch_step
-
-
 def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
     """All stages and their sum, for ``--json``."""
     days = sum(stage.days for stage in stages)
@@ -151,24 +143,6 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     return (
         f"{table}\n\n{total['samples'] / 1e6:,.1f} M samples, {total['tokens'] / 1e9:,.1f} B tokens with padding. "
         "Exposed and hidden: communication and host work, as shares of the step."
-    )
-
-
-def shared_layout_line(planner: Planner, layout: ParallelLayout, booked: StageBooking) -> str:
-    """What the stage of ``planner`` takes in the layout of the run's JSON, which is that of the last stage.
-
-    Raises:
-        UserError: it does not fit there.
-    """
-    plan = planner.evaluate(layout)
-    if isinstance(plan, Rejection):
-        raise UserError(
-            f"the {booked.stage} stage does not fit in the layout of the last one, {layout}: it {plan.reason}; force "
-            "both to a layout that fits both with --force"
-        )
-    return (
-        f"\nThe JSON has one layout for both stages: a step of the {booked.stage} stage takes {plan.time.total:.4g} s "
-        f"in it, and {booked.step_s:.4g} s in its own."
     )
 
 

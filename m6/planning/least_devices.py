@@ -10,7 +10,8 @@ from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.planning.booking import StageBooking, book_stage, booking
 from m6.planning.machine.cluster import Cluster
-from m6.planning.search.planner import Planner, training_stages
+from m6.planning.search.planner import Planner
+from m6.planning.search.stages import search_stages, training_stages
 
 _WEIGHT_BYTES = 2  # of a parameter in 16 bits
 
@@ -54,12 +55,11 @@ def least_devices(config: RunConfig, cluster: Cluster, time_limit_min: int) -> L
 def _plan(planner: Planner, time_limit_min: int) -> tuple[dict[str, Any], list[StageBooking]] | str:
     """The cost of the run, or why a stage of it does not fit."""
     stages = training_stages(planner)
-    booked = []
-    for stage in stages:
-        result = stage.search()
+    results = search_stages(stages)
+    for result in results:
         if not result.plans:
             return "no layout can run" if result.nearest is None else result.nearest.reason
-        booked.append(book_stage(stage, result.best, time_limit_min))
+    booked = [book_stage(stage, result.best, time_limit_min) for stage, result in zip(stages, results, strict=True)]
     return booking(booked, stages[-1]), booked
 
 

@@ -76,13 +76,13 @@ def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> Non
     """
     if config.m6.lora is not None:
         return  # the model of memory knows no adapters, and counts gradients that a run with adapters does not have
-    footprint = predict_memory(config, world_size, full_row(config))
+    footprint = predict_memory(config, world_size, full_row(config), config.last_sharing)
     on_gpu = torch.cuda.is_available()
     needed = footprint.resident + (0 if on_gpu else footprint.host)
     ranks = 1 if on_gpu else ranks_per_node
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total
     if ranks * needed > memory:
-        counts = num_parameters(config.model)
+        counts = num_parameters(config.model, config.last_sharing)
         part = max(_KEYS_OF_PARTS, key=counts.__getitem__)
         holder = "the GPU of a rank" if on_gpu else f"each of the {ranks} ranks of this machine"
         raise UserError(
@@ -112,7 +112,7 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
     try:
         cluster = detect_cluster(world_size)
         layout = layout_of(config, world_size)
-        planner = Planner(config, cluster, profile, batch)
+        planner = Planner(config, cluster, profile, batch, config.last_sharing)
         plan = PricedLayout(layout, planner.memory(layout), planner.time(layout))
     except UserError as error:
         return f"no plan: {error}"
@@ -245,11 +245,13 @@ def _predict_again(run: Path, plan: dict[str, Any], profile: Profile) -> dict[st
     """Seconds by part as the rates of ``profile`` predict them, without its factors."""
     if not {"cluster", "batch"} <= plan.keys():
         raise UserError(f"{run / _FILE}: has no cluster and no batch to predict the run again; validate a newer run")
+    config = load_config(run / "config.json")
     planner = Planner(
-        load_config(run / "config.json"),
+        config,
         Cluster.model_validate(plan["cluster"]),
         profile.model_copy(update={"factors": {}}),
         BatchShape(**plan["batch"]),
+        config.last_sharing,
     )
     return planner.time(ParallelLayout(**plan["layout"])).parts()
 

@@ -7,8 +7,9 @@ from m6.planning.cost.memory import MemoryFootprint
 from m6.planning.cost.step_time import StepTime
 from m6.planning.search.alternatives import unsupported_alternatives
 from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_lead_s
-from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, format_gb, pseudo_sharing
+from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, format_gb
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
+from m6.planning.search.stages import pseudo_sharing
 
 _HEADER = ("layout", "step s", "device GB", "host GB a node", "tokens/s")
 

@@ -11,7 +11,8 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search.job_files import job_description, sbatch_header
-from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, training_stages
+from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult
+from m6.planning.search.stages import search_stages, training_stages
 from m6.shipped import CONFIGS
 
 PLANS = CONFIGS / "plans"
@@ -31,7 +32,7 @@ def shipped_plan(name: str) -> str:
     ]
     booked: list[StageBooking] = []
     stages = training_stages(planner)
-    results = [stage.search() for stage in stages]
+    results = search_stages(stages)
     for stage, result in zip(stages, results, strict=True):
         lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
         lines.append(search_report(stage, result))

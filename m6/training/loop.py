@@ -115,10 +115,10 @@ class Trainer:
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
+                self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
                 requests = outcome.result.requests
                 # All ranks have the same requests here, so that they stop and save after the same step.
-                stopped = requests.stop or self.step == stop_after
-                self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
+                stopped = requests.stop or self.step == stop_after or self.stage.ends_job
                 self._write_progress()
                 self.console.advance()
                 ending = stopped or self.step == total

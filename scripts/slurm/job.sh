@@ -5,6 +5,7 @@
 # is that of the ones it ended, and after a lost node it may report 0.
 #   RUN/DONE, RUN/FATAL, RUN/STOP     finished; not worth another attempt; stopped by a person: the job ends
 #   ATTEMPT/mistake                   a user's mistake, which m6 ends with: becomes RUN/FATAL
+#   ATTEMPT/over                      the stage of this job is over: the job ends, and that of the next stage goes on
 #   else, asked to stop by Slurm      saved: the job requeues itself, or leaves the rest to its successor
 #   else                              something failed: again in the same allocation, on nodes that pass preflight
 # Two attempts in a row that end without a new checkpoint become RUN/FATAL.
@@ -75,6 +76,11 @@ train() {
         exit_if_over
         if [[ -e $M6_ATTEMPT_DIR/mistake ]]; then
             give_up "$(<"$M6_ATTEMPT_DIR/mistake")"
+        fi
+        if [[ -e $M6_ATTEMPT_DIR/over ]]; then
+            log "$(<"$M6_ATTEMPT_DIR/over")"
+            echo "- stage over" >>"$RUN_DIR/slurm/attempts.txt" # the next stage starts to count anew
+            exit 0
         fi
         if [[ -n $STOP_ASKED ]]; then
             hand_over

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe import MoELayer
 from moe.exchange_traffic import exchange_traffic
+from moe.payload import CODECS
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 
@@ -114,6 +115,9 @@ def check_closed_form() -> None:
         (2, 4, 2, {"ranks_per_node": 2}),
         (4, 2, 1, {"ranks_per_node": 2}),
         (3, 4, 1, {"ranks_per_node": 2, "payload": "bfloat16"}),
+        (3, 4, 1, {"ranks_per_node": 2, "payload": "float8"}),
+        (3, 4, 1, {"ranks_per_node": 2, "payload": "float8_both"}),
+        (4, 2, 1, {"payload": "float8_both"}),
         (1, 8, 2, {"overlap_parts": 2}),
         (1, 8, 2, {"overlap_parts": 3, "ranks_per_node": 2}),
         (4, 2, 1, {"overlap_parts": 2, "ranks_per_node": 2}),
@@ -126,7 +130,8 @@ def check_closed_form() -> None:
         layer.router.forward = lambda _, scores=scores: scores.requires_grad_()
         x = torch.randn(len(scores), HIDDEN, requires_grad=True)
         # Without nodes in the configuration the exchange counts all as within.
-        ranks_per_node, row = whole.ranks_per_node or 4, HIDDEN * (2 if whole.payload == "bfloat16" else 4)
+        ranks_per_node = whole.ranks_per_node or 4
+        there, back = (codec.row_bytes(HIDDEN, 4) for codec in CODECS[whole.payload])
         pairs = len(scores) * whole.experts_per_token
         counted = [0, 0, 0, 0]
         output = layer(x).hidden_states
@@ -142,7 +147,7 @@ def check_closed_form() -> None:
                 )
             )
             steps = exchange_traffic(whole, 4, len(scores), pairs, ranks_per_node, backward)
-            tiers = zip(*(step.num_bytes(row, row) + step.messages for step in steps), strict=True)
+            tiers = zip(*(step.num_bytes(there, back) + step.messages for step in steps), strict=True)
             expected = [sum(tier) for tier in tiers]
             assert [new - old for new, old in zip(now, counted, strict=True)] == [
                 pytest.approx(4 * value, rel=1e-12) for value in expected
@@ -169,7 +174,7 @@ def check_payloads(world_size: int) -> None:
         torch.manual_seed(rank)
         x = torch.randn(32, HIDDEN)
         results, sizes = {}, {}
-        for payload in ("same", "bfloat16", "float8"):
+        for payload in CODECS:
             layer = make_layer(config(payload=payload, **settings))
             layer = split(layer, world_size)
             own = x.clone().requires_grad_()
@@ -179,22 +184,24 @@ def check_payloads(world_size: int) -> None:
         expected = x.clone().requires_grad_()
         whole(expected).hidden_states.square().sum().backward()
         # A rounding of up to 2^-8 (2^-4) of each number at every trip, random in sign, with weights near 1.
-        for payload, tolerance in (("bfloat16", 0.01), ("float8", 0.1)):
+        for payload, tolerance in (("bfloat16", 0.01), ("float8", 0.1), ("float8_both", 0.1)):
             for found, exact in zip(results[payload], (results["same"][0], expected.grad), strict=True):
                 error = (found - exact).norm() / exact.norm()
                 assert 0 < error < tolerance, f"{settings} {payload} {error}"
-        assert sizes["float8"] < sizes["bfloat16"] < sizes["same"]
+        assert sizes["float8_both"] < sizes["float8"] < sizes["bfloat16"] < sizes["same"]
         output, *_ = forward(layer, x[:0].requires_grad_())  # no token on any rank
         output.sum().backward()
 
-    # The rows of an all-to-all alone: D numbers of 4 or 2 bytes there and back; D bytes and a scale there.
+    # The rows of an all-to-all alone: D numbers of 4 or 2 bytes there and back; D bytes and a scale there, or both
+    # ways.
     base = {}
-    for payload in ("same", "bfloat16", "float8"):
+    for payload in CODECS:
         layer = split(make_layer(config(exchange="all_to_all", payload=payload)), world_size)
         _, within, _ = forward(layer, x)
         base[payload] = within - (world_size - 1) * (8 // world_size) * 8
     assert base["bfloat16"] * 2 == base["same"]
     assert base["float8"] * 2 * HIDDEN == base["bfloat16"] * (HIDDEN // 2 + 2 + HIDDEN)
+    assert base["float8_both"] * 2 * HIDDEN == base["bfloat16"] * (HIDDEN + 4)
 
     # In autocast the experts compute in bfloat16 anyway: rounding on the way there changes nothing.
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

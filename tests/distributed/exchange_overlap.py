@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoELayer
+from moe.payload import CODECS
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 # Forward and backward: what starts and ends are exchanges of rows, numbered in the order of their starts.
@@ -110,12 +111,13 @@ def mirrored(events: list[str]) -> list[str]:
 
 def check_parts(world_size: int) -> None:
     """Exchanged in parts or not: the same outputs and gradients, with padding, capacities, rounding, recomputation."""
-    kinds: list[dict[str, object]] = [{}, {"exchange": "all_to_all"}, {"num_prototypes": 1, "top_k": 2}]
+    by_prototype = {"exchange": "prototype"}
+    kinds: list[dict[str, object]] = [by_prototype, {"exchange": "all_to_all"}, {"num_prototypes": 1, "top_k": 2}]
     if world_size == 4:
         kinds += [{"num_prototypes": 1, "top_k": 2, "ranks_per_node": 2}]
-        kinds += [{"num_prototypes": 2, "exchange": "prototype"}, {"ranks_per_node": 2}]
+        kinds += [by_prototype | {"num_prototypes": 2}, by_prototype | {"ranks_per_node": 2}]
     settings = {"capacity_factor": 0.8, "min_capacity": 1, "num_shared_experts": 1, "aux_loss_weight": 0.1}
-    for kind, payload in product(kinds, ("same", "bfloat16", "float8")):
+    for kind, payload in product(kinds, CODECS):
         layer = split(make_layer(config(**(settings | kind), payload=payload)), world_size)
         for parts, rows in ((2, [3, 1, 0, 5]), (3, [0, 2, 1, 1])):
             layer.dispatcher.num_parts = 1
@@ -130,7 +132,7 @@ def check_parts(world_size: int) -> None:
                     # A sum in another order may be rounded to the next number: 2^-8 of it, or 2^-4 in float8.
                     error, scale = (found - expected).abs(), expected.abs().max().item()
                     assert error.median() <= 1e-6 * scale, f"{where}: {error.median()}"
-                    assert error.max() <= scale / (16 if payload == "float8" else 128), f"{where}: {error.max()}"
+                    assert error.max() <= scale / (128 if payload == "bfloat16" else 16), f"{where}: {error.max()}"
 
 
 def run(layer: MoELayer, rows: int, recompute: bool = False) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ CASES = [
     Case("all_to_all 2", 2, config(exchange="all_to_all")),
     Case("prototype 2", 2, config(capacity_factor=0.5, min_capacity=1)),
     Case("prototype 4", 4, config()),
-    Case("prototype 4", 4, config(capacity_factor=0.5, min_capacity=1)),
+    Case("prototype 4", 4, config(capacity_factor=0.5, min_capacity=1, exchange="prototype")),
+    Case("all_to_all 4", 4, config(capacity_factor=0.5, min_capacity=1)),
+    Case("node 2, all_to_all 2", 4, config(capacity_factor=0.5, min_capacity=1, ranks_per_node=2)),
     Case("all_to_all 4", 4, config(num_prototypes=2)),
     Case("prototype 2, all_to_all 2", 4, config(num_prototypes=2, top_k=2, exchange="prototype")),
     Case("prototype 2, all_to_all 2", 4, config(num_prototypes=2, ranks_per_node=2)),
@@ -155,7 +157,8 @@ def check_cases(world_size: int) -> None:
     check_parts(world_size)
     with pytest.raises(ValueError, match="num_prototypes 3 and ep_size 2 have no common"):
         split(make_layer(config(num_experts=12, num_prototypes=3, exchange="prototype")), 2)
-    promised = split(make_layer(config(capacity_factor=0.1, min_capacity=1)), 2, equal_tokens=True)
+    dropping = config(capacity_factor=0.1, min_capacity=1, exchange="prototype")
+    promised = split(make_layer(dropping), 2, equal_tokens=True)
     with pytest.raises(ValueError, match="equal_tokens was promised, but 16 tokens have 8 pairs; expected 4 each"):
         promised(torch.randn(16, HIDDEN))
 

@@ -107,6 +107,16 @@ def test_a_run_delinked_elsewhere_goes_on_as_if_it_were_here(folder: Path, refer
     assert [stage["name"] for stage in stages(out)] == ["pseudo"] * SWITCH + ["real"] * (STEPS - SWITCH)
 
 
+def test_a_run_whose_stages_have_layouts_of_their_own(folder: Path, reference: Path):
+    """The first job ends at the switch; the second resumes the same run with other ZeRO, experts and checkpointing."""
+    root, section = folder / "two_jobs", SETTINGS["m6__pseudo_to_real"]
+    ends = {"m6__pseudo_to_real": {**section, "stop_at_switch": True}}
+    run_distributed(train, 2, document(folder, 2, 1, 1, **ends), str(root))
+    assert [stage["name"] for stage in stages(root)] == ["pseudo"] * SWITCH
+    run_distributed(train, 2, document(folder, 2, 2, 2, **CHECKPOINTING), str(root))
+    assert_equal(root, reference)
+
+
 def diverging_ranks() -> None:
     """Every rank sees other correlations; all must take the main rank's decision."""
     from m6.runs.processes import start

@@ -217,9 +217,8 @@ class TimeModel:
         m, n, k, count = product.m, product.n, product.k, product.count
         peak = self.nodes.device.flops(product.dtype)
         rate = self.profile.attained_flops(peak, m, n, k, product.dtype, count if product.grouped else 1)
-        width = 4 if product.dtype in ("fp32", "tf32") else 2
-        moved = (m * k + k * n + m * n) * width * count
-        return max(product.flops / (rate * core_share(self.nodes)), moved / device_bandwidth(self.nodes, self.profile))
+        reading = product.moved_bytes / device_bandwidth(self.nodes, self.profile)
+        return max(product.flops / (rate * core_share(self.nodes)), reading)
 
     def _exchange(self, layout: ParallelLayout) -> float:
         """Seconds of one micro-batch in all layers that computation does not hide."""

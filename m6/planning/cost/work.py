@@ -20,7 +20,12 @@ _OUTER_OPERATORS = 60
 
 @dataclass(frozen=True)
 class Matmul:
-    """``count`` products [m, k] x [k, n]; ``grouped``: in one call."""
+    """``count`` products [m, k] x [k, n].
+
+    Attributes:
+        grouped: whether one call computes all of them.
+        unwritten: elements of the operands and the result of each product that a fused kernel keeps on the chip.
+    """
 
     m: int
     n: int
@@ -28,11 +33,18 @@ class Matmul:
     dtype: str
     count: int = 1
     grouped: bool = False
+    unwritten: int = 0
 
     @property
     def flops(self) -> float:
         """FLOPs of all products."""
         return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the operands that all products read, and of the results that they write."""
+        elements = self.m * self.k + self.k * self.n + self.m * self.n - self.unwritten
+        return elements * self.count * (4 if self.dtype in ("fp32", "tf32") else 2)
 
 
 @dataclass(frozen=True)
@@ -91,10 +103,14 @@ def work_of(
     width, inner, tokens = model.hidden_size, model.ffn_hidden_size // tp_size, batch.rows * batch.sequence_length
     heads = max(1, model.num_attention_heads // tp_size)
     length, head = batch.sequence_length, model.hidden_size // model.num_attention_heads
+    # The fused kernel reads queries, keys and values, and writes the result. It computes every score: the mask is a
+    # boolean tensor, by which no kernel skips. Dropout of scores needs the kernel that writes them, as ``Activations``
+    # says. The mask and written scores are among the saved bytes.
+    unwritten = 0 if model.attention_dropout else length**2
     attention = (
         Matmul(tokens, 3 * width // tp_size, width, dtype),
-        Matmul(length, length, head, dtype, batch.rows * heads),
-        Matmul(length, head, length, dtype, batch.rows * heads),
+        Matmul(length, length, head, dtype, batch.rows * heads, unwritten=unwritten),
+        Matmul(length, head, length, dtype, batch.rows * heads, unwritten=unwritten),
         Matmul(tokens, width, width // tp_size, dtype),
     )
     result: list[tuple[BlockWork, int]] = []

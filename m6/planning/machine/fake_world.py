@@ -175,8 +175,17 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def fake_tensors() -> Iterator[FakeWorld]:
     """Inside ``with`` large floating-point tensors are made without memory; yields the mode that counts them."""
+    from deepspeed.accelerator import get_accelerator
+
     world = FakeWorld()
-    with FakeTensorMode(allow_non_fake_inputs=True), world, mock.patch.object(nn.Module, "_apply", _apply):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        world,
+        mock.patch.object(nn.Module, "_apply", _apply),
+        # No number is computed here, so this machine need not be able to.
+        mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True),
+        mock.patch.object(get_accelerator(), "is_bf16_supported", return_value=True),
+    ):
         yield world
 
 

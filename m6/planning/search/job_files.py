@@ -1,11 +1,14 @@
-"""A plan as files: the run's JSON, and the request of its Slurm job."""
+"""A plan as files: the run's JSON and the request of its Slurm job, of each stage where their layouts differ."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from m6.errors import UserError
+from m6.files import write_json, write_text
 from m6.planning.search.configuration import configured
 from m6.planning.search.planner import Planner, PricedLayout
 from m6.slurm.job import SIGNAL_EARLY_S, JobDescription
@@ -16,9 +19,53 @@ _MARGIN_S = 60
 _RANK_BYTES_PER_S, _JOB_BYTES_PER_S = 500e6, 50e9
 
 
-def run_document(planner: Planner, plan: PricedLayout) -> dict[str, Any]:
-    """The run's JSON with the plan's layout, validated as ``m6 pretrain`` validates it."""
-    return configured(planner.config, plan.layout).document
+@dataclass(frozen=True)
+class JobFiles:
+    """The files of one job.
+
+    Attributes:
+        name: DIR/name.json, DIR/name.job.json and DIR/name.sbatch.
+        document: the run's JSON with the plan's layout, validated as ``m6 pretrain`` validates it.
+        job: the request.
+    """
+
+    name: str
+    document: dict[str, Any]
+    job: JobDescription
+
+    def write(self, folder: Path) -> None:
+        """Writes the files."""
+        write_json(folder / f"{self.name}.json", self.document)
+        write_json(folder / f"{self.name}.job.json", self.job.model_dump(exclude_defaults=True))
+        write_text(folder / f"{self.name}.sbatch", sbatch_header(self.job, self.name))
+
+
+def job_files(stages: list[Planner], plans: list[PricedLayout], name: str, time_limit_min: int) -> list[JobFiles]:
+    """The jobs of a run: one, or one for each stage if their layouts differ.
+
+    The job of a Pseudo stage ends at the switch. That of the Real stage resumes the same run in its own layout.
+
+    Args:
+        stages: of ``training_stages``.
+        plans: one for each stage.
+
+    Raises:
+        UserError: see ``job_description``.
+    """
+    if len({plan.layout for plan in plans}) == 1:
+        # One job trains the run to its end. It needs the host memory and the time of the larger stage, the last one.
+        stages, plans, names = stages[-1:], plans[-1:], [name]
+    else:
+        names = [f"{name}.pseudo", f"{name}.real"]
+    found = []
+    for stage, plan, each in zip(stages, plans, names, strict=True):
+        document = configured(stage.config, plan.layout).document
+        if section := document["m6"].get("pseudo_to_real"):
+            section.pop("stop_at_switch", None)
+            if stage.memory.sharing is not None:
+                section["stop_at_switch"] = True
+        found.append(JobFiles(each, document, job_description(stage, plan, time_limit_min)))
+    return found
 
 
 def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:

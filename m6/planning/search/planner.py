@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.model.sharing import PARTS, Sharing
+from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
@@ -291,19 +291,6 @@ class Planner:
             axes["ranks_per_node"] = [0, self.time.nodes.devices_per_domain]
         for name, values in axes.items():
             yield name, [value for value in values if value != getattr(layout, name)]
-
-
-def pseudo_sharing(config: RunConfig) -> Sharing:
-    """What the layers share in the run's Pseudo stage; for a run without one everything, as in M6-10T."""
-    settings, layers = config.m6.pseudo_to_real, config.model.num_layers
-    return Sharing(layers, 1, PARTS) if settings is None else settings.sharing(layers)
-
-
-def training_stages(planner: Planner) -> list[Planner]:
-    """A planner of the Pseudo stage, if the run has one, and ``planner`` of the Real one."""
-    if planner.config.m6.pseudo_to_real is None:
-        return [planner]
-    return [planner.changed(sharing=pseudo_sharing(planner.config)), planner]
 
 
 def format_gb(num_bytes: float) -> str:

@@ -13,7 +13,8 @@ from m6.model.sharing import Sharing
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.fake_world import fake_process_group
 from m6.planning.machine.profile import Profile
-from m6.planning.search.planner import MEMORY_FRACTION, pseudo_sharing
+from m6.planning.search.planner import MEMORY_FRACTION
+from m6.planning.search.stages import pseudo_sharing
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.modules import experts_of
 from m6.training.offloading.setup import MIB, OffloadSetup, plan_offload

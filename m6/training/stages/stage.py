@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from m6.checkpoints.delinked import STATE, DelinkedReader, is_pseudo
+from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig
 from m6.config.sections import PseudoToRealSettings
+from m6.errors import UserError
 from m6.model.sharing import Sharing
 
 
@@ -60,13 +63,18 @@ class Stage:
         """This stage and the following ones: a prefix for messages, and what the layers share."""
         if self.settings is None:
             return [("", None)]
-        real: list[tuple[str, Sharing | None]] = [("Real stage, ", None)]
-        return [("Pseudo stage, ", self.sharing), *real] if self.is_pseudo else real
+        pseudo: list[tuple[str, Sharing | None]] = [("Pseudo stage, ", self.sharing)] if self.is_pseudo else []
+        return pseudo if self.settings.stop_at_switch else [*pseudo, ("Real stage, ", None)]
 
     @property
     def is_due(self) -> bool:
         """Whether the switch is decided, but the engine still holds the Pseudo model."""
         return self.is_pseudo and self.switch_step is not None
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the job ends now, before the switch, because another JSON trains the Real stage."""
+        return self.is_due and self.settings is not None and self.settings.stop_at_switch
 
     def reader(self, checkpoint: CheckpointReader) -> CheckpointReader:
         """Returns the reader of a checkpoint for this stage: in the Real stage it delinks a Pseudo checkpoint."""
@@ -127,6 +135,22 @@ class Stage:
             for layer, value in enumerate(correlations)
             if sharing.first_layer(layer) == sharing.first_layer(layer + 1)
         ]
+
+
+def finished_pseudo_stage(config: RunConfig, checkpoints: Path) -> int | None:
+    """The steps of the Pseudo stage, if it is over and the JSON trains no further; otherwise None. Reads one manifest.
+
+    Args:
+        checkpoints: folder of the run's checkpoints.
+    """
+    settings, folders = config.m6.pseudo_to_real, complete_checkpoints(checkpoints)
+    if settings is None or not settings.stop_at_switch or not folders:
+        return None
+    try:
+        switch_step: int | None = CheckpointReader(folders[-1]).state[STATE]["switch_step"]
+    except UserError:
+        return None  # damaged: the run goes on from the one before
+    return switch_step
 
 
 class _Rule:

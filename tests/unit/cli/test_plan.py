@@ -31,11 +31,20 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     assert f"m6 submit {tmp_path}/m6_base.json --job {tmp_path}/m6_base.job.json" in text
 
 
-def test_two_stages_share_the_layout_of_the_json(tmp_path: Path):
+def test_two_stages_of_one_layout_are_one_job(tmp_path: Path):
     stages = ("--set", "m6.pseudo_to_real.switch_step=1000", "--set", "m6.training.total_steps=2000")
-    text = run(CONFIG, *MACHINE, *stages, "--world", "8", "--out", str(tmp_path))
-    assert "The JSON has one layout for both stages: a step of the pseudo stage takes" in text
+    run(CONFIG, *MACHINE, *stages, "--world", "8", "--out", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"m6_base.json", "m6_base.job.json", "m6_base.sbatch"}
     assert load_config(tmp_path / "m6_base.json").m6.pseudo_to_real is not None
+
+
+def test_two_stages_of_different_layouts_are_two_jobs_of_one_run(tmp_path: Path):
+    stages = ("--set", "m6.pseudo_to_real.switch_step=20000", "--world", "16", "--out", str(tmp_path))
+    text = run(str(CONFIGS / "m6_100b.json"), "--cluster", "a100_80g_x128", *stages)
+    for stage in ("pseudo", "real"):
+        path = f"{tmp_path}/m6_100b.{stage}"
+        assert f"m6 submit {path}.json --job {path}.job.json --run-dir RUN\n" in text
+        assert load_config(Path(f"{path}.json")).m6.pseudo_to_real is not None
 
 
 def test_explain_gives_the_reason():

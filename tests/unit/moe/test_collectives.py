@@ -41,7 +41,12 @@ def passes(collectives: Collectives, kind: str, rows: Tensor, grad: Tensor) -> t
 
 @pytest.mark.parametrize(
     ("payload", "to_experts", "from_experts"),
-    [("same", Identity(), Identity()), ("bfloat16", BFloat16(), BFloat16()), ("float8", Float8(), BFloat16())],
+    [
+        ("same", Identity(), Identity()),
+        ("bfloat16", BFloat16(), BFloat16()),
+        ("float8", Float8(), BFloat16()),
+        ("float8_both", Float8(), Float8()),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_formats_of_rows_and_gradients(

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from moe import MoEConfig
+from moe.exchange_traffic import exchange_traffic
 from moe.expert_parallel import exchange_steps
 
 
@@ -41,6 +42,15 @@ def steps(ep_size: int, **settings: object) -> str:
         ("prototype 4", 4, {"num_prototypes": 4}),
         ("prototype 2, prototype 2, all_to_all 2", 8, {"num_prototypes": 4, "top_k": 4, "ranks_per_node": 4}),
         ("node 4, all_to_all 2", 8, {"num_prototypes": 2, "top_k": 16, "ranks_per_node": 2}),
+        # Room for 1.25 experts a token instead of 8 or 4, and for all that a balanced router chooses.
+        ("all_to_all 8", 8, {"num_prototypes": 8, "capacity_rule": "1", "capacity_factor": 1.25}),
+        ("prototype 8", 8, {"num_prototypes": 8, "capacity_factor": 1.25}),
+        ("all_to_all 8", 8, {"num_prototypes": 8, "capacity_factor": 0.9}),
+        ("all_to_all 2", 2, {"num_prototypes": 4, "capacity_rule": "1", "capacity_factor": 1.25}),
+        ("prototype 2", 2, {"num_prototypes": 4, "capacity_rule": "1", "capacity_factor": 2.0}),
+        ("all_to_all 4", 4, {"num_prototypes": 2, "top_k": 4, "capacity_factor": 0.5}),
+        ("node 4, all_to_all 2", 8, {"num_prototypes": 8, "ranks_per_node": 2, "capacity_factor": 0.5}),
+        ("prototype 8", 8, {"num_prototypes": 8, "exchange": "prototype", "capacity_factor": 0.5}),
     ],
 )
 def test_steps(expected: str, ep_size: int, settings: dict) -> None:
@@ -57,6 +67,31 @@ def rows_per_token(config: MoEConfig, ep_size: int) -> Fraction:
         else:
             rows += tokens * pairs * Fraction(step.size - 1, step.size)
     return rows
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("k", 1.25), ("k", 0.6), ("1", 1.25), ("1", 4.0)])
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_auto_counts_what_a_capacity_leaves_over(rule: str, factor: float, ranks_per_node: int | None) -> None:
+    """The rows of the closed form, between nodes where there are some; many tokens, so that nothing is rounded."""
+    tokens, better = 10**6, 0
+    for ep_size, prototypes, top_k in itertools.product((4, 6, 8, 16), (1, 2, 4, 6, 8), (1, 3)):
+        settings = {"num_prototypes": prototypes, "top_k": top_k, "capacity_rule": rule, "capacity_factor": factor}
+        config = MoEConfig(num_experts=96, ranks_per_node=ranks_per_node, **settings)
+        pairs = min(tokens * config.experts_per_token, config.capacity(tokens, True) * 96)
+        assert pairs == pytest.approx(tokens * config.experts_per_token * config.kept_share, rel=1e-3)
+
+        def rows(config: MoEConfig, ep_size: int = ep_size, pairs: int = pairs) -> float:
+            steps = exchange_traffic(config, ep_size, tokens, pairs, ranks_per_node or 1)
+            return sum(step.rows * (1 - step.near_peers / step.peers) for step in steps)
+
+        for other in ("all_to_all", "prototype"):
+            try:
+                others = rows(dataclasses.replace(config, exchange=other))
+            except ValueError:  # no prototypes to divide by
+                continue
+            assert rows(config) <= others * (1 + 1e-3), (ep_size, config, other)
+            better += rows(config) < others * (1 - 1e-3)
+    assert better > 3
 
 
 def test_auto_never_moves_more_rows_than_another_exchange() -> None:

@@ -27,7 +27,9 @@ def test_rounding(codec, rounding: float, dtype: torch.dtype) -> None:
 
 def test_sizes_and_rows() -> None:
     x = rows()
-    for payload, row_bytes in (("same", (96, 96)), ("bfloat16", (48, 48)), ("float8", (28, 48))):
+    sizes = {"same": (96, 96), "bfloat16": (48, 48), "float8": (28, 48), "float8_both": (28, 28)}
+    assert sizes.keys() == CODECS.keys()
+    for payload, row_bytes in sizes.items():
         for codec, expected in zip(CODECS[payload], row_bytes, strict=True):
             for part in (x, x[:0]):
                 encoded = codec.encode(part)

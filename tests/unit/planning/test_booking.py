@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from m6.cli.plan import app
 from m6.config.run import load_config
-from m6.planning.booking import book_stage, booking, booking_table, stage_steps
+from m6.planning.booking import book_stage, booking, booking_table
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.search.job_files import signal_lead_s
-from m6.planning.search.planner import Planner, training_stages
+from m6.planning.search.planner import Planner
+from m6.planning.search.stages import stage_steps, training_stages
 from m6.training.reporting.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"

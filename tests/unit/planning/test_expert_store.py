@@ -12,8 +12,8 @@ from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.profile import Profile
-from m6.planning.search.planner import pseudo_sharing
 from m6.planning.search.requirements import with_offload
+from m6.planning.search.stages import pseudo_sharing
 from offload import OffloadRuntime, SimulatedDevice, Stack
 from tests.fixtures.tiny_run import tiny_document
 

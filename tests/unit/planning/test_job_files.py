@@ -14,7 +14,7 @@ from m6.planning.search.job_files import (
     checkpoint_bytes,
     checkpoint_s,
     job_description,
-    run_document,
+    job_files,
     sbatch_header,
     signal_lead_s,
 )
@@ -29,10 +29,10 @@ def test_emitted_files(name: str, cluster: str):
     world = {"m6_10b": 16, "m6_base": 64}.get(name)
     subject = planner(name, cluster, world=world)
     plan = subject.search().best
-    document = run_document(subject, plan)
-    again = parse_config(document)
+    (files,) = job_files([subject], [plan], name, time_limit_min=720)
+    again = parse_config(files.document)
     assert layout_of(again, plan.layout.world_size) == plan.layout
-    job = job_description(subject, plan, time_limit_min=720)
+    job = files.job
     header = sbatch_header(job, name)
     nodes = subject.cluster.nodes[0]
     assert f"--nodes={nodes.count}\n" in header

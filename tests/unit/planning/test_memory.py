@@ -16,7 +16,7 @@ from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
 from m6.planning.search.configuration import configured, layout_of
-from m6.planning.search.planner import pseudo_sharing
+from m6.planning.search.stages import pseudo_sharing
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine

@@ -10,7 +10,8 @@ from m6.planning.booking import book_stage, booking
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report
-from m6.planning.search.planner import Planner, training_stages
+from m6.planning.search.planner import Planner
+from m6.planning.search.stages import training_stages
 from tests.fixtures.plans import CONFIGS, brute_force, planner, small_base
 
 

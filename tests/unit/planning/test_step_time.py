@@ -40,7 +40,8 @@ def test_compute_is_the_sum_over_every_layer():
             for product in work.matmuls:
                 each = 2.0 * product.m * product.n * product.k * product.count
                 width = 4 if product.dtype == "fp32" else 2
-                moved = (product.m * product.k + product.n * product.k + product.m * product.n) * width * product.count
+                elements = product.m * product.k + product.n * product.k + product.m * product.n - product.unwritten
+                moved = elements * width * product.count
                 bound = max(each / device.flops(product.dtype), moved / device.memory_bandwidth_bytes_per_s)
                 total += bound * (4 if work.recomputed else 3)
     found = time(layout)

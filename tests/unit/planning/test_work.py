@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from m6.config.run import load_config
+from m6.config.run import RunConfig, load_config
 from m6.model.counting import num_parameters
-from m6.planning.cost.batch_shape import full_row, scale_batch
+from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.folding import fold
-from m6.planning.cost.work import work_of
+from m6.planning.cost.work import BlockWork, work_of
 from m6.training.reporting.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -36,3 +36,23 @@ def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     counts = num_parameters(config.model)
     others = 6.0 * tokens * (counts["norms"] + 4 * layers * width)
     assert flops == pytest.approx(expected - others, rel=1e-3)
+
+
+def test_fused_attention_moves_queries_keys_values_and_the_result():
+    """Dropout of scores needs the kernel that also writes and reads the scores; the FLOPs are the same."""
+    config = load_config(CONFIGS / "m6_base.json")
+    batch = scale_batch(full_row(config), 8)
+    vectors = batch.rows * batch.sequence_length * config.model.hidden_size
+    scores = batch.rows * config.model.num_attention_heads * batch.sequence_length**2
+    moved, flops = [], []
+    for dropout in (0.0, 0.1):
+        config.model.attention_dropout = dropout
+        _, queries_keys, probabilities_values, _ = _first_block(config, batch).matmuls[:4]
+        moved.append(queries_keys.moved_bytes + probabilities_values.moved_bytes)
+        flops.append(queries_keys.flops + probabilities_values.flops)
+    assert moved == [2 * 4 * vectors, 2 * (4 * vectors + 2 * scores)]  # 16-bit
+    assert flops[0] == flops[1] == 2 * 2.0 * scores * (config.model.hidden_size // config.model.num_attention_heads)
+
+
+def _first_block(config: RunConfig, batch: BatchShape) -> BlockWork:
+    return next(work for work, _ in work_of(config, fold(config.model), batch, 1) if work.recomputed)

@@ -1,0 +1,75 @@
+"""The stages of a Pseudo-to-Real run: each has a layout of its own, within what a run may change on its way."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from m6.config.run import RunConfig
+from m6.errors import UserError
+from m6.model.sharing import PARTS, Sharing
+from m6.planning.search.planner import Planner, PricedLayout, SearchResult
+
+# What decides which numbers a run computes, and so is equal in both stages: packing, dropout and capacities go by the
+# micro-batch, and experts in host memory have an optimizer of their own.
+_COMMON = ("micro_batch_size", "stream_experts")
+
+
+def pseudo_sharing(config: RunConfig) -> Sharing:
+    """What the layers share in the run's Pseudo stage; for a run without one everything, as in M6-10T."""
+    settings, layers = config.m6.pseudo_to_real, config.model.num_layers
+    return Sharing(layers, 1, PARTS) if settings is None else settings.sharing(layers)
+
+
+def training_stages(planner: Planner) -> list[Planner]:
+    """A planner of the Pseudo stage, if the run has one, and ``planner`` of the Real one."""
+    if planner.config.m6.pseudo_to_real is None:
+        return [planner]
+    return [planner.changed(sharing=pseudo_sharing(planner.config)), planner]
+
+
+def stage_steps(planner: Planner) -> int:
+    """The steps of the planner's stage; a Pseudo stage that may end earlier is taken to last until ``switch_step``."""
+    pseudo = planner.config.m6.pseudo_to_real
+    switch_step = 0 if pseudo is None else pseudo.switch_step
+    return switch_step if planner.memory.sharing is not None else planner.config.m6.training.total_steps - switch_step
+
+
+def search_stages(stages: list[Planner], num_plans: int = 10) -> list[SearchResult]:
+    """The ``num_plans`` fastest layouts of each stage, among those with which the whole run takes the least time.
+
+    Args:
+        stages: of ``training_stages``.
+
+    Returns:
+        a result for each stage; without plans if no layout fits that stage.
+
+    Raises:
+        UserError: no layout can run, or layouts fit each stage by itself but none both.
+    """
+    alone = [stage.search(num_plans) for stage in stages]
+    if not all(result.plans for result in alone) or len({_common(result.best) for result in alone}) == 1:
+        return alone
+    whole = [stage.search(sys.maxsize) for stage in stages]
+    choices = set.intersection(*({_common(plan) for plan in result.plans} for result in whole))
+    together = [[_restricted(result, choice) for result in whole] for choice in choices]
+    if not together:
+        layouts = " and ".join(str(result.best.layout) for result in alone)
+        raise UserError(
+            f"no layouts of both stages have the same {' and '.join(_COMMON)}; the best by themselves: {layouts}"
+        )
+    best = min(together, key=lambda results: _run_s(stages, results))
+    return [replace(result, plans=result.plans[:num_plans]) for result in best]
+
+
+def _common(plan: PricedLayout) -> tuple[Any, ...]:
+    return tuple(getattr(plan.layout, name) for name in _COMMON)
+
+
+def _restricted(result: SearchResult, choice: tuple[Any, ...]) -> SearchResult:
+    return replace(result, plans=[plan for plan in result.plans if _common(plan) == choice])
+
+
+def _run_s(stages: list[Planner], results: list[SearchResult]) -> float:
+    return sum(stage_steps(stage) * result.best.time.total for stage, result in zip(stages, results, strict=True))

@@ -1,0 +1,88 @@
+"""Layouts of both stages of a Pseudo-to-Real run, and their files."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from m6.config.run import load_config
+from m6.errors import UserError
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.search.configuration import layout_of
+from m6.planning.search.job_files import job_files
+from m6.planning.search.planner import Planner
+from m6.planning.search.stages import search_stages, stage_steps, training_stages
+from m6.slurm.job import load_job
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def stages(name: str, cluster: str, world: int, switch_step: int = 20_000) -> list[Planner]:
+    config = load_config(CONFIGS / f"{name}.json", (f'm6.pseudo_to_real={{"switch_step": {switch_step}}}',))
+    return training_stages(Planner(config, load_cluster(Path(cluster)).scaled(world)))
+
+
+def test_each_stage_has_its_own_layout_where_the_run_may_change_it():
+    """Experts of the Pseudo stage fit a node, those of the Real one need both and the host."""
+    found = stages("m6_100b", "a100_80g_x128", 16)
+    pseudo, real = (result.best.layout for result in search_stages(found))
+    assert (pseudo.ep_size, real.ep_size) == (8, 16)
+    assert (pseudo.offload_optimizer, real.offload_optimizer) == (False, True)
+    assert [pseudo, real] == [stage.search().best.layout for stage in found]
+
+
+@pytest.mark.parametrize("switch_step", [1000, 45_000])
+def test_what_the_run_keeps_is_chosen_for_all_steps_together(switch_step: int):
+    """By itself each stage takes another micro-batch; the choice against every pair of layouts that a run may have."""
+    found = stages("m6_100b", "a100_80g_x128", 32, switch_step)
+    alone = [stage.search().best.layout.micro_batch_size for stage in found]
+    assert alone[0] != alone[1]
+    results = search_stages(found)
+    layouts = [result.best.layout for result in results]
+    assert layouts[0].micro_batch_size == layouts[1].micro_batch_size
+    steps = [stage_steps(stage) for stage in found]
+    assert sum(steps) == found[0].config.m6.training.total_steps
+    least = min(
+        sum(number * plan.time.total for number, plan in zip(steps, pair, strict=True))
+        for pair in itertools.product(*(stage.search(10**6).plans for stage in found))
+        if len({(plan.layout.micro_batch_size, plan.layout.stream_experts) for plan in pair}) == 1
+    )
+    taken = sum(number * result.best.time.total for number, result in zip(steps, results, strict=True))
+    assert taken <= least * 1.01  # of layouts within 1 % the simplest is taken
+
+
+def test_a_stage_that_fits_nowhere_has_no_plans():
+    pseudo, real = search_stages(stages("m6_1t", "v100_32g_x128", 16))
+    assert pseudo.plans
+    assert not real.plans
+
+
+def test_stages_that_only_fit_with_other_micro_batches():
+    pseudo, real = stages("m6_100b", "a100_80g_x128", 32)
+    apart = [pseudo.changed(forced={"micro_batch_size": 16}), real.changed(forced={"micro_batch_size": 8})]
+    with pytest.raises(UserError, match="no layouts of both stages have the same micro_batch_size and stream_experts"):
+        search_stages(apart)
+
+
+def test_two_jobs_of_one_run(tmp_path: Path):
+    found = stages("m6_100b", "a100_80g_x128", 16)
+    plans = [result.best for result in search_stages(found)]
+    jobs = job_files(found, plans, "run", 1440)
+    assert [job.name for job in jobs] == ["run.pseudo", "run.real"]
+    for job, plan, ends in zip(jobs, plans, (True, False), strict=True):
+        job.write(tmp_path)
+        config = load_config(tmp_path / f"{job.name}.json")
+        assert layout_of(config, 16) == plan.layout
+        assert (
+            config.m6.training.total_steps == found[0].config.m6.training.total_steps
+        )  # the schedule of the whole run
+        assert config.m6.pseudo_to_real is not None
+        assert config.m6.pseudo_to_real.stop_at_switch == ends
+        assert (config.last_sharing is not None) == ends
+        assert load_job(tmp_path / f"{job.name}.job.json").world_size == 16
+        assert (tmp_path / f"{job.name}.sbatch").read_text().startswith(f"#SBATCH --job-name={job.name}\n")
+    # A JSON that ended at the switch is planned again as a run of both stages.
+    again = training_stages(Planner(load_config(tmp_path / "run.pseudo.json"), found[0].cluster))
+    together = job_files(again, [plans[1], plans[1]], "run", 1440)
+    assert [job.name for job in together] == ["run"]
+    assert "stop_at_switch" not in together[0].document["m6"]["pseudo_to_real"]
