@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from m6.cli.options import DecodingWay, Passes
-from m6.config.checks import unknown_characters
 from m6.errors import UserError
 from m6.files import atomic_path
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
@@ -90,6 +89,7 @@ def generate(
     if not is_text_to_image:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, temperature or 0.0, seed)
         return
+    from m6.config.checks import unknown_characters
     from m6.generation.pipeline import M6TextToImagePipeline
     from m6.generation.repaint import Repaint
     from m6.generation.sampling import Sampling

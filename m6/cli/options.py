@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from m6.tokenizers.decoding import Decoding
+from m6.decoding import Decoding
 
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 Overrides = Annotated[

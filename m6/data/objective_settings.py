@@ -2,8 +2,8 @@
 
 from pydantic import Field
 
+from m6.decoding import Decoding
 from m6.errors import UserError, nearest
-from m6.tokenizers.decoding import Decoding
 from m6.validation import Section
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from m6.decoding import Decoding
 from m6.errors import UserError, nearest
-from m6.tokenizers.decoding import Decoding
 
 
 class CodeGrid(Protocol):

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from m6.model.configuration import M6Config
 from m6.tokenizers.special_tokens import TARGET
 
-_LONGEST_PRODUCTS = 192  # keys, see attend_by_products
+LONGEST_PRODUCTS = 192  # keys, see attend_by_products
 
 
 def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int | Tensor = 0) -> Tensor:
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)
         dropout = self.dropout if self.training else 0.0
-        if query.device.type == "cpu" and query.dtype.itemsize == 2 and key.shape[2] <= _LONGEST_PRODUCTS:
+        if query.device.type == "cpu" and query.dtype.itemsize == 2 and key.shape[2] <= LONGEST_PRODUCTS:
             attended = attend_by_products(query, key, value, mask, dropout)
         else:
             attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
+from m6.decoding import Decoding
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
-from m6.tokenizers.decoding import Decoding
 
 _DECODINGS = "code_decodings"
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from m6.config.run import RunConfig
+from m6.model.attention import LONGEST_PRODUCTS
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.precision import FP32, Precision
@@ -121,6 +122,11 @@ class Activations:
         kept = self.vectors * compute  # the result
         kept += self.vectors * compute + self.precision.weight_copies(4 * width**2)  # the input
         scores = self.tokens * self.batch.sequence_length
+        if compute < FP32 and self.batch.sequence_length <= LONGEST_PRODUCTS:
+            # Products in 16 bits: queries, keys, values; probabilities, dropout factors, their product; the mask. On a
+            # GPU such short rows take less.
+            written = (3 if self.model.attention_dropout else 1) * heads * scores
+            return kept + (3 * self.vectors + written) * compute + scores
         if self.model.attention_dropout:
             # Dropout needs the kernel that writes the scores, which works in fp32: queries, keys, values;
             # probabilities, dropout factors, their product.

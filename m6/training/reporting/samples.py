@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from m6.config.sections import SampleSettings
+from m6.decoding import Decoding
 from m6.files import atomic_path
 from m6.generation.drawing import Draft, draw_codes
 from m6.generation.grid import in_rows, picture_grid
 from m6.generation.pipeline import paint
 from m6.generation.sampling import Sampling
 from m6.runs.processes import Runtime
-from m6.tokenizers.decoding import Decoding
 from m6.tokenizers.image import ImageTokenizer
 from m6.tokenizers.processor import M6Processor
 from m6.training.engine.engine import Engine

@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.errors import HTTPError
-from typer.testing import CliRunner
 
-from m6.cli.main import app
 from m6.errors import UserError
 from m6.export import hub
+from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import write_run_and_data
 
 
@@ -47,19 +46,16 @@ def test_the_folder_is_uploaded_to_a_private_repository(uploads, tmp_path):
 
 def test_the_command_exports_and_uploads(uploads, tmp_path):
     write_run_and_data(tmp_path)
-    arguments = ["export", str(tmp_path / "run"), "--hf", str(tmp_path / "hf"), "--push", "model"]
-    ended = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    ended = m6("export", tmp_path / "run", "--hf", tmp_path / "hf", "--push", "model")
     assert ended.stdout == f"{tmp_path / 'hf'}\nthe-hub/me/model\n"
     assert {"README.md", "config.json", "model.safetensors", "modeling_m6.py"} <= set(uploads[1][2])
 
 
 def test_mistakes_are_found_before_the_export(monkeypatch, tmp_path):
     def refused(name):
-        arguments = ["export", str(tmp_path / "run"), "--hf", str(tmp_path / "hf"), "--push", name]
-        ended = CliRunner().invoke(app, arguments)
-        assert isinstance(ended.exception, UserError)
+        message = user_error("export", tmp_path / "run", "--hf", tmp_path / "hf", "--push", name)
         assert not (tmp_path / "hf").exists()
-        return str(ended.exception)
+        return message
 
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused("me/model")
