@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the lowest level to the highest. Units of one level do not import each other.
 LEVELS = {
     "m6": (
-        {"errors"},
+        {"decoding", "errors"},
         {"files", "fonts", "formatting", "shipped", "validation"},
         {"lock"},
         {"tokenizers"},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.fixtures.pages import ROOT, blocks
 
-BASE = {"errors", "files", "fonts", "formatting", "lock", "shipped", "validation"}
+BASE = {"decoding", "errors", "files", "fonts", "formatting", "lock", "shipped", "validation"}
 LIBRARIES = ("moe", "offload", "native")
 
 
