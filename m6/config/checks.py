@@ -88,7 +88,7 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_p
 def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int) -> None:
     """Raises UserError if a caption is empty, or if it or a picture is too long for the model's positions."""
     limit = config.max_position_embeddings
-    if num_codes + 2 > limit:  # <bos>, <boi> and all codes but the last are inputs, <eoi> is a target in training
+    if num_codes + 4 > limit:  # <bos>, <boi>, <eoi> and <eos> stand around the codes
         raise UserError(
             f"a picture of {num_codes} codes does not fit into the model's max_position_embeddings {limit}; an image "
             "tokenizer of configs/image_tokenizer/pictures_64_small.json makes 64"
