@@ -9,11 +9,8 @@ from m6.errors import UserError
 from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_decoding
 from m6.generation.masked import HIDDEN, draw_masked, num_masked_numbers
 from m6.generation.sampling import Sampling, uniform_numbers
-from m6.model import M6Config, M6ForConditionalGeneration
-from m6.tokenizers import load_text_tokenizer
-from m6.tokenizers.processor import M6ImageProcessor, M6Processor
 from tests.fixtures.drawing import Grid
-from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE, build_tiny_tokenizer
+from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE
 
 CODES, BOOKS = 8, 2
 GRID = Grid(TINY_IMAGE_VOCAB_SIZE, BOOKS, CODES)
@@ -21,30 +18,8 @@ CAPTIONS = ["红色圆形", "一个大的蓝色三角形。", "小"]
 
 
 @pytest.fixture(scope="module")
-def processor(tmp_path_factory):
-    tokenizer = load_text_tokenizer(build_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    return M6Processor(M6ImageProcessor(size={"height": 32, "width": 32}), tokenizer, num_patches=4)
-
-
-@pytest.fixture(scope="module", params=[None, {"num_experts": 4, "num_prototypes": 2}], ids=["dense", "moe"])
-def model(request):
-    torch.manual_seed(0)
-    config = M6Config(
-        text_vocab_size=TINY_VOCAB_SIZE,
-        image_vocab_size=TINY_IMAGE_VOCAB_SIZE,
-        hidden_size=32,
-        num_layers=2,
-        num_attention_heads=2,
-        ffn_hidden_size=64,
-        max_position_embeddings=32,
-        code_grid_size=2,
-        codes_per_place=BOOKS,
-        image_size=32,
-        patch_size=16,
-        initializer_range=0.2,  # so that the untrained model is not indifferent
-        moe=request.param,
-    )
-    return M6ForConditionalGeneration(config).double().eval()
+def model(make_model):
+    return make_model(code_grid_size=2, codes_per_place=BOOKS)
 
 
 def numbers_of(count, sampling, seed=0):

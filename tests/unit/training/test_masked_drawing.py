@@ -142,9 +142,7 @@ def test_unknown_characters_are_named(drawn: Path, tmp_path: Path):
 
 def test_a_tokenizer_of_another_grid_is_refused(drawn: Path, folder: Path, image_tokenizer: Path, tmp_path: Path):
     write_run(tmp_path / "plain", tiny_document(folder, m6__model__code_grid_size=2))
-    settings = json.loads((drawn.parent / "drawing.json").read_text())
-    (tmp_path / "drawing.json").write_text(json.dumps(settings))
     message = user_error(
-        "finetune", tmp_path / "drawing.json", "--init", tmp_path / "plain", "--run-dir", tmp_path / "x"
+        "finetune", drawn.parent / "drawing.json", "--init", tmp_path / "plain", "--run-dir", tmp_path / "x"
     )
     assert "the image tokenizer has 2 codes at each place, but the model's codes_per_place is 1" in message
