@@ -41,8 +41,8 @@ class TaskSettings(ObjectiveSettings):
     )
 
 
-class TextToImageSettings(TaskSettings):
-    """Settings of text-to-image."""
+class DrawingSettings(TaskSettings):
+    """Settings of the objectives that draw."""
 
     caption_dropout: float = Field(
         default=0.1,
@@ -51,6 +51,11 @@ class TextToImageSettings(TaskSettings):
         description="share of samples whose text is left out; they train the unconditional model that classifier-free "
         "guidance (arXiv 2207.12598) needs",
     )
+
+
+class TextToImageSettings(DrawingSettings):
+    """Settings of drawing from left to right."""
+
     code_dropout: float = Field(
         default=0.0,
         ge=0,
@@ -58,14 +63,6 @@ class TextToImageSettings(TaskSettings):
         description="largest share of the codes that are replaced by <mask> in the model's input (word dropout, arXiv "
         "1511.06349); the share is drawn per sample from [0, code_dropout]. The model then relies more on the text and "
         "the rows above, and less on the previous codes",
-    )
-
-
-class CodeDenoisingSettings(TaskSettings):
-    """Settings of the denoising of image codes."""
-
-    caption_dropout: float = Field(
-        default=0.1, ge=0, lt=1, description="share of samples whose text is left out, as in text_to_image"
     )
 
 
@@ -88,8 +85,8 @@ class ObjectivesSettings(Section):
         default=TaskSettings(),
         description="picture and text -> whether they match; half of the texts are from other rows; fine-tuning",
     )
-    image_code_denoising: CodeDenoisingSettings = Field(
-        default=CodeDenoisingSettings(),
+    image_code_denoising: DrawingSettings = Field(
+        default=DrawingSettings(),
         description="text and some of the image codes of its picture -> the others, in both directions; fine-tuning",
     )
     visual_question_answering: TaskSettings = Field(

@@ -31,7 +31,7 @@ import numpy as np
 
 from m6.data.corruption import hide_randomly, mask_randomly, mask_spans, shuffle_sentences
 from m6.data.objective_settings import (
-    CodeDenoisingSettings,
+    DrawingSettings,
     MaskingSettings,
     ObjectivesSettings,
     TextDenoisingSettings,
@@ -192,10 +192,7 @@ def _masked_and_shuffled(
 
 
 def _text_or_dropped(
-    ids: list[int],
-    rng: np.random.Generator,
-    tokenizer: M6Tokenizer,
-    settings: TextToImageSettings | CodeDenoisingSettings,
+    ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: DrawingSettings
 ) -> list[int]:
     return [] if rng.random() < settings.caption_dropout else ids
 
