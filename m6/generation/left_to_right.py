@@ -50,11 +50,8 @@ def draw_left_to_right(
         UserError: a caption is empty, or caption and codes exceed the model's positions.
     """
     tokenizer, num_codes = processor.tokenizer, uniform.shape[1]
-    guided = sampling.guidance_scale != 1
-    # Conditional and unconditional sequences run as one batch; the unconditional ones have an empty source.
-    sources = [*captions, *([""] * len(captions) if guided else [])]
     check_captions(model.config, tokenizer, captions, num_codes)
-    inputs = processor(text=sources, target_prefix=[tokenizer.boi_token_id]).to(model.device)
+    inputs = processor(text=sampling.sources(captions), target_prefix=[tokenizer.boi_token_id]).to(model.device)
     input_ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     positions = derive_position_ids(types, mask)
     first, book_size = tokenizer.image_code_to_id(0), grid.codebook_size // grid.codes_per_place
@@ -74,12 +71,9 @@ def draw_left_to_right(
         )
         # Places of several codes have one of each codebook, in their order.
         begin = first + step % grid.codes_per_place * book_size
-        scores = output.logits[:, -1, begin : begin + book_size].float()
-        if guided:
-            conditional, unconditional = scores.chunk(2)
-            scores = unconditional + sampling.guidance_scale * (conditional - unconditional)
+        scores = sampling.guide(output.logits[:, -1, begin : begin + book_size].float())
         codes[:, step] = begin - first + draw_by_numbers(sampling.probabilities(scores), uniform[:, step])
-        next_ids = (codes[:, step : step + 1] + first).repeat(2 if guided else 1, 1)
+        next_ids = (codes[:, step : step + 1] + first).repeat(len(input_ids) // len(codes), 1)
         next_types, next_positions = torch.full_like(next_ids, TARGET), positions[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(next_ids)], dim=1)
         if use_cache:

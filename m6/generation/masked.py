@@ -64,11 +64,8 @@ def draw_masked(
     """
     tokenizer, device = processor.tokenizer, model.device
     check_captions(model.config, tokenizer, captions, grid.num_codes)
-    guided = sampling.guidance_scale != 1
-    # Conditional and unconditional sequences run as one batch; the unconditional ones have an empty source.
-    sources = [*captions, *([""] * len(captions) if guided else [])]
     row = [tokenizer.boi_token_id, *[tokenizer.code_mask_token_id] * grid.num_codes, tokenizer.eoi_token_id]
-    inputs = processor(text=sources, target_prefix=[*row, tokenizer.eos_token_id]).to(device)
+    inputs = processor(text=sampling.sources(captions), target_prefix=[*row, tokenizer.eos_token_id]).to(device)
     input_ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     positions = derive_position_ids(types, mask)
     types = types.masked_fill(types == TARGET, SOURCE)  # the codes see each other in both directions
@@ -82,7 +79,7 @@ def draw_masked(
     for step in range(sampling.passes):
         hidden = codes == HIDDEN
         ids = torch.where(hidden, tokenizer.code_mask_token_id, codes + first)
-        input_ids[:, columns] = ids.repeat(2 if guided else 1, 1)
+        input_ids[:, columns] = ids.repeat(len(input_ids) // len(codes), 1)
         output = model(
             input_ids=input_ids,
             token_type_ids=types,
@@ -91,10 +88,7 @@ def draw_masked(
             logits_to_keep=columns,
         )
         scores = _own_codebook(output.logits[..., first : first + grid.codebook_size], grid.codes_per_place)
-        if guided:
-            conditional, unconditional = scores.chunk(2)
-            scores = unconditional + sampling.guidance_scale * (conditional - unconditional)
-        probabilities = sampling.probabilities(scores.flatten(0, 1))
+        probabilities = sampling.probabilities(sampling.guide(scores).flatten(0, 1))
         drawn = draw_by_numbers(probabilities, numbers[:, step, 0].flatten())
         certainty = probabilities.gather(1, drawn.unsqueeze(1)).log().view(codes.shape)
         noise = -(-numbers[:, step, 1].clamp(min=torch.finfo(torch.float32).tiny).log()).log()  # Gumbel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, get_args
 
@@ -61,6 +62,22 @@ class Sampling:
             raise UserError(f'decoding "{self.decoding}" is unknown{nearest(str(self.decoding), get_args(Decoding))}')
         if self.passes < 1:
             raise UserError(f"passes must be at least 1, found {self.passes}")
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether unconditional logits are computed too."""
+        return self.guidance_scale != 1
+
+    def sources(self, captions: Sequence[str]) -> list[str]:
+        """Returns the sources of a batch for B captions: with guidance B more, which are empty."""
+        return [*captions, *([""] * len(captions) if self.is_guided else [])]
+
+    def guide(self, scores: Tensor) -> Tensor:
+        """Maps the logits of ``sources``, [B or 2 B, ...], to those that codes are drawn from, [B, ...]."""
+        if not self.is_guided:
+            return scores
+        conditional, unconditional = scores.chunk(2)
+        return unconditional + self.guidance_scale * (conditional - unconditional)
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,7 @@ def accuracy(judge: Judge, pictures: CaptionedPictures, scores: Tensor, captions
     return Accuracy(len(hits), sum(map(len, hits.values())), top_1, top_5, of_five, words)
 
 
-def _mean(hits: dict[str, list[tuple[bool, ...]]] | dict[str, list[tuple[bool, bool]]]) -> list[float]:
+def _mean(hits: Mapping[str, Sequence[tuple[bool, ...]]]) -> list[float]:
     return np.array([np.mean(rows, axis=0) for rows in hits.values()]).mean(axis=0).tolist()
 
 
