@@ -36,12 +36,11 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
 precision=()
 grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=(--set torch_autocast.enabled=false)
 
-on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core, each with half of the experts
+on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core
     local micro_batch=$1
     shift
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" --set train_micro_batch_size_per_gpu="$micro_batch" \
-        --set m6.training.ep_size=2 --set m6.data.path="$data" --set m6.data.tokenizer="$data/tokenizer" \
-        "${precision[@]+"${precision[@]}"}"
+        --set m6.data.path="$data" --set m6.data.tokenizer="$data/tokenizer" "${precision[@]+"${precision[@]}"}"
 }
 
 build() {

@@ -75,6 +75,8 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, 
     (scripts/benchmarks/results/attention_cpu.md).
     """
     scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
+    # A sum, because the backward pass of masked_fill would fill the gradient, which is 0 there anyway.
+    hidden = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
     # The softmax computes in fp32 and rounds its result.
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    weights = (scores + hidden).softmax(dim=-1)
     return F.dropout(weights, dropout) @ value

@@ -59,10 +59,10 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     if not cuda:
         _keep_freed_memory()
         # oneDNN caches a kernel with its buffers for each of the last 1,024 shapes, and packed micro-batches have that
-        # many. That cache held 1.1 GiB more than one of 64 kernels, which stopped growing, in a smoke run in
-        # bf16 of equal speed; without a cache the steps took 1.7 times as long.
-        # See scripts/benchmarks/results/train_step_onednn.md.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        # many. That cache held 1.1 GiB more than one of 64 kernels, which stopped growing, in a smoke run in bf16;
+        # without a cache the steps took 1.7 times as long (scripts/benchmarks/results/train_step_onednn.md). 64 are too
+        # few for the products of experts, whose rows come in multiples (moe/kernels/products.py).
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
         # DeepSpeed would compile a shared-memory all-reduce at start. A killed build blocks every later run, and each
         # rank leaves 69 MB in /dev/shm. gloo does the same work.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

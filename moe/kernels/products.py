@@ -5,9 +5,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import grouped_mm
 
 from moe.kernels.compiled import CompiledProducts, load_kernel
+
+# oneDNN, which multiplies 16 bits on a CPU, compiles a kernel for every new number of rows. That takes as long as a
+# small product. The numbers of experts' rows hardly ever repeat; rounded up to a multiple of this, they do.
+CPU_ROWS = 64
 
 
 class Products(Protocol):
@@ -30,8 +35,8 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     """Returns the fastest valid implementation, as measured (scripts/benchmarks/results/moe_layer_speed.md).
 
     ``torch.nn.functional.grouped_mm`` supports neither float64 nor empty inputs, and needs each row of its operands to
-    start at a multiple of 16 bytes. On CPUs without 16-bit arithmetic its 16-bit products are many times slower than
-    those of the loop, which multiplies in float32 (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md).
+    start at a multiple of 16 bytes. On CPUs 16-bit products are those of the loop: in float32 where the processor has
+    no 16-bit arithmetic (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md), else of filled rows, see CPU_ROWS.
 
     Args:
         rows: [R, D].
@@ -42,20 +47,21 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
         kernel = load_kernel()
         if kernel is not None:
             return CompiledProducts(counts, kernel)
+    if rows.device.type == "cpu" and rows.dtype.itemsize == 2:
+        emulated = _is_emulated(rows)
+        return LoopProducts(counts, torch.float32 if emulated else rows.dtype, 1 if emulated else CPU_ROWS)
     aligned = all(size * rows.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
     known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if aligned and known and len(rows) > 0 and not _is_emulated(rows):
+    if aligned and known and len(rows) > 0:
         return GroupedProducts(counts)
-    return LoopProducts(counts, compute_dtype=torch.float32 if _is_emulated(rows) else rows.dtype)
+    return LoopProducts(counts, rows.dtype)
 
 
 def _is_emulated(rows: Tensor) -> bool:
-    """Returns whether this CPU has no arithmetic of this 16-bit type, so that PyTorch emulates it slowly."""
-    if rows.device.type != "cpu":
-        return False
+    """Returns whether this CPU has no arithmetic of the rows' 16-bit type, so that PyTorch emulates it slowly."""
     if rows.dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return rows.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 class GroupedProducts:
@@ -91,11 +97,17 @@ class LoopProducts:
     """The products in a loop over the experts; the host waits for the counts.
 
     Operands are converted to ``compute_dtype`` one expert at a time, so only one expert's copies exist at a time.
+
+    Args:
+        counts: [E] int64, the number of rows of each expert.
+        compute_dtype: the type of the products.
+        multiple: rows of zeros are added to each expert's up to a multiple of this number.
     """
 
-    def __init__(self, counts: Tensor, compute_dtype: torch.dtype) -> None:
+    def __init__(self, counts: Tensor, compute_dtype: torch.dtype, multiple: int = 1) -> None:
         self.sizes: list[int] = counts.tolist()
         self.compute_dtype = compute_dtype
+        self.multiple = multiple
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Computes rows_e @ weight_e^T; see ``Products``."""
@@ -109,7 +121,7 @@ class LoopProducts:
         """Computes left_e^T @ right_e; see ``Products``."""
         output = left.new_empty(len(self.sizes), left.shape[1], right.shape[1])
         for grad, own_left, own_right in zip(output, self._split(left), self._split(right), strict=True):
-            self._product(own_left.mT, own_right, grad)  # the product of no rows is zero
+            self._product(self._filled(own_left).mT, self._filled(own_right), grad)  # the product of no rows is zero
         return output
 
     def bias_grad(self, rows: Tensor) -> Tensor:
@@ -121,14 +133,19 @@ class LoopProducts:
         output = rows.new_empty(len(rows), matrices.shape[2])
         for out, own, matrix in zip(self._split(output), self._split(rows), matrices.unbind(0), strict=True):
             if len(own):
-                self._product(own, matrix, out)
+                self._product(self._filled(own), matrix, out)
         return output
 
     def _split(self, rows: Tensor) -> Iterator[Tensor]:
         return iter(rows.split(self.sizes))
 
+    def _filled(self, own: Tensor) -> Tensor:
+        missing = -len(own) % self.multiple
+        return F.pad(own, (0, 0, 0, missing)) if missing else own
+
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        if out.dtype == self.compute_dtype:
+        """Computes left @ right, without the rows that ``out`` lacks."""
+        if out.dtype == self.compute_dtype and len(out) == len(left):
             torch.mm(left, right, out=out)
         else:
-            out.copy_(torch.mm(left.to(self.compute_dtype), right.to(self.compute_dtype)))
+            out.copy_(torch.mm(left.to(self.compute_dtype), right.to(self.compute_dtype))[: len(out)])

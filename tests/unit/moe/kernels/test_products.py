@@ -25,8 +25,9 @@ WAYS: dict[str, Callable[[Tensor], Products]] = {
     "compiled": lambda counts: CompiledProducts(counts, load_kernel()),
     "grouped": GroupedProducts,
     "loop": lambda counts: LoopProducts(counts, torch.float32),
+    "filled loop": lambda counts: LoopProducts(counts, torch.float32, 16),
 }
-EACH_WAY = [pytest.param("compiled", marks=compiled_here), "grouped", "loop"]
+EACH_WAY = [pytest.param("compiled", marks=compiled_here), "grouped", "loop", "filled loop"]
 
 # Below, at and above what the kernel cuts by: its tiles (14 x 32), stripes (112), depth (384) and pieces (512).
 SIZES = [1, 3, 13, 14, 15, 16, 17, 31, 32, 33, 64, 111, 113, 380, 385, 520]
@@ -231,20 +232,38 @@ def test_products_are_chosen_by_type_and_alignment(monkeypatch: pytest.MonkeyPat
             (torch.float32, 6, 13, CompiledProducts if there else LoopProducts),  # 24 bytes are no multiple of 16
             (torch.float32, 8, 0, CompiledProducts if there else LoopProducts),
             (torch.float64, 8, 13, LoopProducts),
-            (torch.bfloat16, 8, 13, LoopProducts if emulated else GroupedProducts),
+            (torch.bfloat16, 8, 13, LoopProducts),
         ]:
             way = choose(dtype, size, num_rows)
             assert isinstance(way, expected), (dtype, size, num_rows)
             if isinstance(way, LoopProducts):
-                assert way.compute_dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+                assert way.compute_dtype == (torch.float32 if emulated and dtype == torch.bfloat16 else dtype)
+                assert way.multiple == (1 if emulated or dtype != torch.bfloat16 else products.CPU_ROWS)
+
+
+def test_filled_rows_give_processors_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of rows from 1 to 200 reaches the product as one of four, so that its kernel is compiled once."""
+    seen = set()
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **out: (seen.add((*a.shape, *b.shape)), mm(a, b, **out))[1])
+    for count in range(1, 201):
+        own = LoopProducts(torch.tensor([count]), torch.float32, 64)
+        rows, wide, weight = torch.ones(count, 2), torch.ones(count, 3), torch.ones(1, 3, 2)
+        assert own.forward(rows, weight).shape == (count, 3)
+        assert own.input_grad(wide, weight).shape == (count, 2)
+        assert torch.equal(own.weight_grad(wide, rows), torch.full((1, 3, 2), float(count)))
+    assert seen == {s for n in (64, 128, 192, 256) for s in [(n, 2, 2, 3), (n, 3, 3, 2), (3, n, n, 2)]}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("way", [GroupedProducts, lambda counts: LoopProducts(counts, torch.float32)])
-def test_gradients_of_16_bit_biases_round_once(way: Callable[[Tensor], Products], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", ["grouped", "loop", "loop in float32"])
+def test_gradients_of_16_bit_biases_round_once(way: str, dtype: torch.dtype) -> None:
     """Half a spacing of the type, and sums of 4,096 numbers near 1 in float32, where 16 bits stop at 256 or 2,048."""
     torch.manual_seed(0)
-    rows = torch.rand(4096, 16).add(0.5).to(dtype)
-    grad = way(torch.tensor([4096])).bias_grad(rows)
+    rows, counts = torch.rand(4096, 16).add(0.5).to(dtype), torch.tensor([4096])
+    own = (
+        GroupedProducts(counts) if way == "grouped" else LoopProducts(counts, dtype if way == "loop" else torch.float32)
+    )
+    grad = own.bias_grad(rows)
     assert grad.dtype == dtype
     torch.testing.assert_close(grad[0].double(), rows.double().sum(0), rtol=0.51 * torch.finfo(dtype).eps, atol=0)
