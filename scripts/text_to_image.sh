@@ -12,7 +12,7 @@ cd "$root"
 name=text_to_image
 emoji=200    # 40 concepts, a fair sample of all, in five drawing styles
 shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
-steps=7500   # of the fine-tuning
+steps=7000   # of the fine-tuning
 if [ "${1:-}" = --long ]; then
     shift
     name=text_to_image_long emoji=1000 shapes=20000 steps=30000
