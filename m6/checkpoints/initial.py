@@ -23,7 +23,9 @@ from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 from m6.validation import read_document
 
 
-def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+def load_finetuning_config(
+    path: Path, init: Path, overrides: tuple[str, ...] = (), *, from_scratch: bool = False
+) -> RunConfig:
     """Reads a run's JSON and takes the model's configuration from ``init``.
 
     Values of m6.model and m6.moe in the JSON, such as a dropout rate, override those of ``init``. The returned
@@ -33,6 +35,7 @@ def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = 
         path: the JSON file, or the name of a shipped one.
         init: the folder of a run, or one that ``m6 export`` wrote.
         overrides: see ``load_config``.
+        from_scratch: whether the run begins with random weights, and takes nothing else from ``init``.
 
     Raises:
         UserError: as in ``load_config``; or ``init`` is neither a run nor an exported model.
@@ -41,7 +44,8 @@ def load_finetuning_config(path: Path, init: Path, overrides: tuple[str, ...] = 
     document = read_document(path, overrides)
     section = document.get("m6")
     if isinstance(section, dict):
-        section["init"] = str(init)
+        if not from_scratch:
+            section["init"] = str(init)
         for name, inherited in _model_sections(init).items():
             # Values of the JSON win over those of ``init``.
             section[name] = {**inherited, **(section.get(name) or {})}

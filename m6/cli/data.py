@@ -62,6 +62,12 @@ def build(
     label_column: Annotated[
         str | None, typer.Option(help="Your own data: the column of labels, for text classification.")
     ] = None,
+    context_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own data: the column of what belongs to a labelled text, such as a headline's article."
+        ),
+    ] = None,
     split_column: Annotated[
         str | None, typer.Option(help="Your own data: the column of splits; default: names of folders or files.")
     ] = None,
@@ -99,6 +105,7 @@ def build(
         text_column=text_column,
         image_column=image_column,
         label_column=label_column,
+        context_column=context_column,
         split_column=split_column,
         group_column=group_column,
         licence=licences.pop("", None),

@@ -68,13 +68,16 @@ def finetune(
     run: NewRunFolder = None,
     overrides: Overrides = None,
     restart: Restart = False,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="begin with random weights, to see what pretraining gains")
+    ] = False,
 ) -> None:
     """Trains a pretrained model on other objectives, such as text to image.
 
     Resuming, launchers, logs and checkpoints work as in pretraining. The JSON has no model section; the model is that
     of --init.
     """
-    _train(config, overrides, run, init=init, restart=restart)
+    _train(config, overrides, run, init=init, restart=restart, from_scratch=from_scratch)
 
 
 def _train(
@@ -84,6 +87,7 @@ def _train(
     init: Path | None = None,
     profile: Path | None = None,
     restart: bool = False,
+    from_scratch: bool = False,
 ) -> None:
     from m6.runs.evidence import answer_sigquit
 
@@ -103,7 +107,7 @@ def _train(
     else:
         from m6.checkpoints.initial import load_finetuning_config
 
-        settings = load_finetuning_config(config, init, tuple(overrides or ()))
+        settings = load_finetuning_config(config, init, tuple(overrides or ()), from_scratch=from_scratch)
     check_world_size(settings, world_size_of_environment())
     check_machine(settings)
     check_memory(settings, world_size_of_environment(), ranks_of_this_node())

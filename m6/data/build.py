@@ -183,7 +183,7 @@ def _build_source(
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, source.name)) for split in SPLITS}
         for row, split in split_rows(usable_rows(), source.name, spool, rules, grouping):
-            columns = ("id", "text", "image", "question", "answer", "group")
+            columns = ("id", "text", "image", "question", "answer", "context", "group")
             writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
             assert row.group is not None
             contents[split].add(row.group, row.text, row.image, row.answer)
@@ -283,7 +283,7 @@ def check_row(row: Row, kind: SourceKind, settings: BuildSettings) -> tuple[Row,
     row = dataclasses.replace(row, id=_printable(row.id), group=group)
     if row.problem:
         return row, row.problem
-    row = dataclasses.replace(row, text=clean(row.text))
+    row = dataclasses.replace(row, text=clean(row.text), context=None if row.context is None else clean(row.context))
     if not (row.question and row.answer if kind == "vqa" else row.text):
         return row, "empty text"
     if len(row.text) > settings.passage_chars:

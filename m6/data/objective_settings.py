@@ -41,6 +41,14 @@ class TaskSettings(ObjectiveSettings):
     )
 
 
+class ClassificationSettings(TaskSettings):
+    """Settings of classification."""
+
+    with_context: bool = Field(
+        default=False, description="whether the row's context follows its text, as far as sequence_length allows"
+    )
+
+
 class DrawingSettings(TaskSettings):
     """Settings of the objectives that draw."""
 
@@ -80,7 +88,9 @@ class ObjectivesSettings(Section):
     text_to_image: TextToImageSettings = Field(
         default=TextToImageSettings(), description="text -> the image codes of its picture; fine-tuning"
     )
-    text_classification: TaskSettings = Field(default=TaskSettings(), description="text -> its label; fine-tuning")
+    text_classification: ClassificationSettings = Field(
+        default=ClassificationSettings(), description="text -> its label; fine-tuning"
+    )
     image_text_matching: TaskSettings = Field(
         default=TaskSettings(),
         description="picture and text -> whether they match; half of the texts are from other rows; fine-tuning",
@@ -91,6 +101,9 @@ class ObjectivesSettings(Section):
     )
     visual_question_answering: TaskSettings = Field(
         default=TaskSettings(), description="picture and a question about it -> the answer; fine-tuning"
+    )
+    text_continuation: TaskSettings = Field(
+        default=TaskSettings(), description="first half of a text -> the rest; fine-tuning"
     )
 
     @property

@@ -12,16 +12,18 @@ follows BART (arXiv 1910.13461): each masked span is replaced by one ``<mask>``,
 Fine-tuning. These have weight 0 by default and can be mixed with pretraining:
 
     text_to_image         text                      -> <boi>, the codes of its picture, <eoi>
-    text_classification   text                      -> its label
+    text_classification   text (and its context)    -> its label
     image_text_matching   picture + a text          -> whether the text describes the picture
     image_code_denoising  text                      -> the hidden ones of the codes of its picture
     visual_question_answering
                           picture + a question      -> the answer
+    text_continuation     first half of a text      -> the rest
 
 The denoising of codes is M6-UFC's way to draw (arXiv 2105.14211) with MaskGIT's schedule (arXiv 2202.04200): the codes
 see each other in both directions, and all that are hidden are predicted at once.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ import numpy as np
 
 from m6.data.corruption import hide_randomly, mask_randomly, mask_spans, shuffle_sentences
 from m6.data.objective_settings import (
+    ClassificationSettings,
     DrawingSettings,
     MaskingSettings,
     ObjectivesSettings,
@@ -59,6 +62,7 @@ class Sample:
     image: bytes | None = None
     question: str | None = None
     answer: str | None = None
+    context: str | None = None
     codes: Sequence[int] | None = None
     """image codes of the picture, in ``[0, image_vocab_size)``"""
 
@@ -98,6 +102,10 @@ def _codes(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]:
         raise BadRow("no image codes")
     codes = map(tokenizer.image_code_to_id, sample.codes)
     return [tokenizer.boi_token_id, *codes, tokenizer.eoi_token_id]
+
+
+def _second_half(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]:
+    return ids[_middle(ids, tokenizer) :]
 
 
 def _answer(sample: Sample, ids: list[int], tokenizer: M6Tokenizer) -> list[int]:
@@ -173,6 +181,18 @@ def _whole_text(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer
     return ids
 
 
+def _first_half(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
+    return ids[: _middle(ids, tokenizer)]
+
+
+def _middle(ids: list[int], tokenizer: M6Tokenizer) -> int:
+    """Returns where the sentence begins whose beginning is nearest to the middle of a text."""
+    begins = list(itertools.accumulate(map(len, tokenizer.split_sentence_ids(ids))))[:-1]
+    if not begins:
+        raise BadRow("one sentence, which has no rest")
+    return min(begins, key=lambda begin: abs(2 * begin - len(ids)))
+
+
 def _masked(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: MaskingSettings) -> list[int]:
     return mask_spans(
         ids,
@@ -208,6 +228,7 @@ _REGISTRY: dict[str, _Objective] = {
     "image_text_matching": _Objective("image_text", _whole_text, _answer, has_pixels=True, is_paired=True),
     "image_code_denoising": _Objective("image_text", _text_or_dropped, _codes, _hide_codes, in_place=True),
     "visual_question_answering": _Objective("vqa", _whole_text, _answer, has_pixels=True, asks=True),
+    "text_continuation": _Objective("text", _first_half, _second_half),
 }
 OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
@@ -280,6 +301,8 @@ def make_example(
     """
     definition, objective_settings = _REGISTRY[objective], settings.of(objective)
     ids = _text_ids(definition, sample, tokenizer, max_tokens)
+    if isinstance(objective_settings, ClassificationSettings) and objective_settings.with_context:
+        ids += context_ids(sample.context, max_tokens - len(ids), tokenizer)
     if definition.has_pixels and sample.image is None:
         raise BadRow("no image")
     target = definition.make_target(sample, ids, tokenizer)
@@ -291,6 +314,12 @@ def make_example(
         image=sample.image if definition.has_pixels else None,
         objective_id=OBJECTIVES.index(objective),
     )
+
+
+def context_ids(context: str | None, room: int, tokenizer: M6Tokenizer) -> list[int]:
+    """Returns what follows a text: ``<sep>`` and its context, cut to ``room`` tokens; nothing without a context."""
+    ids = tokenizer.encode_ids(context or "", max(room - 1, 0))
+    return [tokenizer.sep_token_id, *ids] if ids else []
 
 
 def _text_ids(definition: _Objective, sample: Sample, tokenizer: M6Tokenizer, max_tokens: int) -> list[int]:

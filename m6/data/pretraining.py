@@ -334,7 +334,7 @@ class _MicroBatches(Dataset[MicroBatch | UserError]):
 def _open_columns(manifest: Manifest, source: str, split: str) -> "datasets.Dataset":
     from m6.data.reader import open_split
 
-    return open_split(manifest, source, split).select_columns(["id", "text", "image", "question", "answer"])
+    return open_split(manifest, source, split).select_columns(["id", "text", "image", "question", "answer", "context"])
 
 
 def _paired(sample: Sample, rows: "datasets.Dataset", rng: np.random.Generator) -> Sample:

@@ -17,6 +17,7 @@ SCHEMA = pa.schema(
         pa.field("image", pa.binary()),
         pa.field("question", pa.string()),
         pa.field("answer", pa.string()),
+        pa.field("context", pa.string()),
         pa.field("group", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
     ]

@@ -19,6 +19,8 @@ from m6.data.shards import ShardWriter
 from m6.data.sources import Row
 from m6.data.sources.text import text_key
 
+_COLUMNS = ("id", "text", "image", "question", "answer", "context")  # what a waiting row keeps
+
 
 @dataclass(frozen=True)
 class SplitRules:
@@ -102,8 +104,7 @@ def split_rows(
             if len(signatures) <= MAX_COMPARED:
                 signatures.append(signature(row.image))
             named.append(row.split)
-            columns = ("id", "text", "image", "question", "answer")
-            writer.write({name: getattr(row, name) for name in columns} | {"group": "", "source": source})
+            writer.write({name: getattr(row, name) for name in _COLUMNS} | {"group": "", "source": source})
     if not texts:
         return
     roots = _joined(texts, pictures, np.stack(signatures))
@@ -157,4 +158,4 @@ def _splits_of_groups(roots: list[int], named: list[Split | None]) -> dict[int, 
 def _read(shard: Path) -> Iterator[Row]:
     for batch in pq.ParquetFile(shard).iter_batches(batch_size=256):
         for values in batch.to_pylist():
-            yield Row(values["id"], None, values["text"], values["image"], values["question"], values["answer"])
+            yield Row(group=None, **{name: values[name] for name in _COLUMNS})

@@ -80,10 +80,44 @@ def continue_text(
     """
     tokenizer, config = processor.tokenizer, model.config
     rows = [[config.bos_token_id, *tokenizer.encode_ids(prompt)] for prompt in prompts]
-    # Padded on the left, so that the new tokens follow the prompts.
+    inputs = {"input_ids": _padded(rows, config.pad_token_id)}
+    return _generate_text(model, tokenizer, inputs, max_new_tokens=max_new_tokens, **generate_kwargs)
+
+
+def write_targets(
+    model: M6ForConditionalGeneration,
+    processor: "M6Processor",
+    sources: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 64,
+    **generate_kwargs: Any,
+) -> list[str]:
+    """Writes the targets of N sources, as the objectives without pictures train a model to.
+
+    Args:
+        model: in evaluation mode.
+        processor: processor of the model.
+        sources: token ids of each source, of any lengths.
+        max_new_tokens: longest target, ``<eos>`` included.
+        batch_size: targets that are written at a time.
+        generate_kwargs: passed to ``model.generate``.
+
+    Returns:
+        N texts.
+    """
+    config, texts = model.config, []
+    for begin in range(0, len(sources), batch_size):
+        rows = [[*source, config.bos_token_id] for source in sources[begin : begin + batch_size]]
+        inputs = {"input_ids": _padded(rows, config.pad_token_id)}
+        texts += _generate_text(model, processor.tokenizer, inputs, max_new_tokens=max_new_tokens, **generate_kwargs)
+    return texts
+
+
+def _padded(rows: list[list[int]], pad_token_id: int) -> Tensor:
+    """Padded on the left, so that the new tokens follow the prompts."""
     length = max(map(len, rows))
-    input_ids = torch.tensor([[config.pad_token_id] * (length - len(row)) + row for row in rows])
-    return _generate_text(model, tokenizer, {"input_ids": input_ids}, max_new_tokens=max_new_tokens, **generate_kwargs)
+    return torch.tensor([[pad_token_id] * (length - len(row)) + row for row in rows])
 
 
 def _generate_text(

@@ -8,7 +8,7 @@ from m6.data.sources.base import Row, Source, SourceOptions
 from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaQuestions
 from m6.data.sources.emoji import Emoji
 from m6.data.sources.icon_park import IconPark
-from m6.data.sources.inews import Inews
+from m6.data.sources.inews import Inews, InewsSentiment
 from m6.data.sources.local import LocalSource
 from m6.data.sources.opening import open_path
 from m6.data.sources.poetry import Poetry
@@ -25,6 +25,7 @@ BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
     source.name: source
     for source in (
         Inews,
+        InewsSentiment,
         EasyVqaCaptions,
         EasyVqaQuestions,
         Emoji,
@@ -41,8 +42,14 @@ def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Sour
     """Returns the sources that the arguments of a command name.
 
     Raises:
-        UserError: as ``find_source``; or an option names a column that none of the sources reads.
+        UserError: as ``find_source``; an option names a column that none of the sources reads; or there is a column of
+            contexts and none of labels.
     """
+    if options.context_column is not None and options.label_column is None:
+        raise UserError(
+            f"--context-column {options.context_column}: a context belongs to a labelled text; "
+            "name the column of labels by --label-column"
+        )
     sources = [find_source(specifier, options) for specifier in specifiers]
     with_columns = [source for source in sources if isinstance(source, LocalSource | HubTable)]
     read = {role for source in with_columns for role in source.columns}

@@ -23,6 +23,7 @@ class Row:
         image: contents of a picture file (SVG is allowed).
         question: question about the picture.
         answer: answer to the question, or label of the text.
+        context: what belongs to a labelled text, such as the article of a headline.
         split: set only if the source defines its own split.
         problem: why the row cannot be used, if the source itself found a problem.
     """
@@ -33,6 +34,7 @@ class Row:
     image: bytes | None = None
     question: str | None = None
     answer: str | None = None
+    context: str | None = None
     split: Split | None = None
     problem: str | None = None
 
@@ -47,6 +49,7 @@ class SourceOptions:
         text_column: column of texts or captions.
         image_column: column of pictures; None: ``image`` if it exists.
         label_column: column of labels for classification.
+        context_column: column of what belongs to a labelled text, such as the article of a headline.
         split_column: column that names the split of a row.
         group_column: column whose value rows of one split share, such as a photographer or a dish.
         licence: licence of the user's data.
@@ -58,17 +61,19 @@ class SourceOptions:
     text_column: str = "text"
     image_column: str | None = None
     label_column: str | None = None
+    context_column: str | None = None
     split_column: str | None = None
     group_column: str | None = None
     licence: str | None = None
     licences: Mapping[str, str] = field(default_factory=dict)
 
     def columns(self) -> dict[str, str]:
-        """Returns the chosen columns by what they hold: "text", and "image", "label", "split" and "group" if given."""
+        """Returns the chosen columns by what they hold: "text", and "image", "label" and so on where given."""
         chosen = {
             "text": self.text_column,
             "image": self.image_column,
             "label": self.label_column,
+            "context": self.context_column,
             "split": self.split_column,
             "group": self.group_column,
         }

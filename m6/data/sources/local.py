@@ -111,6 +111,12 @@ def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None
     return None if value is None else str(value)
 
 
+def context_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
+    """Returns the beginning of what a row holds in its context column; None without a context column or a value."""
+    value = None if options.context_column is None else entry.get(options.context_column)
+    return None if value is None else str(value)[: options.passage_chars]
+
+
 def require_column(column: str, columns: Iterable[str], where: object) -> None:
     """Raises UserError if ``column`` is not in ``columns``; ``where`` names the file or data set in the message."""
     columns = list(columns)

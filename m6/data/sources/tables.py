@@ -12,6 +12,7 @@ from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import (
     LocalSource,
+    context_of_row,
     group_of_row,
     group_of_text,
     label_of_row,
@@ -230,8 +231,8 @@ class _Table:
             problem = None if image else "missing image"
             yield Row(identity, group, text, image, answer=label, split=split, problem=problem)
         elif options.label_column:
-            text = text[: options.passage_chars]
-            yield Row(identity, group or group_of_text(text), text, answer=label, split=split)
+            text, context = text[: options.passage_chars], context_of_row(entry, options)
+            yield Row(identity, group or group_of_text(text), text, answer=label, context=context, split=split)
         else:
             cut = list(passages(text, options.passage_chars))
             if not cut:

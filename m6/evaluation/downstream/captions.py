@@ -1,39 +1,23 @@
-"""Scores of image captions: BLEU, chrF and exact match."""
+"""Scores of image captions: BLEU and chrF."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class CaptionScores:
-    """Scores of a corpus of captions.
-
-    Attributes:
-        chrf: from 0 to 100.
-        bleu: BLEU-4 over characters, from 0 to 100.
-        exact: share of captions that are equal to their reference.
-    """
-
-    chrf: float
-    bleu: float
-    exact: float
-
-
-def score_captions(written: Sequence[str], references: Sequence[str]) -> CaptionScores:
-    """Scores N captions against one reference each.
-
-    chrF: Popovic, WMT 2015. BLEU: Papineni et al., ACL 2002. Both are computed by sacreBLEU, whose Chinese tokenizer
-    treats every character as a word.
-    """
+def chrf(written: Sequence[str], references: Sequence[str]) -> float:
+    """Returns chrF (Popovic, WMT 2015) of N captions against one reference each, from 0 to 100."""
     import sacrebleu
 
-    exact = sum(a == b for a, b in zip(written, references, strict=True)) / len(references)
-    chrf = sacrebleu.corpus_chrf(written, [references]).score
-    bleu = sacrebleu.corpus_bleu(written, [references], tokenize="zh").score
-    return CaptionScores(chrf, bleu, exact)
+    return sacrebleu.corpus_chrf(written, [references]).score
+
+
+def bleu(written: Sequence[str], references: Sequence[str]) -> float:
+    """Returns BLEU-4 (Papineni et al., ACL 2002) over characters of N captions against one reference each, to 100."""
+    import sacrebleu
+
+    return sacrebleu.corpus_bleu(written, [references], tokenize="zh").score
 
 
 def most_frequent(texts: Sequence[str]) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from m6.data.objectives import Example
+from m6.data.objectives import Example, context_ids
 from m6.generation.likelihood import target_log_likelihoods
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
@@ -26,20 +27,11 @@ class LabelledTexts:
     labels: list[str]
 
 
-@dataclass(frozen=True)
-class ClassificationScores:
-    """Accuracy, and F1 averaged over the labels."""
+def macro_f1(predicted: NDArray[np.str_], labels: NDArray[np.str_]) -> float:
+    """Returns F1 of N predicted labels against the N true ones, averaged over the labels."""
+    from sklearn.metrics import f1_score
 
-    accuracy: float
-    macro_f1: float
-
-
-def score_labels(predicted: Sequence[str], labels: Sequence[str]) -> ClassificationScores:
-    """Scores N predicted labels against the N true ones."""
-    from sklearn.metrics import accuracy_score, f1_score
-
-    macro_f1 = f1_score(labels, predicted, average="macro", zero_division=0.0)
-    return ClassificationScores(float(accuracy_score(labels, predicted)), float(macro_f1))
+    return float(f1_score(labels, predicted, average="macro", zero_division=0.0))
 
 
 def predict_by_likelihood(
@@ -49,6 +41,7 @@ def predict_by_likelihood(
     labels: Sequence[str],
     max_tokens: int,
     pictures: Sequence[np.ndarray] | None = None,
+    contexts: Sequence[str | None] | None = None,
 ) -> list[str]:
     """Returns for each text the label with the highest log p(label, <eos> | picture, text).
 
@@ -59,10 +52,13 @@ def predict_by_likelihood(
         labels: the candidates.
         max_tokens: length to which training cuts a text.
         pictures: N pictures, uint8 [image_size, image_size, 3], or None.
+        contexts: what follows each text, as ``m6.objectives.text_classification.with_context`` says, or None.
     """
     tokenizer = processor.tokenizer
     targets = [tokenizer.encode_ids(label) for label in labels]
     sources = [tokenizer.encode_ids(text, max_tokens) for text in texts]
+    for source, context in zip(sources, contexts or [None] * len(sources), strict=True):
+        source += context_ids(context, max_tokens - len(source), tokenizer)
     examples = [Example(source_ids=source, target_ids=target) for source in sources for target in targets]
     shown = [None] * len(texts) if pictures is None else pictures
     repeated = [picture for picture in shown for _ in labels]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,45 +16,27 @@ from m6.tokenizers.processor import M6Processor
 RANKS = (1, 5, 10)
 
 
-@dataclass(frozen=True)
-class Recalls:
-    """recall@k for each k in RANKS, for retrieving pictures by a caption and captions by a picture."""
-
-    text_to_picture: tuple[float, ...]
-    picture_to_text: tuple[float, ...]
-
-
-def recall_at(scores: NDArray[np.float64], relevant: NDArray[np.bool_], k: int) -> float:
-    """Returns the share of queries that have a relevant candidate among the k highest scores.
+def found_at(scores: NDArray[np.float64], relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
+    """Returns which queries have a relevant candidate among the k highest scores, bool [Q]; recall@k is their share.
 
     Args:
         scores: [Q, C] for Q queries and C candidates. Ties are counted against the relevant candidates, so that
-            constant scores give a recall of 0.
+            constant scores find nothing.
         relevant: [Q, C], with at least one relevant candidate per row.
         k: at least 1.
     """
     # Only the best relevant candidate decides whether one is among the first k.
     best_relevant = np.where(relevant, scores, -np.inf).max(axis=1, keepdims=True)
     ahead = ((scores >= best_relevant) & ~relevant).sum(axis=1)
-    return float((ahead < k).mean())
+    return ahead < k
 
 
-def score_matches(scores: NDArray[np.float64], relevant: NDArray[np.bool_]) -> Recalls:
-    """Returns the recalls of scores [pictures, captions] in both directions."""
-    return Recalls(
-        tuple(recall_at(scores.T, relevant.T, k) for k in RANKS), tuple(recall_at(scores, relevant, k) for k in RANKS)
-    )
-
-
-def chance(relevant: NDArray[np.bool_]) -> Recalls:
-    """Returns the expected recalls of a random order: 1 - C(n - r, k) / C(n, k) if r of n candidates are relevant."""
-
-    def expected(rows: NDArray[np.bool_], k: int) -> float:
-        n = rows.shape[1]
-        k = min(k, n)
-        return float(np.mean([1 - math.comb(n - int(r), k) / math.comb(n, k) for r in rows.sum(axis=1)]))
-
-    return Recalls(tuple(expected(relevant.T, k) for k in RANKS), tuple(expected(relevant, k) for k in RANKS))
+def chance(relevant: NDArray[np.bool_], k: int) -> float:
+    """Returns the expected recall@k of a random order: the mean of 1 - C(n - r, k) / C(n, k) over the queries [Q, n],
+    r of whose n candidates are relevant."""
+    n = relevant.shape[1]
+    k = min(k, n)
+    return float(np.mean([1 - math.comb(n - int(r), k) / math.comb(n, k) for r in relevant.sum(axis=1)]))
 
 
 def match_by_model(

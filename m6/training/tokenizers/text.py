@@ -128,7 +128,7 @@ def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
     from m6.data.mixture import permuted
     from m6.data.reader import open_split
 
-    columns = ["text", "question", "answer"]
+    columns = ["text", "question", "answer", "context"]
     sources = [source for source in sorted(manifest.sources) if manifest.files(source, "train")]
     if not sources:
         return

@@ -33,6 +33,7 @@ FINETUNED = {
     "text_classification": (1, "configs/m6_cpu.json"),
     "image_text_matching": (1, "configs/m6_cpu.json"),
     "visual_question_answering": (1, "configs/m6_cpu.json"),
+    "text_continuation": (1, "configs/m6_cpu.json"),
 }
 
 

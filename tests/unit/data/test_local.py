@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from m6.cli.data import app
 from m6.data.manifest import Manifest
-from m6.data.sources import SourceOptions, find_source
+from m6.data.sources import SourceOptions, find_source, find_sources
 from m6.errors import UserError
 from m6.files import cache_folder
 
@@ -161,6 +161,20 @@ def test_a_label_column_makes_labelled_texts(tmp_path):
     assert [(row.text, row.answer) for row in source.rows()] == [("很好。很好。", "5"), ("一般", None)]
     with pytest.raises(UserError, match='reviews has no column "star"; did you mean "stars"'):
         rows_of(path, tmp_path, label_column="star")
+
+
+def test_a_context_column_is_kept_beside_the_text(tmp_path):
+    path = tmp_path / "posts.csv"
+    path.write_text("text,stars,about\n很好,5,酒店的早餐\n很差,1,\n", encoding="utf-8")
+    source = find_source(str(path), options(tmp_path, label_column="stars", context_column="about", passage_chars=3))
+    assert [(row.text, row.answer, row.context) for row in source.rows()] == [
+        ("很好", "5", "酒店的"),
+        ("很差", "1", None),
+    ]
+    with pytest.raises(UserError, match='has no column "abut"'):
+        rows_of(path, tmp_path, label_column="stars", context_column="abut")
+    with pytest.raises(UserError, match="--context-column about: a context belongs to a labelled text"):
+        find_sources([str(path)], options(tmp_path, context_column="about"))
 
 
 def test_a_label_column_keeps_the_pictures(tmp_path):

@@ -41,6 +41,23 @@ def test_inews_keeps_its_own_split_and_drops_repeats(tmp_path, monkeypatch):
     ]
 
 
+def test_headlines_with_their_articles_and_labels(tmp_path, monkeypatch):
+    files = {
+        "test.pkl": (["甲题"], ["甲文。"], [0]),
+        "dev.pkl": (["乙题"], ["乙\\n文章很长"], [1]),
+        "train.pkl": (["丙题", "甲题", "丁题"], ["丙文。", "其他。", "甲文。"], [2, 2, 2]),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=3))
+    monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
+    source = inews.InewsSentiment(SourceOptions(cache=tmp_path, passage_chars=4))
+    assert sorted((row.split, row.text, row.context, row.answer) for row in source.rows()) == [
+        ("test", "甲题", "甲文。", "正面"),
+        ("train", "丙题", "丙文。", "负面"),  # the others repeat a headline or an article of the test split
+        ("validation", "乙题", "乙\n文章", "中性"),
+    ]
+
+
 def test_inews_defines_every_split_that_its_rows_name():
     """Else a build would take validation rows from its training rows."""
     assert inews.Inews.own_splits == set(inews.FILES) == {"train", "validation", "test"}

@@ -71,6 +71,40 @@ def test_rows_without_a_usable_label_are_bad(tokenizer, answer, reason):
         example("text_classification", Sample(id="0", text="红色", answer=answer), tokenizer)
 
 
+def test_the_context_follows_the_text_if_it_is_asked_for(tokenizer):
+    settings = ObjectivesSettings.model_validate({"text_classification": {"with_context": True}})
+
+    def source(max_tokens, context):
+        sample = Sample(id="0", text="红色的熊猫", answer="好评", context=context)
+        return make_example(
+            "text_classification", sample, np.random.default_rng(0), tokenizer, settings, max_tokens
+        ).source_ids
+
+    text, context = tokenizer.encode_ids("红色的熊猫"), tokenizer.encode_ids("小明在公园里")
+    assert source(40, "小明在公园里") == [*text, tokenizer.sep_token_id, *context]
+    assert source(len(text) + 3, "小明在公园里") == [*text, tokenizer.sep_token_id, *context[:2]]
+    for room, missing in ((len(text), "小明"), (len(text) + 1, "小明"), (40, None), (40, "")):
+        assert source(room, missing) == text
+    without = Sample(id="0", text="红色的熊猫", answer="好评", context="小明")
+    assert example("text_classification", without, tokenizer).source_ids == text
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("一二三。四五六。", "四五六。"),
+        ("一。二。三四五六七八九。", "三四五六七八九。"),
+        ("一二三四五六。七。", "七。"),
+    ],
+)
+def test_a_continuation_begins_with_the_sentence_nearest_to_the_middle(tokenizer, text, rest):
+    made = example("text_continuation", Sample(id="0", text=text), tokenizer)
+    assert [*made.source_ids, *made.target_ids] == tokenizer.encode_ids(text)
+    assert tokenizer.decode(made.target_ids) == rest
+    with pytest.raises(BadRow, match="one sentence"):
+        example("text_continuation", Sample(id="0", text="一二三四"), tokenizer)
+
+
 def test_a_match_shows_the_picture_and_a_text(tokenizer):
     picture = draw_shape("红色", "圆形", "大")
     made = example("image_text_matching", Sample(id="0", text="红色", image=picture, answer=MATCH), tokenizer)

@@ -125,6 +125,9 @@ def test_the_model_is_that_of_the_run_it_begins_with(pretrained, config_file, tm
     assert config.document["m6"]["model"] == {**before["model"], "hidden_dropout": 0.3}
     assert config.document["m6"]["moe"] == before["moe"]
     assert config.m6.init == pretrained
+    scratch = load_finetuning_config(config_file(), pretrained, from_scratch=True)
+    assert scratch.m6.init is None
+    assert scratch.document["m6"]["model"] == before["model"]
     export_hf(pretrained, tmp_path / "exported")
     again = load_finetuning_config(config_file(), tmp_path / "exported")
     assert (

@@ -5,30 +5,33 @@ import itertools
 import numpy as np
 import pytest
 
-from m6.evaluation.downstream.captions import most_frequent, score_captions
-from m6.evaluation.downstream.classification import (
-    LabelledTexts,
-    predict_by_word_counts,
-    score_labels,
-)
-from m6.evaluation.downstream.matching import RANKS, chance, match_by_neighbour, recall_at, score_matches
+from m6.data.objectives import Example
+from m6.evaluation.downstream.captions import bleu, chrf, most_frequent
+from m6.evaluation.downstream.classification import LabelledTexts, macro_f1, predict_by_word_counts
+from m6.evaluation.downstream.continuation import line_length, nats_by_ngrams
+from m6.evaluation.downstream.estimates import Estimate, bootstrap, share
+from m6.evaluation.downstream.matching import RANKS, chance, found_at, match_by_neighbour
 from m6.evaluation.downstream.neighbours import nearest_pictures
-from tests.fixtures.tiny_data import draw_shape
+from m6.tokenizers import load_text_tokenizer
+from tests.fixtures.tiny_data import build_tiny_tokenizer, draw_shape
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_text_tokenizer(build_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def test_captions_equal_to_the_references_score_100():
     texts = ["一个红色的圆形。", "蓝色的长方形在左边"]
-    scores = score_captions(texts, texts)
-    assert (scores.chrf, scores.exact) == (pytest.approx(100), 1.0)
-    assert scores.bleu == pytest.approx(100)
+    assert chrf(texts, texts) == pytest.approx(100)
+    assert bleu(texts, texts) == pytest.approx(100)
 
 
 def test_bleu_takes_characters_as_words():
     # Of 6 characters 5 match; bigrams 4/5, trigrams 3/4, 4-grams 2/3: no brevity penalty at equal lengths.
-    scores = score_captions(["红色的小圆形"], ["蓝色的小圆形"])
-    assert scores.bleu == pytest.approx(100 * (5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25)
-    assert scores.exact == 0
-    assert 0 < scores.chrf < 100
+    pair = ["红色的小圆形"], ["蓝色的小圆形"]
+    assert bleu(*pair) == pytest.approx(100 * (5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25)
+    assert 0 < chrf(*pair) < 100
 
 
 def test_the_commonest():
@@ -36,13 +39,35 @@ def test_the_commonest():
     assert most_frequent(["甲", "乙"]) == "甲"
 
 
-def test_accuracy_and_f1_by_hand():
+def test_f1_by_hand():
     # 好: precision 1/2, recall 1; 差: precision 1, recall 2/3.
-    labels, predicted = ["好", "差", "差", "差"], ["好", "好", "差", "差"]
-    scores = score_labels(predicted, labels)
+    labels, predicted = np.array(["好", "差", "差", "差"]), np.array(["好", "好", "差", "差"])
     f1_good, f1_bad = 2 * (1 / 2) * 1 / (1 / 2 + 1), 2 * 1 * (2 / 3) / (1 + 2 / 3)
-    assert scores.accuracy == 0.75
-    assert scores.macro_f1 == pytest.approx((f1_good + f1_bad) / 2)
+    assert macro_f1(predicted, labels) == pytest.approx((f1_good + f1_bad) / 2)
+
+
+def test_shares_have_wilsons_interval():
+    """By the formula with z = 1.959964, and never beyond 0 and 1."""
+    n, p, z = 50, 0.9, 1.959963984540054
+    middle, half = (p + z**2 / (2 * n)), z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
+    estimate = share([True] * 45 + [False] * 5)
+    assert estimate.value == 0.9
+    expected = ((middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n))
+    assert (estimate.low, estimate.high) == pytest.approx(expected)
+    assert share([True] * 5).high == 1.0
+    assert str(estimate) == "90.0% (78.6% to 95.7%)"
+
+
+def test_bootstrap_of_a_mean_is_as_wide_as_its_standard_error():
+    """1.96 standard errors to each side; 300 resamples give the ends to about a tenth of their distance."""
+    values = np.random.default_rng(0).normal(3, 2, size=400)
+    estimate = bootstrap(400, lambda index: float(values[index].mean()))
+    assert estimate.value == values.mean()
+    error = values.std() / 20
+    assert estimate.low == pytest.approx(values.mean() - 1.96 * error, abs=0.4 * error)
+    assert estimate.high == pytest.approx(values.mean() + 1.96 * error, abs=0.4 * error)
+    assert estimate == bootstrap(400, lambda index: float(values[index].mean()))  # the same in every run
+    assert bootstrap(1, lambda index: 2.5) == Estimate(2.5)
 
 
 def test_word_counts_learn_words_that_decide():
@@ -57,7 +82,8 @@ def test_word_counts_learn_words_that_decide():
 
     test = make(100)
     # 0.5 by guessing; the words decide every text, and noise misleads a few.
-    assert score_labels(predict_by_word_counts(make(200), make(50), test.texts), test.labels).accuracy >= 0.95
+    predicted = predict_by_word_counts(make(200), make(50), test.texts)
+    assert np.mean(np.array(predicted) == np.array(test.labels)) >= 0.95
 
 
 def test_recall_against_sorting():
@@ -67,31 +93,22 @@ def test_recall_against_sorting():
     relevant[:, 0] = True
     for k in (1, 2, 5, 10):
         found = [any(relevant[q, c] for c in np.argsort(-scores[q])[:k]) for q in range(7)]
-        assert recall_at(scores, relevant, k) == np.mean(found)
+        assert found_at(scores, relevant, k).tolist() == found
 
 
 def test_constant_scores_find_nothing_that_is_not_there_anyway():
     relevant = np.eye(4, dtype=bool)
-    assert recall_at(np.zeros((4, 4)), relevant, 1) == 0
-    assert recall_at(np.zeros((4, 4)), relevant, 4) == 1
-
-
-def test_both_directions():
-    scores = np.array([[3.0, 2.0], [9.0, 1.0], [0.0, 5.0]])
-    relevant = np.array([[True, False], [True, False], [False, True]])
-    recalls = score_matches(scores, relevant)
-    assert recalls.text_to_picture == (1.0, 1.0, 1.0)
-    assert recalls.picture_to_text == (1.0, 1.0, 1.0)
-    assert score_matches(-scores, relevant).picture_to_text[0] == 0
+    assert not found_at(np.zeros((4, 4)), relevant, 1).any()
+    assert found_at(np.zeros((4, 4)), relevant, 4).all()
 
 
 def test_chance_is_the_mean_over_all_orders():
     relevant = np.array([[True, False, True, False], [False, True, False, False]])
-    for k, expected in zip(RANKS, chance(relevant).picture_to_text, strict=True):
+    for k in RANKS:
         found = [
             np.mean([row[list(order[:k])].any() for order in itertools.permutations(range(4))]) for row in relevant
         ]
-        assert expected == pytest.approx(np.mean(found))
+        assert chance(relevant, k) == pytest.approx(np.mean(found))
 
 
 def test_the_nearest_picture_is_that_of_its_colour_and_size():
@@ -105,3 +122,27 @@ def test_the_nearest_picture_is_that_of_its_colour_and_size():
 def test_neighbours_prefer_the_caption_like_theirs():
     scores = match_by_neighbour(["红色的圆形"], ["红色的方块", "红色的圆形", "天上的云"])
     assert scores[0].argsort().tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ("床前明月光，疑是地上霜。举头望明月，低头思故乡。", 5),
+        ("《静夜思》李白\n床前明月光，疑是地上霜。", 5),
+        ("春眠不觉晓，处处闻啼鸟啼。", None),
+        ("", None),
+    ],
+)
+def test_lines_of_verse_have_one_length(text, length):
+    assert line_length(text) == length
+
+
+def test_ngrams_read_the_first_half_and_are_asked_for_the_rest(tokenizer):
+    """After 7 the training texts have 8 alone; where the text begins, 7 and 9 are equally frequent."""
+    training = [[7, 8, 8, 8], [9, 9, 9, 9]] * 20
+    easy, hard = Example(source_ids=[7, 8], target_ids=[8, 8]), Example(source_ids=[7, 8], target_ids=[9, 9])
+    nats = nats_by_ngrams(training, [easy, hard], tokenizer, len(tokenizer))
+    five, one = nats["5-gram model of the training texts"], nats["unigram model of the training texts"]
+    assert five[0] < 0.2 < 5 < five[1]
+    # 8 is 60 of 200 tokens, <eos> 40; absolute discounting takes a little of each.
+    assert one[0] == pytest.approx(-2 * np.log(60 / 200) - np.log(40 / 200), abs=0.1)

@@ -1,5 +1,7 @@
 """The model as a judge, against one forward pass for each target; and the whole report."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +9,18 @@ import pytest
 import torch
 
 from m6.checkpoints.loading import load_run_model
-from m6.data.objectives import MATCH, NO_MATCH, OBJECTIVES, Example
+from m6.data.objectives import (
+    MATCH,
+    NO_MATCH,
+    OBJECTIVES,
+    Example,
+    ObjectivesSettings,
+    Sample,
+    make_example,
+)
 from m6.evaluation.downstream.classification import predict_by_likelihood
 from m6.evaluation.downstream.matching import match_by_model
+from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
 from m6.tokenizers.processor import decode_picture, pixel_values
 from tests.fixtures.command import m6, user_error
@@ -117,14 +128,67 @@ def test_table_of_questions(folder: Path):
     assert "| commonest answer to the question |" in text
 
 
+def test_a_context_follows_the_text_as_in_training(judge):
+    model, processor = judge
+    settings = ObjectivesSettings.model_validate({"text_classification": {"with_context": True}})
+    rng, labels = np.random.default_rng(0), ["好评", "差评", "圆形"]
+    for room in (6, 9, 40):  # the context is left out, cut, and whole
+        sample = Sample(id="0", text=TEXTS[0], context=TEXTS[1], answer="好评")
+        made = make_example("text_classification", sample, rng, processor.tokenizer, settings, room)
+        examples = [dataclasses.replace(made, target_ids=processor.tokenizer.encode_ids(label)) for label in labels]
+        scores = target_log_likelihoods(model, processor, examples, [None] * 3)
+        own = predict_by_likelihood(model, processor, [TEXTS[0]], labels, room, contexts=[TEXTS[1]])
+        assert own == [labels[int(scores.argmax())]]
+
+
+def test_targets_are_written_greedily_after_sources_of_any_length(judge):
+    model, processor = judge
+    tokenizer, size = processor.tokenizer, model.config.text_vocab_size
+
+    def by_steps(source: list[int]) -> list[int]:
+        ids = [*source, tokenizer.bos_token_id]
+        for _ in range(5):
+            with torch.no_grad():
+                scores = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            best = max([*range(size), tokenizer.eos_token_id], key=lambda token: float(scores[token]))
+            if best == tokenizer.eos_token_id:
+                break
+            ids.append(best)
+        return ids[len(source) + 1 :]
+
+    sources = [tokenizer.encode_ids(text) for text in TEXTS]
+    written = write_targets(model, processor, sources, max_new_tokens=5, batch_size=2, do_sample=False)
+    assert written == [tokenizer.decode(by_steps(source)) for source in sources]
+
+
+def test_table_of_continuations(folder: Path):
+    run = run_of(folder, "data", "text_continuation")
+    outcome = m6("downstream", run, "--max-rows", 6)
+    assert outcome.code == 0, outcome.stderr
+    assert "## Continuation: tiny_text, " in outcome.stdout
+    (record,) = json.loads((run / "downstream.json").read_text(encoding="utf-8"))
+    scores = {system: own["nats per character"]["value"] for system, own in record["scores"].items()}
+    assert scores.keys() == {
+        "this model",
+        "5-gram model of the training texts",
+        "unigram model of the training texts",
+    }
+    # The tiny texts are put together of few parts, which 60 of them show; the model is random.
+    assert scores["5-gram model of the training texts"] < scores["unigram model of the training texts"]
+    assert scores["5-gram model of the training texts"] < scores["this model"]
+
+
 def test_table_of_labels(folder: Path):
     run = run_of(folder, "labelled", "text_classification")
     outcome = m6("downstream", run, "--out", run / "labels.md")
     assert outcome.code == 0, outcome.stderr
     lines = (run / "labels.md").read_text(encoding="utf-8").splitlines()
-    assert "## Classification: reviews, 4 test texts of 2 labels" in lines
-    assert "| commonest training label | 50.0% | 0.333 |" in lines
-    assert "| TF-IDF and logistic regression | 100.0% | 1.000 |" in lines
+    assert "## Classification: reviews, 4 test texts" in lines
+    for begin in (
+        "| commonest training label | 50.0% (15.0% to 85.0%) | 0.33 (",
+        "| TF-IDF and logistic regression | 100.0% (51.0% to 100.0%) | 1.00 (",
+    ):
+        assert any(line.startswith(begin) for line in lines), lines
 
 
 def test_a_run_without_a_task_is_refused(folder: Path):

@@ -1,0 +1,220 @@
+"""The downstream tasks: each scores a model and its baselines on the same test rows."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from m6.config.run import RunConfig
+from m6.data.manifest import Manifest
+from m6.data.mixture import permuted
+from m6.data.objectives import BadRow, Example, Sample, make_example, max_text_tokens
+from m6.data.reader import open_split
+from m6.evaluation.downstream import captions, classification, continuation, matching
+from m6.evaluation.downstream.classification import LabelledTexts
+from m6.evaluation.downstream.estimates import Estimate, bootstrap, share
+from m6.evaluation.downstream.held_out import Rows
+from m6.evaluation.downstream.neighbours import nearest_pictures
+from m6.generation.captioning import caption, write_targets
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.tokenizers.processor import M6Processor, decode_picture
+
+CAPTION_TOKENS = 48
+THIS_MODEL = "this model"
+Scores = dict[str, dict[str, Estimate]]  # of each system, by metric
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate, and the data that it is evaluated on."""
+
+    model: M6ForConditionalGeneration
+    processor: M6Processor
+    config: RunConfig
+    manifest: Manifest
+    max_rows: int
+
+    def rows(self, source: str, split: str = "test") -> list[dict[str, Any]]:
+        """Returns the rows of a split; of the test split ``max_rows`` in a fixed random order."""
+        data = open_split(self.manifest, source, split)
+        if split != "test":
+            return list(data)
+        # The same rows for every model, so scores are comparable.
+        return [data[permuted(index, len(data), key=0)] for index in range(min(self.max_rows, len(data)))]
+
+    def max_tokens(self, objective: str) -> int:
+        """Returns the length to which training cuts a text."""
+        return max_text_tokens(objective, self.config.m6.data.sequence_length, self.config.model.num_patches)
+
+    def pictures(self, rows: Rows) -> list[np.ndarray]:
+        """Returns the rows' pictures, uint8 [image_size, image_size, 3] each."""
+        return [decode_picture(row["image"], self.config.model.image_size) for row in rows]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A downstream task.
+
+    Attributes:
+        title: what its rows are called in the report, with their number as ``{}``.
+        score: (model and data, source, test rows, training rows) -> scores.
+    """
+
+    title: str
+    score: Callable[[Subject, str, Rows, Rows], Scores]
+
+
+def _captioning(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
+    pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
+    references = [row["text"] for row in rows]
+    generated = caption(
+        subject.model, subject.processor, pictures, num_beams=1, max_new_tokens=CAPTION_TOKENS, do_sample=False
+    )
+    systems = {
+        THIS_MODEL: generated,
+        "caption of the nearest training picture": _neighbour_captions(rows, training),
+        "commonest training caption": [captions.most_frequent([row["text"] for row in training])] * len(rows),
+    }
+    return {name: _caption_scores(texts, references) for name, texts in systems.items()}
+
+
+def _caption_scores(written: Sequence[str], references: Sequence[str]) -> dict[str, Estimate]:
+    def of(metric: Callable[[Sequence[str], Sequence[str]], float]) -> Estimate:
+        return bootstrap(len(written), lambda index: metric(*(([t[i] for i in index]) for t in (written, references))))
+
+    exact = [a == b for a, b in zip(written, references, strict=True)]
+    return {"chrF": of(captions.chrf), "BLEU": of(captions.bleu), "equal to the reference": share(exact)}
+
+
+def _classification(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
+    settings = subject.config.m6.objectives.text_classification
+    test, train = (_labelled(part, settings.with_context) for part in (rows, training))
+    validation = _labelled(subject.rows(source, "validation"), settings.with_context)
+    predictions = {
+        THIS_MODEL: classification.predict_by_likelihood(
+            subject.model,
+            subject.processor,
+            [row["text"] for row in rows],
+            sorted(set(train.labels)),
+            subject.max_tokens("text_classification"),
+            contexts=[row["context"] for row in rows] if settings.with_context else None,
+        ),
+        "TF-IDF and logistic regression": classification.predict_by_word_counts(train, validation, test.texts),
+        "commonest training label": [captions.most_frequent(train.labels)] * len(rows),
+    }
+    return {name: _label_scores(predicted, test.labels) for name, predicted in predictions.items()}
+
+
+def _label_scores(predicted: Sequence[str], labels: Sequence[str]) -> dict[str, Estimate]:
+    own, true = np.array(predicted), np.array(labels)
+    return {
+        "accuracy": share(own == true),
+        "macro F1": bootstrap(len(true), lambda index: classification.macro_f1(own[index], true[index])),
+    }
+
+
+def _matching(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
+    texts = sorted({row["text"] for row in rows})
+    # Several pictures can have the same caption; each of them is relevant to it.
+    relevant = np.array([[row["text"] == text for text in texts] for row in rows])
+    max_tokens = subject.max_tokens("image_text_matching")
+    by_model = matching.match_by_model(subject.model, subject.processor, subject.pictures(rows), texts, max_tokens)
+    by_neighbour = matching.match_by_neighbour(_neighbour_captions(rows, training), texts)
+    scores: Scores = {name: {} for name in (THIS_MODEL, "caption of the nearest training picture")}
+    scores["random order (expected)"] = {}
+    for way, turn in (("text to picture", np.transpose), ("picture to text", np.asarray)):
+        for k in matching.RANKS:
+            for name, own in zip(scores, (by_model, by_neighbour), strict=False):
+                scores[name][f"{way} R@{k}"] = share(matching.found_at(turn(own), turn(relevant), k))
+            expected = matching.chance(turn(relevant), k)
+            scores["random order (expected)"][f"{way} R@{k}"] = Estimate(expected, is_share=True)
+    return scores
+
+
+def _answering(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
+    questions, answers = [row["question"] for row in rows], [row["answer"] for row in rows]
+    candidates = sorted({row["answer"] for row in training})
+    commonest = captions.most_frequent([row["answer"] for row in training])
+    by_question: dict[str, list[str]] = {}
+    for row in training:
+        by_question.setdefault(row["question"], []).append(row["answer"])
+    max_tokens = subject.max_tokens("visual_question_answering")
+    predictions = {
+        THIS_MODEL: classification.predict_by_likelihood(
+            subject.model, subject.processor, questions, candidates, max_tokens, pictures=subject.pictures(rows)
+        ),
+        "commonest answer to the question": [
+            captions.most_frequent(by_question.get(question, [commonest])) for question in questions
+        ],
+        "commonest answer": [commonest] * len(rows),
+    }
+    return {
+        name: {"accuracy": share([own == answer for own, answer in zip(predicted, answers, strict=True)])}
+        for name, predicted in predictions.items()
+    }
+
+
+def _continuing(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
+    tokenizer, max_tokens = subject.processor.tokenizer, subject.max_tokens("text_continuation")
+    examples = [made for row in rows if (made := _continuation_example(subject, row, max_tokens)) is not None]
+    decode = tokenizer.decode
+    characters = np.array([len(str(decode(example.target_ids))) for example in examples])
+    texts = [tokenizer.encode_ids(row["text"], max_tokens) for row in training]
+    nats = {
+        THIS_MODEL: continuation.nats_by_model(subject.model, subject.processor, examples),
+        **continuation.nats_by_ngrams(texts, examples, tokenizer, subject.config.model.vocab_size),
+    }
+
+    def per_character(own: np.ndarray) -> Estimate:
+        return bootstrap(len(own), lambda index: float(own[index].sum() / characters[index].sum()))
+
+    scores = {name: {"nats per character": per_character(own)} for name, own in nats.items()}
+    verse = [e for e in examples if continuation.line_length(str(decode([*e.source_ids, *e.target_ids]))) is not None]
+    if verse:
+        sources = [example.source_ids for example in verse]
+        written = write_targets(subject.model, subject.processor, sources, max_new_tokens=max_tokens, do_sample=False)
+        kept = [
+            continuation.line_length(text) == continuation.line_length(str(decode(source)))
+            for text, source in zip(written, sources, strict=True)
+        ]
+        scores[THIS_MODEL]["verse that keeps its form"] = share(kept)
+    return scores
+
+
+def _continuation_example(subject: Subject, row: Mapping[str, Any], max_tokens: int) -> Example | None:
+    sample = Sample(id=row["id"], text=row["text"])
+    try:
+        return make_example(
+            "text_continuation",
+            sample,
+            np.random.default_rng(0),
+            subject.processor.tokenizer,
+            subject.config.m6.objectives,
+            max_tokens,
+        )
+    except BadRow:
+        return None
+
+
+def _neighbour_captions(rows: Rows, training: Rows) -> list[str]:
+    nearest = nearest_pictures([row["image"] for row in rows], [row["image"] for row in training])
+    return [training[index]["text"] for index in nearest.tolist()]
+
+
+def _labelled(rows: Rows, with_context: bool) -> LabelledTexts:
+    texts = [f"{row['text']}\n{row['context'] or ''}" if with_context else row["text"] for row in rows]
+    return LabelledTexts(texts, [row["answer"] for row in rows])
+
+
+TASKS: dict[str, Task] = {
+    "image_captioning": Task("Captioning: {} test pictures", _captioning),
+    "text_classification": Task("Classification: {} test texts", _classification),
+    "image_text_matching": Task("Matching: {} test pictures", _matching),
+    "visual_question_answering": Task("Questions: {} test questions", _answering),
+    "text_continuation": Task("Continuation: {} test texts", _continuing),
+}
