@@ -70,6 +70,10 @@ judge() { # judge DRAWINGS REPORT
         --out "$2"
 }
 
+export_model() { # for others to start from: m6 finetune --init, from_pretrained
+    [ -d "$out/model" ] || m6 export "$out/finetuned" --hf "$out/model"
+}
+
 part "data" build
 part "image tokenizer" m6 train-image-tokenizer configs/image_tokenizer/pictures_64.json \
     --set data.path="$pictures" --out runs/image_tokenizer
@@ -77,9 +81,10 @@ part "image codes" m6 data codes "$data" --image-tokenizer runs/image_tokenizer
 part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained"
 part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
     --run-dir "$out/finetuned" --set m6.training.total_steps="$steps"
+part "export" export_model
 part "grid" grid
 part "pictures" draw "$out/pictures"
 part "pictures, the best 8 of 16" draw "$out/chosen" --candidates 16
 part "evaluation" judge "$out/pictures" "$out/report.md"
 part "evaluation, the best 8 of 16" judge "$out/chosen" "$out/chosen.md"
-say "done: grid $out/grid.png, reports $out/report.md and $out/chosen.md, times $out/times.tsv"
+say "done: grid $out/grid.png, reports $out/report.md and $out/chosen.md, model $out/model, times $out/times.tsv"

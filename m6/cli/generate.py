@@ -46,7 +46,7 @@ def generate(
         int | None,
         typer.Option(min=1, help="pictures generated per caption, of which the --num with the best scores are kept"),
     ] = None,
-    guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance; 1: no guidance")] = 3.0,
+    guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance; 1: no guidance")] = 2.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
     top_p: Annotated[
         float | None,

@@ -21,7 +21,7 @@ def serve(
     deadline: Annotated[float, typer.Option(min=0.001, help="longest time of a request in seconds")] = 60.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest caption in tokens")] = 48,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: PyTorch's choice")] = None,
-    guidance: Annotated[float, typer.Option(min=0.0, help="pictures: classifier-free guidance; 1: none")] = 3.0,
+    guidance: Annotated[float, typer.Option(min=0.0, help="pictures: classifier-free guidance; 1: none")] = 2.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="pictures: 0 is deterministic")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
     top_p: Annotated[

@@ -145,7 +145,7 @@ class SampleSettings(Section):
     captions: list[str] = Field(min_length=1, description="captions; each has one row of the grid")
     num_images: PositiveInt = Field(4, description="pictures per caption")
     guidance_scale: float = Field(
-        3.0, ge=0, description="classifier-free guidance; 1: none, a larger scale follows the caption more closely"
+        2.0, ge=0, description="classifier-free guidance; 1: none, a larger scale follows the caption more closely"
     )
     temperature: PositiveFloat = Field(
         1.0, description="sampling temperature; below 1 favours likely codes, above 1 makes codes more equally likely"

@@ -21,8 +21,6 @@ from m6.model import num_parameters
 from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
 
-_DRAWS = "text_to_image"
-
 
 def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype: str) -> ModelCard:
     """Makes the README.md of an exported model, with the header that the Hub reads.
@@ -70,7 +68,7 @@ def _header(config: RunConfig, sources: Manifest | None) -> ModelCardData:
 
 def _summary(config: RunConfig) -> str:
     counts = num_parameters(config.model)
-    writes = "text and image codes" if _objectives(config).get(_DRAWS) else "text"
+    writes = "text and image codes" if config.m6.objectives.decodings else "text"
     kind = "mixture of experts" if config.model.moe else "dense transformer"
     return (
         f"An M6 model ([arXiv 2103.00823](https://arxiv.org/abs/2103.00823)) that reads pictures and text and writes "
@@ -88,8 +86,11 @@ describe = pipeline("image-text-to-text", model="FOLDER_OR_NAME", trust_remote_c
 print(describe(images=Image.open("picture.png"), text="", max_new_tokens=16, return_full_text=False))
 ```
 `trust_remote_code` runs the Python files of this folder; they need torch, transformers, sentencepiece and pillow."""
-    if _objectives(config).get(_DRAWS):
-        text += " Drawing pictures needs m6-recipes: `M6TextToImagePipeline.from_pretrained(FOLDER)`."
+    if config.m6.objectives.decodings:
+        text += (
+            " Drawing pictures needs m6-recipes: `M6TextToImagePipeline.from_pretrained(FOLDER)`, or "
+            "`m6 generate --checkpoint FOLDER --captions captions.txt --out grid.png`."
+        )
     return text
 
 

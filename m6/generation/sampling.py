@@ -42,7 +42,7 @@ class Sampling:
         UserError: a value is out of range.
     """
 
-    guidance_scale: float = 3.0
+    guidance_scale: float = 2.0
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None

@@ -23,7 +23,7 @@ from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.runs.data import keep_sources, open_data
 from m6.runs.directory import RunDirectory
-from m6.runs.processes import Runtime, free_memory, on_main_rank
+from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
@@ -146,6 +146,7 @@ class Trainer:
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
+            return_freed_memory(self.runtime.device)
             self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)
         if self.sample_grids is not None and self._is_due(self.sample_grids.settings.interval_steps):

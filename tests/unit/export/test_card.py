@@ -73,6 +73,19 @@ def test_a_run_with_all_records(run):
     assert "language" not in stated, "the sources are a user's own"
 
 
+@pytest.mark.parametrize("objective", ["text_to_image", "image_code_denoising"])
+def test_a_model_that_draws_says_how(run, objective):
+    assert "Drawing" not in card_of(run).text
+    file = run / "config.json"
+    document = json.loads(file.read_text())
+    document["m6"]["objectives"][objective] = {"weight": 1.0}
+    document["m6"]["data"]["image_tokenizer"] = "pictures"
+    file.write_text(json.dumps(document))
+    text = card_of(run).text
+    assert "writes text and image codes" in text
+    assert "Drawing pictures needs m6-recipes: `M6TextToImagePipeline.from_pretrained(FOLDER)`" in text
+
+
 def test_a_run_without_records(run):
     card = card_of(run)
     assert "Unknown: the run did not record its sources." in card.text
