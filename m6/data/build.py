@@ -193,7 +193,7 @@ def _build_source(
         )
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
-    entry = describe_source(source, origin, writers.splits, writers.contents, skipped)
+    entry = describe_source(source.kind, source.own_splits, origin, writers.splits, writers.contents, skipped)
     _warn_of_splits(source.name, entry.splits, grouping, settings)
     return entry
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from m6.data.manifest import SPLITS, Origin, SourceEntry, Split, SplitEntry
+from m6.data.manifest import SPLITS, Origin, SourceEntry, SourceKind, Split, SplitEntry
 from m6.data.overlap import Contents
 from m6.data.shards import ShardWriter
-from m6.data.sources.base import Row, Source
+from m6.data.sources.base import Row
 
 _COLUMNS = ("id", "text", "image", "question", "answer", "group")
 
@@ -55,7 +55,8 @@ class SplitWriters:
 
 
 def describe_source(
-    source: Source,
+    kind: SourceKind,
+    own_splits: Collection[Split],
     origin: list[Origin],
     splits: dict[Split, SplitEntry],
     contents: Mapping[Split, Contents],
@@ -64,7 +65,8 @@ def describe_source(
     """Returns the manifest's entry of a source, with what its held-out splits share with training.
 
     Args:
-        source: the source.
+        kind: which columns the rows have.
+        own_splits: the splits that the source defines itself.
         origin: what it was read from.
         splits: the shards of all splits; ``shared`` is counted here.
         contents: what each split holds.
@@ -74,10 +76,10 @@ def describe_source(
         if splits[split].rows:
             splits[split].shared = contents[split].count_shared(contents["train"])
     return SourceEntry(
-        kind=source.kind,
+        kind=kind,
         licence=" AND ".join(dict.fromkeys(each.licence for each in origin)),
         origin=origin,
-        own_splits=[split for split in SPLITS if split in source.own_splits],
+        own_splits=[split for split in SPLITS if split in own_splits],
         groups=len(set().union(*(each.groups() for each in contents.values()))),
         splits=splits,
         skipped=dict(sorted(skipped.items(), key=lambda entry: -entry[1])),
