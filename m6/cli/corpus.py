@@ -35,3 +35,13 @@ def corpus(
             f"  {name}: {tally.documents:,} documents read, {tally.kept:,} kept in {tally.rows:,} rows; "
             f"removed: {removed or 'none'}"
         )
+
+
+def report(
+    data: Annotated[Path, typer.Argument(help='A data folder, made by "m6 data corpus".')],
+    out: Annotated[Path | None, typer.Option(help="Folder of the page; default DATA/report.")] = None,
+) -> None:
+    """Writes a page about a corpus: what was read, removed and kept, with histograms and examples."""
+    from m6.plots.corpus import write_corpus_page
+
+    typer.echo(write_corpus_page(data, out or data / "report"))
