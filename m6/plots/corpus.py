@@ -10,6 +10,7 @@ from pathlib import Path
 from m6.data.corpus.output import load_record
 from m6.data.corpus.tally import Histogram, Sample, Tally
 from m6.files import write_text
+from m6.formatting import markdown_table
 from m6.plots.style import plotting, save_figure
 
 _SHOWN = 5  # examples of each reason
@@ -59,7 +60,7 @@ def _funnel(tallies: Mapping[str, Tally]) -> str:
         )
     lines.append(("kept", [tally.kept for tally in tallies.values()]))
     lines.append(("rows of the data folder", [tally.rows for tally in tallies.values()]))
-    return _table(["", *tallies], [[name, *map(_number, counts)] for name, counts in lines])
+    return markdown_table(["", *tallies], [[name, *map(_number, counts)] for name, counts in lines])
 
 
 def _characters(tallies: Mapping[str, Tally]) -> str:
@@ -71,12 +72,12 @@ def _characters(tallies: Mapping[str, Tally]) -> str:
         f"{_number(tally.kept_characters)} ({_share(tally.kept_characters, tally.characters)})"
         for tally in tallies.values()
     ]
-    return _table(["", *tallies], [*lines, ["kept", *kept]])
+    return markdown_table(["", *tallies], [*lines, ["kept", *kept]])
 
 
 def _changed(tallies: Mapping[str, Tally]) -> str:
     kinds = sorted({kind for tally in tallies.values() for kind in tally.changed})
-    return _table(
+    return markdown_table(
         ["", *tallies], [[kind, *(_number(tally.changed[kind]) for tally in tallies.values())] for kind in kinds]
     )
 
@@ -88,7 +89,7 @@ def _pairs(samples: list[Sample]) -> str:
         [_cell(sample.id), _cell(sample.text), _cell(sample.kept_id or ""), _cell(sample.kept_text or "")]
         for sample in samples
     ]
-    return _table(["removed", "its text", "kept", "its text"], rows)
+    return markdown_table(["removed", "its text", "kept", "its text"], rows, "llll")
 
 
 def _examples(samples: Mapping[str, list[Sample]]) -> str:
@@ -98,7 +99,7 @@ def _examples(samples: Mapping[str, list[Sample]]) -> str:
         if reason != _COPIES
         for sample in found[:_SHOWN]
     ]
-    return _table(["reason", "document", "text"], rows) if rows else "None was removed."
+    return markdown_table(["reason", "document", "text"], rows, "lll") if rows else "None was removed."
 
 
 def _reasons(tallies: Iterable[Tally]) -> list[tuple[str, str]]:
@@ -132,11 +133,6 @@ def _plot(bars: Mapping[str, list[int]], ticks: list[str], title: str, out: Path
         axes.set(title=title, ylabel="documents")
         axes.legend()
         save_figure(figure, out)
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---", *["---:" for _ in heads[1:]]], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(text: str) -> str:

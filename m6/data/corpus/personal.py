@@ -47,13 +47,14 @@ def _is_ipv6(text: str) -> bool:
     return (text.count(":") == 7 or ("::" in text and len(text) > 6)) and _is_address(text)
 
 
-# In this order: an identity number would be taken for a telephone number otherwise.
-_KINDS: tuple[tuple[str, str, re.Pattern[str], Callable[[str], bool]], ...] = (
-    ("e-mail addresses", "[邮箱]", _EMAIL, lambda text: True),
-    ("identity numbers", "[身份证号]", _IDENTITY, is_identity_number),
-    ("telephone numbers", "[电话]", _TELEPHONE, lambda text: True),
-    ("IP addresses", "[IP]", _IPV4, _is_address),
-    ("IP addresses", "[IP]", _IPV6, _is_ipv6),
+# In this order: an identity number would be taken for a telephone number otherwise. The first pattern of each kind
+# begins with a set of characters, for which Python searches faster: most texts do not have it.
+_KINDS: tuple[tuple[str, str, re.Pattern[str], re.Pattern[str], Callable[[str], bool]], ...] = (
+    ("e-mail addresses", "[邮箱]", re.compile("@"), _EMAIL, lambda text: True),
+    ("identity numbers", "[身份证号]", re.compile("[0-9]{17}"), _IDENTITY, is_identity_number),
+    ("telephone numbers", "[电话]", re.compile("[0-9][0-9 -]{5}"), _TELEPHONE, lambda text: True),
+    ("IP addresses", "[IP]", re.compile(r"[0-9]\.[0-9]{1,3}\.[0-9]"), _IPV4, _is_address),
+    ("IP addresses", "[IP]", re.compile("[:][0-9A-Fa-f]*:"), _IPV6, _is_ipv6),
 )
 
 
@@ -67,7 +68,9 @@ def mask_personal_data(text: str) -> tuple[str, Counter[str]]:
         The text, and how many of each kind were replaced.
     """
     counts: Counter[str] = Counter()
-    for kind, placeholder, pattern, holds in _KINDS:
+    for kind, placeholder, part, pattern, holds in _KINDS:
+        if not part.search(text):
+            continue
         found = [match for match in pattern.finditer(text) if holds(match[0])]
         counts[kind] += len(found)
         for match in reversed(found):  # from the end, so that the earlier places stay
