@@ -1,4 +1,4 @@
-"""The JSON files that come with the package, by name: configurations of runs, image tokenizers, clusters and jobs."""
+"""The JSON files that come with the package, by name, such as configurations of runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Literal
 from m6.errors import UserError, nearest
 
 CONFIGS = Path(__file__).parent / "configs"
-Kind = Literal["configuration", "image tokenizer", "cluster", "job"]
+Kind = Literal["configuration", "image tokenizer", "cluster", "job", "corpus recipe"]
 _FOLDERS: dict[Kind, tuple[str, ...]] = {
     "configuration": (".", "finetune"),
     "image tokenizer": ("image_tokenizer",),
     "cluster": ("clusters",),
     "job": ("jobs",),
+    "corpus recipe": ("corpus",),
 }
 
 

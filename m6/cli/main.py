@@ -270,6 +270,7 @@ def plot(
 @functools.cache
 def _mount_commands() -> None:
     """Adds the commands of the other modules, once per process."""
+    from m6.cli.corpus import corpus, report
     from m6.cli.data import app as data_app
     from m6.cli.data import codes, tokenizer
     from m6.cli.downstream import downstream
@@ -288,6 +289,8 @@ def _mount_commands() -> None:
     app.command()(downstream)
     data_app.command()(tokenizer)
     data_app.command()(codes)
+    data_app.command()(corpus)
+    data_app.command()(report)
 
     app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
     app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster; predict memory and step time.")

@@ -1,7 +1,6 @@
 """Builds a data folder from sources: checks and splits their rows, writes Parquet shards and a manifest."""
 
 import collections
-import dataclasses
 import itertools
 import json
 import math
@@ -11,17 +10,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
+from m6.data.checking import check_row
 from m6.data.manifest import (
     MANIFEST_NAME,
     SKIPPED_NAME,
-    SPLITS,
     Manifest,
     Origin,
     SourceEntry,
@@ -29,12 +27,9 @@ from m6.data.manifest import (
     Split,
     SplitEntry,
 )
-from m6.data.overlap import Contents
-from m6.data.shards import ShardWriter
 from m6.data.sources.base import Row, Source
-from m6.data.sources.pictures import BadPicture, encode
-from m6.data.sources.text import clean
 from m6.data.splitting import Grouping, SplitRules, split_rows
+from m6.data.writing import SplitWriters, describe_source
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
@@ -178,18 +173,12 @@ def _build_source(
 
     rules = SplitRules(settings.validation_share, settings.test_share, source.own_splits)
     grouping = Grouping()
-    contents = {split: Contents() for split in SPLITS}
     spool = folder / "waiting"
-    with ExitStack() as stack:
-        writers = {split: stack.enter_context(ShardWriter(folder, split, source.name)) for split in SPLITS}
+    with SplitWriters(folder, source.name) as writers:
         for row, split in split_rows(usable_rows(), source.name, spool, rules, grouping):
-            columns = ("id", "text", "image", "question", "answer", "context", "group")
-            writers[split].write({name: getattr(row, name) for name in columns} | {"source": source.name})
-            assert row.group is not None
-            contents[split].add(row.group, row.text, row.image, row.answer)
+            writers.write(row, split)
     shutil.rmtree(spool, ignore_errors=True)
-    splits = {split: SplitEntry.of(writer.shards) for split, writer in writers.items()}
-    usable = sum(entry.rows for entry in splits.values())
+    usable = sum(entry.rows for entry in writers.splits.values())
     reasons = "; ".join(
         f"{reason}: {count}, such as {', '.join(examples[reason])}" for reason, count in skipped.most_common()
     )
@@ -204,19 +193,9 @@ def _build_source(
         )
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
-    for split in ("validation", "test"):
-        if splits[split].rows:
-            splits[split].shared = contents[split].count_shared(contents["train"])
-    _warn_of_splits(source.name, splits, grouping, settings)
-    return SourceEntry(
-        kind=source.kind,
-        licence=" AND ".join(dict.fromkeys(each.licence for each in origin)),
-        origin=origin,
-        own_splits=[split for split in SPLITS if split in source.own_splits],
-        groups=len(set().union(*(each.groups() for each in contents.values()))),
-        splits=splits,
-        skipped=dict(skipped.most_common()),
-    )
+    entry = describe_source(source.kind, source.own_splits, origin, writers.splits, writers.contents, skipped)
+    _warn_of_splits(source.name, entry.splits, grouping, settings)
+    return entry
 
 
 def _warn_of_splits(name: str, splits: dict[Split, SplitEntry], grouping: Grouping, settings: BuildSettings) -> None:
@@ -248,7 +227,7 @@ def _checked(
     """
     # Checking a text costs less than sending it to another process.
     if workers == 1 or kind in ("text", "labelled_text"):
-        yield from (check_row(row, kind, settings) for row in rows)
+        yield from _check_all(rows, kind, settings)
         return
     source = iter(rows)
     waiting: collections.deque[Future[list[tuple[Row, str | None]]]] = collections.deque()
@@ -269,36 +248,8 @@ def _checked(
 
 
 def _check_chunk(rows: list[Row], kind: SourceKind, settings: BuildSettings) -> list[tuple[Row, str | None]]:
-    return [check_row(row, kind, settings) for row in rows]
+    return list(_check_all(rows, kind, settings))
 
 
-def check_row(row: Row, kind: SourceKind, settings: BuildSettings) -> tuple[Row, str | None]:
-    """Cleans the text of a row and converts its picture.
-
-    Returns:
-        The converted row, and the reason why it cannot be used; None if it can.
-    """
-    # Names of files may hold bytes that are not UTF-8, which neither Parquet nor JSON can write.
-    group = None if row.group is None else _printable(row.group)
-    row = dataclasses.replace(row, id=_printable(row.id), group=group)
-    if row.problem:
-        return row, row.problem
-    row = dataclasses.replace(row, text=clean(row.text), context=None if row.context is None else clean(row.context))
-    if not (row.question and row.answer if kind == "vqa" else row.text):
-        return row, "empty text"
-    if len(row.text) > settings.passage_chars:
-        return row, "text too long"
-    if kind == "labelled_text" and not row.answer:
-        return row, "no label"
-    if kind in ("text", "labelled_text"):
-        return row, None
-    if row.image is None:
-        return row, "missing image"
-    try:
-        return dataclasses.replace(row, image=encode(row.image, settings.image_size)), None
-    except BadPicture as problem:
-        return row, str(problem)
-
-
-def _printable(name: str) -> str:
-    return name.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
+def _check_all(rows: Iterable[Row], kind: SourceKind, settings: BuildSettings) -> Iterator[tuple[Row, str | None]]:
+    return (check_row(row, kind, max_chars=settings.passage_chars, image_size=settings.image_size) for row in rows)

@@ -40,6 +40,16 @@ class Contents:
     def __len__(self) -> int:
         return len(self._keys["group"])
 
+    def keys_of_texts(self) -> NDArray[np.uint64]:
+        """Returns what ``add_keys`` takes, for rows without pictures: uint64 [2, rows]."""
+        return np.stack([self._of("text"), self._of("group")])
+
+    def add_keys(self, keys: NDArray[np.uint64]) -> None:
+        """Adds the rows of another task, all without pictures."""
+        for kind, values in zip(("text", "group"), keys, strict=True):
+            self._keys[kind].frombytes(values.tobytes())
+        self._keys["picture"].extend([_NONE] * keys.shape[1])
+
     @property
     def has_picture(self) -> NDArray[np.bool_]:
         """Of each row: whether it has a picture."""

@@ -15,7 +15,7 @@ FORBIDDEN = {
     "offload": {"m6", "moe", "tests"},
     "m6": {"tests"},
 }
-HEAVY = ("deepspeed", "wandb", "datasets", "matplotlib", "tensorboard", "cairosvg", "opencc")
+HEAVY = ("deepspeed", "wandb", "datasets", "matplotlib", "tensorboard", "cairosvg", "opencc", "datatrove")
 
 
 def modules(package: str) -> list[Path]:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("image tokenizer", "pictures_64", "image_tokenizer/pictures_64.json"),
         ("cluster", "h100_x128", "clusters/h100_x128.json"),
         ("job", "gpu_1x8", "jobs/gpu_1x8.json"),
+        ("corpus recipe", "chinese_text", "corpus/chinese_text.json"),
     ],
 )
 def test_a_name_is_that_of_a_shipped_file(
@@ -54,6 +55,7 @@ JOB, CLUSTER = ["--job", "gpu_1x9"], ["--cluster", "h100_128"]
         (["plan", "m6_100"], 'm6_100: no such file, and no shipped configuration; did you mean "m6_100b"?'),
         (["plan", "m6_100b"], 'h100_128: no such file, and no shipped cluster; did you mean "h100_x128"?'),
         (["train-image-tokenizer", "picture", "--out", "x"], 'no shipped image tokenizer; did you mean "pictures_64"?'),
+        (["data", "corpus", "chinese_txt"], 'no shipped corpus recipe; did you mean "chinese_text"?'),
         (["submit", "m6_smoke"], 'gpu_1x9: no such file, and no shipped job; did you mean "gpu_1x8"?'),
         (["pretrain", "b/m6_smoke.json"], 'b/m6_smoke.json: no such file; did you mean the shipped configuration "m6_'),
     ],

@@ -9,7 +9,7 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import (
@@ -26,7 +26,7 @@ from m6.data.sources.local import (
 from m6.errors import UserError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
-MAX_LINE_BYTES = 8 << 20  # of metadata.jsonl; a longer line is skipped without being held
+MAX_LINE_BYTES = 8 << 20  # of JSONL; a longer line is skipped without being held
 
 
 class PictureFolder(LocalSource):
@@ -90,7 +90,7 @@ class PictureFolder(LocalSource):
 
     def _metadata_rows(self, metadata: Path, named: set[Path]) -> Iterator[Row]:
         parent = metadata.parent.relative_to(self._folder)
-        read = _csv_entries if metadata.suffix == ".csv" else _json_entries
+        read = _csv_entries if metadata.suffix == ".csv" else _json_file_entries
         checked = False
         for number, entry in enumerate(read(metadata), start=1):
             if isinstance(entry, str):
@@ -129,16 +129,20 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _json_entries(file: Path) -> Iterator[dict[str, Any] | str]:
+def json_entries(lines: IO[bytes]) -> Iterator[dict[str, Any] | str]:
     """Yields each line of a JSONL file as an object, or as the reason why it is none."""
+    while line := lines.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := lines.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield "line too long"
+            continue
+        yield parse_object(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+
+
+def _json_file_entries(file: Path) -> Iterator[dict[str, Any] | str]:
     with file.open("rb") as lines:
-        while line := lines.readline(MAX_LINE_BYTES):
-            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                while (rest := lines.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                    pass
-                yield "line too long"
-                continue
-            yield parse_object(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+        yield from json_entries(lines)
 
 
 def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:

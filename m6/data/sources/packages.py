@@ -146,9 +146,14 @@ def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[
 
 def tree_sha256(paths: Iterable[Path]) -> str:
     """Returns one SHA-256 over the names and contents of files. Their order and folders do not matter."""
+    return combined_sha256((path.name, files.sha256(path)) for path in paths)
+
+
+def combined_sha256(named: Iterable[tuple[str, str]]) -> str:
+    """Returns one SHA-256 over names of files without their folders, and the SHA-256 of each."""
     digest = hashlib.sha256()
     # Names without folders: the same files in another place are the same data.
-    for name, checksum in sorted((path.name, files.sha256(path)) for path in paths):
+    for name, checksum in sorted(named):
         digest.update(f"{checksum}  {name}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 

@@ -4,7 +4,7 @@ Hugging Face Datasets streams them. No loading scripts are run, and pictures are
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -214,31 +214,57 @@ class _Table:
             yield entry
 
     def _rows_of(self, entry: dict[str, Any], identity: str, split: Split | None) -> Iterator[Row]:
-        options, text = self._options, entry.get(self._options.text_column)
-        if not isinstance(text, str):
-            kind = "null" if text is None else type(text).__name__
-            yield Row(identity, identity, problem=f"the text is {kind}")
+        options = self._options
+        if not self._image_column and not options.label_column:
+            yield from text_rows(entry, identity, split, options)
             return
-        named, problem = split_of_row(entry, options)
+        split, problem = _split_or_problem(entry, split, options)
         if problem is not None:
             yield Row(identity, identity, problem=problem)
             return
-        split = named or split
+        text = entry[options.text_column]
         group = group_of_row(entry, options)
         label = label_of_row(entry, options)
         if self._image_column:
             image = _picture_bytes(entry.get(self._image_column), self._folder)
             problem = None if image else "missing image"
             yield Row(identity, group, text, image, answer=label, split=split, problem=problem)
-        elif options.label_column:
+        else:
             text, context = text[: options.passage_chars], context_of_row(entry, options)
             yield Row(identity, group or group_of_text(text), text, answer=label, context=context, split=split)
-        else:
-            cut = list(passages(text, options.passage_chars))
-            if not cut:
-                yield Row(identity, identity, problem="empty text")
-            for index, passage in enumerate(cut):
-                yield Row(f"{identity}/{index}", group or group_of_text(text), passage, split=split)
+
+
+def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
+    """Yields the passages of one entry of a table of texts, or one row with the problem.
+
+    Args:
+        entry: the values of the columns.
+        identity: id of the entry; the ids of its passages begin with it.
+        split: the split of the whole table, if it is one.
+        options: columns, and the length of passages.
+    """
+    split, problem = _split_or_problem(entry, split, options)
+    if problem is not None:
+        yield Row(identity, identity, problem=problem)
+        return
+    text = entry[options.text_column]
+    cut = list(passages(text, options.passage_chars))
+    if not cut:
+        yield Row(identity, identity, problem="empty text")
+    group = group_of_row(entry, options) or group_of_text(text)
+    for index, passage in enumerate(cut):
+        yield Row(f"{identity}/{index}", group, passage, split=split)
+
+
+def _split_or_problem(
+    entry: Mapping[str, Any], split: Split | None, options: SourceOptions
+) -> tuple[Split | None, str | None]:
+    """The split of an entry and why it cannot be used: it has no text, or an unknown split."""
+    text = entry.get(options.text_column)
+    if not isinstance(text, str):
+        return None, f"the text is {'null' if text is None else type(text).__name__}"
+    named, problem = split_of_row(entry, options)
+    return named or split, problem
 
 
 def _picture_bytes(value: object, folder: Path | None) -> bytes | None:

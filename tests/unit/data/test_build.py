@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from m6.data.build import BuildSettings, build, check_row
+from m6.data.build import BuildSettings, build
+from m6.data.checking import check_row
 from m6.data.manifest import SPLITS, Manifest, Origin
 from m6.data.overlap import describe_shared
 from m6.data.sources.base import Row, interleave
@@ -250,8 +251,8 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 def test_a_question_needs_its_answer():
     row = Row("1", "g", image=picture(), question="什么颜色？", answer="红色")
-    assert check_row(row, "vqa", BuildSettings())[1] is None
-    assert check_row(Row("1", "g", image=picture(), question="什么颜色？"), "vqa", BuildSettings())[1] == "empty text"
+    assert check_row(row, "vqa", max_chars=256)[1] is None
+    assert check_row(Row("1", "g", image=picture(), question="什么颜色？"), "vqa", max_chars=256)[1] == "empty text"
 
 
 def test_spread_takes_the_same_share_of_each_part():
@@ -260,7 +261,6 @@ def test_spread_takes_the_same_share_of_each_part():
 
 
 def test_a_labelled_text_needs_its_label():
-    settings = BuildSettings(passage_chars=4)
-    assert check_row(Row("r/0", "r/0", "很好", answer="好评"), "labelled_text", settings)[1] is None
-    assert check_row(Row("r/1", "r/1", "很好"), "labelled_text", settings)[1] == "no label"
-    assert check_row(Row("r/2", "r/2", " ", answer="好评"), "labelled_text", settings)[1] == "empty text"
+    assert check_row(Row("r/0", "r/0", "很好", answer="好评"), "labelled_text", max_chars=256)[1] is None
+    assert check_row(Row("r/1", "r/1", "很好"), "labelled_text", max_chars=256)[1] == "no label"
+    assert check_row(Row("r/2", "r/2", " ", answer="好评"), "labelled_text", max_chars=256)[1] == "empty text"

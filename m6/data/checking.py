@@ -1,0 +1,48 @@
+"""Checks one row of a source: cleans its text, converts its picture, and says why it cannot be used."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from m6.data.manifest import SourceKind
+from m6.data.sources.base import Row
+from m6.data.sources.pictures import BadPicture, encode
+from m6.data.sources.text import clean
+
+
+def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 64) -> tuple[Row, str | None]:
+    """Cleans the text of a row and converts its picture.
+
+    Args:
+        row: a row of a source.
+        kind: kind of the source.
+        max_chars: longest text in characters.
+        image_size: longest side of the converted picture in pixels.
+
+    Returns:
+        The converted row, and the reason why it cannot be used; None if it can.
+    """
+    # Names of files may hold bytes that are not UTF-8, which neither Parquet nor JSON can write.
+    group = None if row.group is None else _printable(row.group)
+    row = dataclasses.replace(row, id=_printable(row.id), group=group)
+    if row.problem:
+        return row, row.problem
+    row = dataclasses.replace(row, text=clean(row.text), context=None if row.context is None else clean(row.context))
+    if not (row.question and row.answer if kind == "vqa" else row.text):
+        return row, "empty text"
+    if len(row.text) > max_chars:
+        return row, "text too long"
+    if kind == "labelled_text" and not row.answer:
+        return row, "no label"
+    if kind in ("text", "labelled_text"):
+        return row, None
+    if row.image is None:
+        return row, "missing image"
+    try:
+        return dataclasses.replace(row, image=encode(row.image, image_size)), None
+    except BadPicture as problem:
+        return row, str(problem)
+
+
+def _printable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")

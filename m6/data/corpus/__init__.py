@@ -1,0 +1,1 @@
+"""The corpus pipeline: many inputs are cleaned, filtered, deduplicated and decontaminated by many tasks."""

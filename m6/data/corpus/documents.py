@@ -1,0 +1,117 @@
+"""The documents of one part between the stages: a Parquet file that is written atomically."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from m6.data.manifest import Split
+from m6.data.sources.base import Row
+from m6.files import atomic_path
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("group", pa.string(), nullable=False),
+        pa.field("split", pa.string()),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("key", pa.uint64(), nullable=False),
+        pa.field("order", pa.uint64(), nullable=False),
+        pa.field("chars", pa.uint32(), nullable=False),
+        pa.field("held_out", pa.uint8(), nullable=False),
+    ]
+)
+_GROUP_BYTES = 8 << 20
+_READ_ROWS = 64
+_HELD_OUT: dict[Split | None, int] = {"test": 0, "validation": 1, "train": 2, None: 2}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What decides which of several copies is kept: arrays of one entry per document.
+
+    Attributes:
+        key: digest of the compared form: equal texts have equal keys; uint64.
+        held_out: 0 for a document of the test split of its source, 1 for validation, 2 for others; uint8.
+        chars: length in characters; uint32.
+        order: digest of text and id, which breaks ties; uint64.
+    """
+
+    key: NDArray[np.uint64]
+    held_out: NDArray[np.uint8]
+    chars: NDArray[np.uint32]
+    order: NDArray[np.uint64]
+
+
+class DocumentWriter:
+    """Writes the documents of a part; the file has its name when the context ends without an exception."""
+
+    def __init__(self, file: Path) -> None:
+        self._atomic = atomic_path(file)
+        self._rows: list[dict[str, object]] = []
+        self._pending = 0
+
+    def __enter__(self) -> DocumentWriter:
+        self._writer = pq.ParquetWriter(self._atomic.__enter__(), _SCHEMA, compression="zstd")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._flush()
+        self._writer.close()
+        self._atomic.__exit__(kind, error, trace)
+
+    def write(self, row: Row, key: int, order: int) -> None:
+        """Appends a document with a group; ``key`` and ``order`` as in ``Ranking``."""
+        values: dict[str, object] = {"id": row.id, "group": row.group, "split": row.split, "text": row.text}
+        ranks: dict[str, object] = {
+            "key": key,
+            "order": order,
+            "chars": len(row.text),
+            "held_out": _HELD_OUT[row.split],
+        }
+        self._rows.append(values | ranks)
+        self._pending += len(row.text)
+        if self._pending >= _GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=_SCHEMA))
+        self._rows, self._pending = [], 0
+
+
+def read_documents(file: Path) -> Iterator[Row]:
+    """Yields the documents of a part in order."""
+    with pq.ParquetFile(file) as table:
+        for batch in table.iter_batches(_READ_ROWS, columns=["id", "group", "split", "text"]):
+            for values in batch.to_pylist():
+                yield Row(values["id"], values["group"], values["text"], split=values["split"])
+
+
+def read_ranking(file: Path) -> Ranking:
+    """Reads what decides which documents of a part are kept, without their texts."""
+    names = ("key", "held_out", "chars", "order")
+    table = pq.read_table(file, columns=list(names))
+    return Ranking(**{name: table[name].to_numpy() for name in names})
+
+
+def read_document(file: Path, number: int) -> Row:
+    """Reads one document of a part by its number."""
+    with pq.ParquetFile(file) as table:
+        for group in range(table.num_row_groups):
+            rows = table.metadata.row_group(group).num_rows
+            if number < rows:
+                part = table.read_row_group(group, columns=["id", "group", "split", "text"])
+                values = part.slice(number, 1).to_pylist()[0]
+                return Row(values["id"], values["group"], values["text"], split=values["split"])
+            number -= rows
+    raise IndexError(number)

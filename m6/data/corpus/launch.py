@@ -1,0 +1,66 @@
+"""Makes a corpus from its recipe: plans, runs or submits all stages, and removes what is no longer needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from m6.data.corpus.local import run_locally
+from m6.data.corpus.minhash import require_datatrove
+from m6.data.corpus.output import is_built
+from m6.data.corpus.plan import PLAN_NAME, load_plan, make_plan
+from m6.data.corpus.recipe import CorpusRecipe
+from m6.data.corpus.work import prepare, remove, work_folder
+from m6.lock import FolderLock
+
+Executor = Literal["local", "slurm"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launch did.
+
+    Attributes:
+        out: the data folder.
+        was_built: whether it was there already.
+        jobs: submitted jobs by stage; empty: the data folder is finished.
+    """
+
+    out: Path
+    was_built: bool = False
+    jobs: dict[str, str] = field(default_factory=dict)
+
+
+def make_corpus(recipe: CorpusRecipe, executor: Executor, num_tasks: int) -> Launched:
+    """Makes a corpus, or continues one that was interrupted.
+
+    The same recipe and inputs give the same bytes for any number of tasks and either executor.
+
+    Args:
+        recipe: the recipe.
+        executor: processes of this machine, or arrays of Slurm jobs.
+        num_tasks: tasks of a stage.
+
+    Raises:
+        UserError: an input is missing, ``recipe.out`` or the work folder belongs to something else, or a stage failed
+            because of a user's mistake.
+    """
+    require_datatrove()
+    out = recipe.out.resolve()
+    recipe = recipe.model_copy(update={"out": out})
+    folder = work_folder(out)
+    with FolderLock(out.with_name(f"{out.name}.lock"), out):
+        known = load_plan(folder / PLAN_NAME) if (folder / PLAN_NAME).exists() else None
+        plan = make_plan(recipe, known)
+        if is_built(out, plan):
+            remove(folder)
+            return Launched(out, was_built=True)
+        work = prepare(folder, plan)
+        if executor == "slurm":
+            from m6.data.corpus.slurm import submit
+
+            return Launched(out, jobs=submit(work, num_tasks, recipe.slurm))
+        run_locally(work, num_tasks)
+        remove(folder)
+    return Launched(out)

@@ -1,0 +1,204 @@
+"""The plan of a corpus: its inputs cut into parts, with checksums. It never changes while a corpus is built.
+
+A part is a table file, some hundred text files, or a whole built-in source. Each task does some of the parts, and what
+is written depends on the parts alone: the number of tasks does not matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from m6 import files
+from m6.data.corpus.recipe import CorpusRecipe, InputSettings
+from m6.data.manifest import Origin, SourceKind, Split
+from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
+from m6.data.sources.local import split_of_name, unreadable_reason
+from m6.data.sources.packages import combined_sha256
+from m6.errors import UserError
+
+TABLES = (".jsonl", ".jsonl.gz", ".parquet")
+TEXTS = (".txt", ".md")
+_TEXTS_OF_A_PART = 500
+PLAN_NAME = "plan.json"
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class InputFile(_Entry):
+    """A file that is read. ``modified_ns`` saves reading it again only to see that it has not changed."""
+
+    path: str
+    bytes: int
+    modified_ns: int
+    sha256: str
+
+
+class Part(_Entry):
+    """What one task reads at a time.
+
+    Attributes:
+        input: name of the input.
+        files: numbers of files in the plan; empty: the part is a whole source that needs none.
+        unreadable: why the files are not opened.
+    """
+
+    input: str
+    files: list[int] = []
+    unreadable: str | None = None
+
+
+class PlannedInput(_Entry):
+    """What the manifest says of an input."""
+
+    kind: SourceKind = "text"
+    own_splits: list[Split] = []
+    origin: list[Origin]
+
+
+class Plan(_Entry):
+    """The parts of all inputs in order."""
+
+    format: Literal[1] = 1
+    recipe: dict[str, Any]
+    inputs: dict[str, PlannedInput]
+    files: list[InputFile]
+    parts: list[Part]
+
+    def paths(self, part: Part) -> list[Path]:
+        """Returns the files of a part."""
+        return [Path(self.files[number].path) for number in part.files]
+
+    def manifest_recipe(self) -> dict[str, Any]:
+        """Returns what the manifest says of the recipe."""
+        return {"corpus": self.recipe}
+
+    def contents(self) -> dict[str, Any]:
+        """Returns all but the times of the files: equal contents are the same corpus."""
+        return self.model_dump(exclude={"files": {"__all__": {"modified_ns"}}})
+
+
+def load_plan(file: Path) -> Plan:
+    """Reads a plan; UserError if it is none."""
+    try:
+        return Plan.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{file} is not the plan of a corpus: {error.errors()[0]['msg']}") from None
+
+
+def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
+    """Lists the inputs of a recipe and makes their checksums.
+
+    Args:
+        recipe: the recipe.
+        known: an older plan: files of the same size and time are not read again.
+
+    Raises:
+        UserError: an input does not exist, has no licence, or has nothing that can be read.
+    """
+    plan = Plan(recipe=recipe.identity(), inputs={}, files=[], parts=[])
+    read_before = {file.path: file for file in known.files} if known else {}
+    for settings in recipe.inputs:
+        path = Path(settings.source)
+        if settings.source in BUILT_IN or settings.source.startswith("hf:") or not path.exists():
+            source = open_source(settings, recipe)
+            if source.kind != "text":
+                raise UserError(f'"{settings.called}" has rows of kind {source.kind}; a corpus is made of texts')
+            own = sorted(source.own_splits)
+            plan.inputs[settings.called] = PlannedInput(kind=source.kind, own_splits=own, origin=source.origin())
+            plan.parts.append(Part(input=settings.called))
+        else:
+            _add_files(plan, settings, path, read_before)
+    for named in recipe.decontamination.sets:
+        if not (found := files_of(named.path)):
+            raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(TABLES + TEXTS)}")
+        plan.files += [_checked_file(file, read_before) for file in found]
+    return plan
+
+
+def files_of(path: Path) -> list[Path]:
+    """Returns a file or the files below a folder that can be read, in order; empty if there are none."""
+    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
+    return [file for file in found if suffix_of(file) is not None]
+
+
+def open_source(settings: InputSettings, recipe: CorpusRecipe) -> Source:
+    """Returns the source of an input that is no folder or file; UserError if there is none."""
+    location = settings.source if settings.source in BUILT_IN else f"{settings.name}={settings.source}"
+    return find_source(location, options_of(settings, recipe))
+
+
+def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
+    """Returns the options with which documents of an input are read."""
+    return SourceOptions(
+        cache=files.cache_folder(),
+        passage_chars=recipe.document_chars,
+        text_column=settings.text_column,
+        split_column=settings.split_column,
+        group_column=settings.group_column,
+        licence=settings.licence,
+    )
+
+
+def suffix_of(path: Path) -> str | None:
+    """Returns the form of a file that can be read; None for another file."""
+    return next((suffix for suffix in TABLES + TEXTS if path.name.lower().endswith(suffix)), None)
+
+
+def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dict[str, InputFile]) -> None:
+    if settings.licence is None:
+        raise UserError(f'inputs: "{settings.called}" has no licence; it is recorded in the manifest: add "licence"')
+    folder = path.parent if path.is_file() else path
+    readable = files_of(path)
+    if not readable:
+        raise UserError(f"{path}: expected files {', '.join(TABLES + TEXTS)}")
+    splits: set[Split | None] = set()
+    checksums: list[tuple[str, str]] = []
+    texts: list[int] = []
+    for file in readable:
+        number = len(plan.files)
+        if reason := unreadable_reason(folder, file):
+            plan.files.append(InputFile(path=str(file), bytes=0, modified_ns=0, sha256=""))
+            plan.parts.append(Part(input=settings.called, files=[number], unreadable=reason))
+            continue
+        plan.files.append(_checked_file(file, read_before))
+        checksums.append((file.name, plan.files[-1].sha256))
+        if suffix_of(file) in TEXTS:
+            texts.append(number)
+        else:
+            splits.add(split_of_name(file.name.split(".")[0]))
+            plan.parts.append(Part(input=settings.called, files=[number]))
+    for begin in range(0, len(texts), _TEXTS_OF_A_PART):
+        plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _TEXTS_OF_A_PART]))
+    columns = options_columns(settings) if len(texts) < len(checksums) else None
+    own = ("test", "train", "validation") if settings.split_column else sorted(filter(None, splits))
+    plan.inputs[settings.called] = PlannedInput(
+        own_splits=list(own),
+        origin=[
+            Origin(
+                package=settings.called,
+                version="local",
+                licence=settings.licence,
+                sha256=combined_sha256(checksums),
+                columns=columns,
+            )
+        ],
+    )
+
+
+def options_columns(settings: InputSettings) -> dict[str, str]:
+    """Returns the columns that are read of an input's tables, by what they hold."""
+    chosen = {"text": settings.text_column, "split": settings.split_column, "group": settings.group_column}
+    return {role: column for role, column in chosen.items() if column is not None}
+
+
+def _checked_file(file: Path, read_before: dict[str, InputFile]) -> InputFile:
+    status = file.stat()
+    before = read_before.get(str(file))
+    if before is not None and (before.bytes, before.modified_ns) == (status.st_size, status.st_mtime_ns):
+        return before
+    return InputFile(path=str(file), bytes=status.st_size, modified_ns=status.st_mtime_ns, sha256=files.sha256(file))

@@ -1,0 +1,107 @@
+"""Reads the documents of one part. What cannot be read is a row with a problem: it never ends the reading."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from m6.data.corpus.plan import TEXTS, Part, Plan, files_of, open_source, options_columns, options_of, suffix_of
+from m6.data.corpus.recipe import CorpusRecipe, InputSettings
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.documents import Documents
+from m6.data.sources.folders import json_entries
+from m6.data.sources.local import split_of_name
+from m6.data.sources.tables import text_rows
+
+_BATCH_ROWS = 64  # of Parquet at a time: documents of 100,000 characters still fit into memory
+
+
+def read_part(recipe: CorpusRecipe, plan: Plan, part: Part) -> Iterator[Row]:
+    """Yields the documents of a part in an order that never changes, longer ones cut to ``document_chars``.
+
+    The id of a document has the name of its file.
+    """
+    settings = recipe.input(part.input)
+    paths = plan.paths(part)
+    if not paths:
+        yield from open_source(settings, recipe).rows()
+        return
+    root = Path(settings.source)
+    folder = root if root.is_dir() else root.parent
+    names = [f"{part.input}/{path.relative_to(folder).as_posix()}" for path in paths]
+    if part.unreadable is not None:
+        yield from (Row(name, None, problem=part.unreadable) for name in names)
+        return
+    options = options_of(settings, recipe)
+    if suffix_of(paths[0]) in TEXTS:
+        yield from Documents(part.input, folder, paths, options).rows()
+        return
+    for path, name in zip(paths, names, strict=True):
+        yield from _table_rows(path, name, settings, options)
+
+
+def _table_rows(path: Path, name: str, settings: InputSettings, options: SourceOptions) -> Iterator[Row]:
+    split = split_of_name(path.name.split(".")[0])
+    read = _parquet_entries(path, settings) if path.suffix.lower() == ".parquet" else _json_lines(path)
+    for number, entry in enumerate(read, start=1):
+        identity = f"{name}:{number}"
+        if isinstance(entry, str):
+            yield Row(identity, None, problem=entry)
+        else:
+            yield from text_rows(entry, identity, split, options)
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
+    try:
+        with path.open("rb") as file:
+            yield from json_entries(
+                cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix.lower() == ".gz" else file
+            )
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        yield _damaged(error)
+
+
+def _parquet_entries(path: Path, settings: InputSettings) -> Iterator[dict[str, Any] | str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = list(options_columns(settings).values())
+    try:
+        with pq.ParquetFile(path) as file:
+            if missing := [column for column in columns if column not in file.schema_arrow.names]:
+                yield f'no column "{missing[0]}"'
+                return
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+                yield from _entries(batch)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        yield _damaged(error)
+
+
+def _entries(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows of a batch one by one: bytes that are not UTF-8 cost their row only."""
+    for number in range(batch.num_rows):
+        try:
+            yield batch.slice(number, 1).to_pylist()[0]
+        except UnicodeDecodeError:
+            yield "not UTF-8"
+
+
+def _damaged(error: BaseException) -> str:
+    # The kind of error, not its message: a message has offsets, and each would be a reason of its own.
+    return f"the file is damaged ({type(error).__name__})"
+
+
+def read_texts(path: Path, text_column: str) -> Iterator[str]:
+    """Yields the texts of a file or folder of JSONL, Parquet or text files, without those that cannot be read."""
+    settings = InputSettings(source=str(path), name="set", licence="private", text_column=text_column)
+    recipe = CorpusRecipe(out=Path(), inputs=[settings])
+    options = options_of(settings, recipe)
+    for file in files_of(path):
+        if suffix_of(file) in TEXTS:
+            rows = Documents("set", file.parent, [file], options).rows()
+        else:
+            rows = _table_rows(file, "set", settings, options)
+        yield from (row.text for row in rows if row.problem is None)

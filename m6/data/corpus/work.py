@@ -1,0 +1,121 @@
+"""The folder of a corpus that is being built: where each stage writes, and which units are complete.
+
+    OUT.work/plan.json                    recipe, inputs and checksums
+    OUT.work/STAGE/...                    what a stage writes
+    OUT.work/done/STAGE/00003.json        unit 3 of a stage is complete; holds what it counted
+
+A unit is complete when its file in ``done`` exists. That file is written atomically after all that the unit writes, and
+a unit always writes the same bytes: one that was interrupted is done again, and nothing else is lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from m6 import files
+from m6.data.corpus.plan import PLAN_NAME, Plan, load_plan
+from m6.data.corpus.recipe import CorpusRecipe
+from m6.data.corpus.tally import Tally
+from m6.errors import UserError
+from m6.validation import validate
+
+
+class Work:
+    """A work folder with its recipe and plan.
+
+    Args:
+        folder: a work folder that ``prepare`` made.
+
+    Raises:
+        UserError: there is no plan.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan = load_plan(folder / PLAN_NAME)
+        out = folder.with_name(folder.name.removesuffix(".work"))
+        self.recipe = validate(CorpusRecipe, self.plan.recipe | {"out": str(out)}, "recipe")
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return len(self.plan.parts)
+
+    def documents(self, part: int) -> Path:
+        """The cleaned documents of a part."""
+        return self.folder / "clean" / f"{part:05d}.parquet"
+
+    def decisions(self, part: int) -> Path:
+        """Which documents of a part are copies, and of what."""
+        return self.folder / "select" / f"{part:05d}.npz"
+
+    def is_done(self, stage: str, unit: int) -> bool:
+        """Whether a unit of a stage is complete."""
+        return self._marker(stage, unit).exists()
+
+    def missing(self, stage: str, units: int) -> list[int]:
+        """Returns the units of a stage that are not complete."""
+        folder = self.folder / "done" / stage
+        done = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+        return [unit for unit in range(units) if self._marker(stage, unit).name not in done]
+
+    def mark_done(self, stage: str, unit: int, tally: Tally) -> None:
+        """Says that a unit is complete, and what it counted."""
+        files.write_text(self._marker(stage, unit), tally.model_dump_json() + "\n")
+
+    def tally(self, stage: str, unit: int) -> Tally:
+        """Returns what a complete unit counted."""
+        marker = self._marker(stage, unit)
+        try:
+            return Tally.model_validate_json(marker.read_bytes())
+        except ValidationError as error:
+            raise UserError(f"{marker} is damaged ({error.errors()[0]['msg']}); remove it") from None
+
+    def _marker(self, stage: str, unit: int) -> Path:
+        return self.folder / "done" / stage / f"{unit:05d}.json"
+
+
+def work_folder(out: Path) -> Path:
+    """Returns the work folder of a data folder."""
+    return out.with_name(f"{out.name}.work")
+
+
+def prepare(folder: Path, plan: Plan) -> Work:
+    """Begins a work folder, or continues the one of the same plan.
+
+    Raises:
+        UserError: the folder belongs to another recipe, or an input has changed since.
+    """
+    file = folder / PLAN_NAME
+    if file.exists():
+        begun = load_plan(file)
+        if begun.contents() != plan.contents():
+            raise UserError(f"{folder} was begun with {_difference(begun, plan)}; remove it to begin anew")
+    else:
+        files.write_text(file, plan.model_dump_json(indent=2) + "\n")
+    return Work(folder)
+
+
+def remove(folder: Path) -> None:
+    """Removes all of a work folder but the logs; the marks of complete units go before what they stand for."""
+    shutil.rmtree(folder / "done", ignore_errors=True)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and path.name != "logs":
+            shutil.rmtree(path)
+    (folder / PLAN_NAME).unlink(missing_ok=True)
+
+
+def _difference(begun: Plan, plan: Plan) -> str:
+    for key in sorted({*begun.recipe, *plan.recipe}):
+        if begun.recipe.get(key) != plan.recipe.get(key):
+            return f"another recipe: its {key} differs"
+    before = {file.path: file.sha256 for file in begun.files}
+    for file in plan.files:
+        if file.path not in before:
+            return f"other inputs: {file.path} is new"
+        if before.pop(file.path) != file.sha256:
+            return f"other inputs: {file.path} has changed"
+    return f"other inputs: {next(iter(before))} is gone" if before else "other versions of its inputs"

@@ -1,0 +1,148 @@
+"""The page about a corpus: what was read, removed and kept, with histograms and examples."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from m6.data.corpus.output import load_record
+from m6.data.corpus.tally import Histogram, Sample, Tally
+from m6.files import write_text
+from m6.formatting import markdown_table
+from m6.plots.style import plotting, save_figure
+
+_SHOWN = 5  # examples of each reason
+_COPIES = "duplicates: near duplicate"
+
+
+def write_corpus_page(data: Path, out: Path) -> Path:
+    """Writes ``report.md`` and its figures.
+
+    Args:
+        data: a folder that ``m6 data corpus`` made.
+        out: the folder of the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: ``data`` has no record of a corpus.
+    """
+    inputs = load_record(data).inputs
+    total = Tally()
+    for tally in inputs.values():
+        total.add(tally)
+    out.mkdir(parents=True, exist_ok=True)
+    _plot_lengths(total.histograms, out / "lengths.png")
+    _plot_shares(total.histograms, out / "chinese.png")
+    page = "\n\n".join(
+        (
+            f"# The corpus {data.resolve().name}",
+            "## Documents\n" + _funnel(inputs | {"all": total}),
+            "## Characters\n" + _characters(inputs | {"all": total}),
+            "## Changed inside of documents\n" + _changed(inputs | {"all": total}),
+            "## Lengths and shares of Chinese\n![Lengths](lengths.png)\n\n![Shares of Chinese characters](chinese.png)",
+            "## Near duplicates and what was kept\n" + _pairs(total.samples.get(_COPIES, [])),
+            "## Removed documents\n" + _examples(total.samples),
+        )
+    )
+    write_text(out / "report.md", page + "\n")
+    return out / "report.md"
+
+
+def _funnel(tallies: Mapping[str, Tally]) -> str:
+    lines = [("read", [tally.documents for tally in tallies.values()])]
+    for stage, reason in _reasons(tallies.values()):
+        lines.append(
+            (f"- {stage}: {reason}", [tally.removed.get(stage, Counter())[reason] for tally in tallies.values()])
+        )
+    lines.append(("kept", [tally.kept for tally in tallies.values()]))
+    lines.append(("rows of the data folder", [tally.rows for tally in tallies.values()]))
+    return markdown_table(["", *tallies], [[name, *map(_number, counts)] for name, counts in lines])
+
+
+def _characters(tallies: Mapping[str, Tally]) -> str:
+    stages = dict.fromkeys(stage for tally in tallies.values() for stage in tally.removed_characters)
+    lines = [["usable", *(_number(tally.characters) for tally in tallies.values())]]
+    for stage in stages:
+        lines.append([f"- {stage}", *(_number(tally.removed_characters[stage]) for tally in tallies.values())])
+    kept = [
+        f"{_number(tally.kept_characters)} ({_share(tally.kept_characters, tally.characters)})"
+        for tally in tallies.values()
+    ]
+    return markdown_table(["", *tallies], [*lines, ["kept", *kept]])
+
+
+def _changed(tallies: Mapping[str, Tally]) -> str:
+    kinds = sorted({kind for tally in tallies.values() for kind in tally.changed})
+    return markdown_table(
+        ["", *tallies], [[kind, *(_number(tally.changed[kind]) for tally in tallies.values())] for kind in kinds]
+    )
+
+
+def _pairs(samples: list[Sample]) -> str:
+    if not samples:
+        return "There are none."
+    rows = [
+        [_cell(sample.id), _cell(sample.text), _cell(sample.kept_id or ""), _cell(sample.kept_text or "")]
+        for sample in samples
+    ]
+    return markdown_table(["removed", "its text", "kept", "its text"], rows, "llll")
+
+
+def _examples(samples: Mapping[str, list[Sample]]) -> str:
+    rows = [
+        [_cell(reason), _cell(sample.id), _cell(sample.text)]
+        for reason, found in sorted(samples.items())
+        if reason != _COPIES
+        for sample in found[:_SHOWN]
+    ]
+    return markdown_table(["reason", "document", "text"], rows, "lll") if rows else "None was removed."
+
+
+def _reasons(tallies: Iterable[Tally]) -> list[tuple[str, str]]:
+    """All stages and reasons: stages in their order, the most frequent reason first."""
+    counts: dict[str, Counter[str]] = {}
+    for tally in tallies:
+        for stage, reasons in tally.removed.items():
+            counts.setdefault(stage, Counter()).update(reasons)
+    order = ["read", "filter", "duplicates", "decontamination"]
+    return [(stage, reason) for stage in order for reason, _ in counts.get(stage, Counter()).most_common()]
+
+
+def _plot_lengths(histograms: Mapping[str, Histogram], out: Path) -> None:
+    powers = sorted({power for histogram in histograms.values() for power in histogram.lengths})
+    bars = {name: [histogram.lengths[power] for power in powers] for name, histogram in histograms.items()}
+    _plot(bars, [f"{2**power:,}" for power in powers], "characters of a document, at least", out)
+
+
+def _plot_shares(histograms: Mapping[str, Histogram], out: Path) -> None:
+    bars = {name: [histogram.shares[tenth] for tenth in range(10)] for name, histogram in histograms.items()}
+    _plot(bars, [f"{tenth * 10} %" for tenth in range(10)], "share of Chinese characters, at least", out)
+
+
+def _plot(bars: Mapping[str, list[int]], ticks: list[str], title: str, out: Path) -> None:
+    with plotting() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(7, 2.8), layout="constrained")
+        for number, (name, counts) in enumerate(bars.items()):
+            places = [place + (number - (len(bars) - 1) / 2) * 0.4 for place in range(len(ticks))]
+            axes.bar(places, counts, width=0.4, label=name)
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set(title=title, ylabel="documents")
+        axes.legend()
+        save_figure(figure, out)
+
+
+def _cell(text: str) -> str:
+    # Texts of strangers: no markup of theirs, and no line break, which would end the table.
+    return html.escape(text).replace("|", "&#124;").replace("`", "&#96;").replace("\n", " ⏎ ").replace("[", "&#91;")
+
+
+def _number(count: int) -> str:
+    return f"{count:,}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,40 @@
+"""The page about a corpus."""
+
+from pathlib import Path
+
+from PIL import Image
+
+from tests.fixtures.command import m6, user_error
+from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
+
+
+def test_the_page_shows_counts_and_examples(tmp_path: Path):
+    texts = [text_of(number) for number in range(40)]
+    near = f"某{texts[0]}"
+    write_lines(tmp_path / "a.jsonl", [*texts, near, texts[1], "短|`<b>\n[x](y)", texts[2] + "\n电话13812345678"])
+    data = built(recipe_of(tmp_path / "data", own("web", tmp_path / "a.jsonl"), validation_share=0.2, test_share=0.2))
+    outcome = m6("data", "report", data)
+    page = data / "report" / "report.md"
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, f"{page}\n", "")
+    content = page.read_text(encoding="utf-8")
+    for line in (
+        "| read | 44 | 44 |",
+        "| - filter: too short | 1 | 1 |",
+        "| - duplicates: near duplicate | 2 | 2 |",
+        "| - duplicates: exact duplicate | 1 | 1 |",
+        "| kept | 40 | 40 |",
+        "| telephone numbers | 1 | 1 |",
+        "| filter: too short | web/a.jsonl:43/0 | 短&#124;&#96;&lt;b&gt; ⏎ &#91;x](y) |",
+    ):
+        assert line in content.splitlines()
+    pair = next(line for line in content.splitlines() if line.startswith("| web/a.jsonl:1/0 "))
+    assert texts[0][:50].replace("\n", " ⏎ ") in pair
+    assert "| web/a.jsonl:41/0 | 某" in pair  # the longer one is kept
+    for figure in ("lengths.png", "chinese.png"):
+        with Image.open(page.parent / figure) as image:
+            assert min(image.size) > 100
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path: Path):
+    message = user_error("data", "report", tmp_path)
+    assert message == f'{tmp_path / "corpus.json"} does not exist: {tmp_path} was not made by "m6 data corpus"'
