@@ -73,7 +73,8 @@ def draw_masked(
     columns = torch.arange(-2 - grid.num_codes, -2, device=device) + input_ids.shape[1]
     first, book_size = tokenizer.image_code_to_id(0), grid.codebook_size // grid.codes_per_place
     # The rows of the head that can be drawn from: those of the whole vocabulary would take a quarter of the time.
-    heads = model.get_input_embeddings().weight[first : first + grid.codebook_size].unflatten(0, (-1, book_size))
+    tokens = model.model.embeddings.tokens.weight
+    heads = tokens[first : first + grid.codebook_size].unflatten(0, (-1, book_size))
     books = torch.arange(grid.num_codes, device=device) % grid.codes_per_place
     codes = torch.full((len(captions), grid.num_codes), HIDDEN) if known is None else known
     codes = codes.to(device)

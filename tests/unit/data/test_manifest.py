@@ -33,7 +33,7 @@ def test_rows_come_back_as_written(tmp_path):
     make_folder(tmp_path)
     manifest = Manifest.load(tmp_path)
     data = open_split(manifest, "news", "train")
-    assert data.column_names == ["id", "text", "image", "question", "answer", "group", "source"]
+    assert data.column_names == ["id", "text", "image", "question", "answer", "context", "group", "source"]
     assert data[3] == {
         "id": "news/3",
         "text": "一二三",
