@@ -40,6 +40,7 @@ def test_rows_come_back_as_written(tmp_path):
         "image": b"\x03",
         "question": None,
         "answer": None,
+        "context": None,
         "group": "g",
         "source": "news",
     }
