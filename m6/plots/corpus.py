@@ -129,7 +129,7 @@ def _plot(bars: Mapping[str, list[int]], ticks: list[str], title: str, out: Path
         for number, (name, counts) in enumerate(bars.items()):
             places = [place + (number - (len(bars) - 1) / 2) * 0.4 for place in range(len(ticks))]
             axes.bar(places, counts, width=0.4, label=name)
-        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set_xticks(range(len(ticks)), ticks, fontsize="small")
         axes.set(title=title, ylabel="documents")
         axes.legend()
         save_figure(figure, out)
