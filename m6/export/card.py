@@ -150,7 +150,7 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
         ["samples and tokens seen", f"{state['samples_seen']:,} and {state['tokens_seen']:,}"],
         ["samples of a step", f"{config.document['train_batch_size']:,}"],
         ["tokens of a row", f"{settings.data.sequence_length:,}"],
-        ["precision", config.deepspeed.precision],
+        ["precision", _precision(config)],
         ["optimizer", f"{config.document['optimizer']['type']}, {_learning_rate(config)}"],
         ["layout", _layout(config)],
         ["seed", f"{settings.training.seed}"],
@@ -176,6 +176,13 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
     if attempts:
         rows += _attempts(attempts)
     return markdown_table(["", "value"], rows)
+
+
+def _precision(config: RunConfig) -> str:
+    autocast = config.document.get("torch_autocast") or {}
+    if not autocast.get("enabled"):
+        return config.deepspeed.precision
+    return f"{config.deepspeed.precision}, with products in {autocast['dtype']} (autocast)"
 
 
 def _learning_rate(config: RunConfig) -> str:

@@ -86,6 +86,14 @@ def test_a_model_that_draws_says_how(run, objective):
     assert "Drawing pictures needs m6-recipes: `M6TextToImagePipeline.from_pretrained(FOLDER)`" in text
 
 
+def test_products_in_16_bits_are_stated(run):
+    file = run / "config.json"
+    document = json.loads(file.read_text())
+    assert "| precision | fp32 |" in card_of(run).text
+    file.write_text(json.dumps({**document, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
+    assert "| precision | fp32, with products in bfloat16 (autocast) |" in card_of(run).text
+
+
 def test_a_run_without_records(run):
     card = card_of(run)
     assert "Unknown: the run did not record its sources." in card.text
