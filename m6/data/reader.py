@@ -20,8 +20,8 @@ from m6.errors import UserError
 
 # Of a split up to this size all checksums are compared when it is opened, which takes seconds, once per machine. Of a
 # larger one, the checksum of a page is compared whenever the page is read; "m6 data verify" compares everything.
-VERIFIED_AT_ONCE_BYTES = 4 << 30
-CACHE_BYTES = 256 << 20
+VERIFIED_AT_ONCE_BYTES = 1 << 30
+CACHE_BYTES = 112 << 20  # more than the open row groups of a large source on one rank, or of two on two ranks
 
 
 class BlockCache:
@@ -42,6 +42,7 @@ class BlockCache:
         self._bytes += table.nbytes
         while self._bytes > self._max_bytes and len(self._blocks) > 1:
             self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+        pa.default_memory_pool().release_unused()  # what reading needed, and what was dropped
         return table
 
 

@@ -1,9 +1,10 @@
 """Reads 50 million rows in 2,000 shards: start, memory, throughput from a cold cache, and the same data on any ranks.
 
 The rows are short texts, made from a bank of phrases. Each measurement is a process of its own, before which the shards
-are dropped from the page cache. The peer reads random rows with the same reader: what a plain shuffle of all rows asks.
+are dropped from the page cache. The peers read random rows, what a plain shuffle of all rows asks: with the same
+reader, and from memory-mapped Arrow files, to which Hugging Face Datasets copies the shards first.
 
-    python scripts/benchmarks/reader.py                     (makes 4 GB in runs/reader first; remove them afterwards)
+    python scripts/benchmarks/reader.py                     (makes 15 GB in runs/reader first; remove them afterwards)
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import argparse
 import hashlib
 import multiprocessing
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,7 +70,7 @@ def make_shards(folder: Path) -> Manifest:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    for path in (folder / "train").iterdir():
+    for path in [*(folder / "train").iterdir(), *(folder / "arrow").rglob("*.arrow")]:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -81,8 +82,11 @@ def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(work, arguments)
 
 
-def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def resident_mib() -> float:
+    """Resident memory of this process, without the files that it shares with others (libraries)."""
+    with open("/proc/self/status") as file:
+        [line] = (line for line in file if line.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
 
 
 def read_bytes() -> int:
@@ -101,12 +105,12 @@ def open_rows(manifest: Manifest) -> Any:
 
 
 def start(folder: Path, tokenizer: Path) -> dict[str, float]:
-    before = peak_mib()
+    before = resident_mib()
     begin = time.perf_counter()
     data = open_data(folder, tokenizer)
     data.check_files()
     data.micro_batch(FIRST_STEP * SAMPLES_PER_STEP // MICRO_BATCH)
-    return {"start_s": time.perf_counter() - begin, "imports_mib": before, "peak_mib": peak_mib()}
+    return {"start_s": time.perf_counter() - begin, "imports_mib": before, "resident_mib": resident_mib()}
 
 
 def open_data(folder: Path, tokenizer: Path) -> PretrainingData:
@@ -135,8 +139,35 @@ def throughput(folder: Path, in_order: bool, number: int, rounds: int) -> dict[s
         "rows_per_s": number / seconds,
         "rows_per_cpu_s": number / cpu_seconds,
         "bytes_per_row": (read_bytes() - before) / number,
-        "peak_mib": peak_mib(),
+        "resident_mib": resident_mib(),
     }
+
+
+def throughput_of_arrow(folder: Path, number: int, rounds: int) -> dict[str, float]:
+    """Random rows of memory-mapped Arrow files, which Hugging Face Datasets copies the shards to."""
+    rows = arrow_rows(folder)
+    first, before = rounds * 10**7, read_bytes()
+    begin, cpu = time.perf_counter(), time.process_time()
+    for sample in range(first, first + number):
+        rows[permuted(sample, len(rows), key=0)]
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+    return {
+        "rows_per_s": number / seconds,
+        "rows_per_cpu_s": number / cpu_seconds,
+        "bytes_per_row": (read_bytes() - before) / number,
+        "resident_mib": resident_mib(),
+    }
+
+
+def arrow_rows(folder: Path) -> datasets.Dataset:
+    datasets.disable_progress_bars()
+    paths = sorted(map(str, (folder / "train").iterdir()))
+    rows = datasets.Dataset.from_parquet(paths, cache_dir=str(folder / "arrow"))
+    return rows.select_columns(["id", "text", "question", "answer", "context", "image"])
+
+
+def copy_to_arrow(folder: Path) -> None:
+    arrow_rows(folder)
 
 
 def digests_of_rank(folder: Path, tokenizer: Path, rank: int, world: int) -> dict[str, Any]:
@@ -150,7 +181,7 @@ def digests_of_rank(folder: Path, tokenizer: Path, rank: int, world: int) -> dic
             tensors = data.micro_batch(index).tensors()
             digest = hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors)))
             digests[index] = digest.hexdigest()
-    return {"digests": digests, "bytes": read_bytes() - before, "peak_mib": peak_mib()}
+    return {"digests": digests, "bytes": read_bytes() - before, "resident_mib": resident_mib()}
 
 
 def main() -> None:
@@ -164,7 +195,10 @@ def main() -> None:
         make_shards(folder)
     size = Manifest.load(folder).split("texts", "train").bytes
 
-    starts, ordered, random_rows = [], [], []
+    begin = time.perf_counter()
+    in_process(copy_to_arrow, folder)
+    conversion_s = time.perf_counter() - begin
+    starts, ordered, random_rows, random_arrow = [], [], [], []
     for number in range(ROUNDS):
         drop_from_page_cache(folder)
         starts.append(in_process(start, folder, tokenizer))
@@ -172,6 +206,9 @@ def main() -> None:
         ordered.append(in_process(throughput, folder, True, ORDERED_ROWS, number))
         drop_from_page_cache(folder)
         random_rows.append(in_process(throughput, folder, False, RANDOM_ROWS, number))
+
+        drop_from_page_cache(folder)
+        random_arrow.append(in_process(throughput_of_arrow, folder, RANDOM_ROWS, number))
 
     ranks: dict[int, list[dict[str, Any]]] = {}
     for world in (1, 2, 4):
@@ -186,34 +223,43 @@ def main() -> None:
     def of(results: list[dict[str, float]], name: str, form: str) -> str:
         return spread([each[name] for each in results], form)
 
-    speed_up = [a["rows_per_s"] / b["rows_per_s"] for a, b in zip(ordered, random_rows, strict=True)]
+    def all_of(name: str) -> list[str]:
+        return [of(results, name, ",.0f") for results in (ordered, random_rows, random_arrow)]
 
-    def both(name: str) -> list[str]:
-        return [of(ordered, name, ",.0f"), of(random_rows, name, ",.0f")]
-
+    speed_up = [
+        [a["rows_per_s"] / b["rows_per_s"] for a, b in zip(ordered, peer, strict=True)]
+        for peer in (random_rows, random_arrow)
+    ]
     rows = [
-        ["start: manifest, sizes of all shards, first micro-batch, seconds", of(starts, "start_s", ".2f"), ""],
-        ["rows a second, one process, cold cache", *both("rows_per_s")],
-        ["rows a CPU second", *both("rows_per_cpu_s")],
-        ["bytes from the disk for a row", *both("bytes_per_row")],
-        ["in order / random, rows a second", spread(speed_up, ".1f"), ""],
-        ["most resident memory, MiB", *both("peak_mib")],
+        ["start: manifest, sizes of all shards, first micro-batch, seconds", of(starts, "start_s", ".2f"), "", ""],
+        ["rows a second, one process, cold cache", *all_of("rows_per_s")],
+        ["rows a CPU second", *all_of("rows_per_cpu_s")],
+        ["bytes from the disk for a row", *all_of("bytes_per_row")],
+        ["in order against it, rows a second", "", *(spread(ratios, ".1f") for ratios in speed_up)],
+        ["resident memory at the end without shared libraries, MiB", *all_of("resident_mib")],
     ]
     for world, results in ranks.items():
         read = max(result["bytes"] for result in results) / 2**20
         name = f"{world} ranks: MiB that a rank reads for {STEPS} steps from a cold cache (the fullest)"
-        rows.append([name, f"{read:,.0f}", ""])
+        rows.append([name, f"{read:,.0f}", "", ""])
     notes = (
         f"{SHARDS:,} shards of {SHARD_ROWS:,} rows, {size / 1e9:.1f} GB, row groups of {GROUP_ROWS:,} rows; "
         f"{SAMPLES_PER_STEP} samples a step. Median and 10th to 90th percentile of {ROUNDS} rounds, each in a fresh "
         "process after the shards were dropped from the page cache. In order: "
         f"{ORDERED_ROWS:,} rows from another place in each round; random: {RANDOM_ROWS:,} rows. The micro-batches of "
         f"steps {FIRST_STEP:,} to {FIRST_STEP + STEPS - 1:,}, which a run reads that resumes there, have the same "
-        "SHA-256 on 1, 2 and 4 ranks. Memory is that of the whole process, of which imports take "
-        f"{starts[0]['imports_mib']:,.0f} MiB."
+        "SHA-256 on 1, 2 and 4 ranks. Of the memory, imports take "
+        f"{starts[0]['imports_mib']:,.0f} MiB. The copy to Arrow files took {conversion_s:,.0f} s (0: it was there)."
     )
-    numbers = {"starts": starts, "in_order": ordered, "random": random_rows, "same_on_1_2_4_ranks": same}
-    recorder.write(["measure", "in order", "random rows"], rows, notes, numbers)
+    numbers = {
+        "starts": starts,
+        "in_order": ordered,
+        "random": random_rows,
+        "random_arrow": random_arrow,
+        "arrow_conversion_s": conversion_s,
+        "same_on_1_2_4_ranks": same,
+    }
+    recorder.write(["measure", "in order", "random rows", "random rows of Arrow files"], rows, notes, numbers)
 
 
 if __name__ == "__main__":

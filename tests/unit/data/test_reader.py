@@ -174,3 +174,12 @@ def test_verify_names_all_that_is_wrong(tmp_path):
     assert f"{damaged} is damaged: its SHA-256 differs from manifest.json" in message
     assert f"{missing} is missing" in message
     assert f"2 of 9 shards of {folder} are missing or damaged" in message
+
+
+def test_a_run_finds_missing_shards_before_its_first_step(tmp_path):
+    folder, tokenizer = build_tiny_data(tmp_path / "data"), build_tiny_tokenizer(tmp_path / "tokenizer")
+    data = open_data((folder, tokenizer))
+    data.check_files()
+    (folder / "validation/tiny_text-00000.parquet").unlink()
+    with pytest.raises(UserError, match=r"validation/tiny_text-00000\.parquet is missing"):
+        data.check_files()
