@@ -233,9 +233,21 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     if not all((*parents, last)):
         raise UserError(f"--set {shown}: an empty name in {key}")
-    node = document
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise UserError(f"--set {shown}: {parent} is not a section")
-    node[last] = value
+    node: Any = document
+    above = ""
+    for name in parents:
+        place = _place(node, name, above, shown)
+        node = node.setdefault(place, {}) if isinstance(node, dict) else node[place]
+        above = name
+    node[_place(node, last, above, shown)] = value
+
+
+def _place(node: Any, name: str, above: str, shown: str) -> Any:
+    """Returns what a name of a path stands for in a node: a key of a section, or a number of a list."""
+    if isinstance(node, dict):
+        return name
+    if not isinstance(node, list):
+        raise UserError(f"--set {shown}: {above} is not a section")
+    if not name.isdecimal() or int(name) >= len(node):
+        raise UserError(f"--set {shown}: {above} is a list of {len(node)}, expected a number below that after it")
+    return int(name)

@@ -121,6 +121,23 @@ def build(
 
 
 @app.command()
+def verify(
+    data: Annotated[Path, typer.Argument(help="The data folder.")],
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Shards read at once; default: as many as there are cores.")
+    ] = None,
+) -> None:
+    """Compares the sizes and checksums of all shards with the manifest, as before a long run on a copied folder."""
+    from m6.data.manifest import Manifest
+    from m6.data.verification import verify_folder
+
+    number, problems = verify_folder(Manifest.load(data), threads or _usable_cores())
+    if problems:
+        raise UserError("\n".join([*problems, f"{len(problems)} of {number} shards of {data} are missing or damaged"]))
+    typer.echo(f"{data}: all {number} shards are as in the manifest")
+
+
+@app.command()
 def tokenizer(
     data: Annotated[Path, typer.Argument(help='The data folder, made by "m6 data build".')],
     out: Annotated[Path, typer.Option(help="The tokenizer folder to make.")],

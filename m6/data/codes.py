@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from m6 import files
 from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, SPLITS, Manifest, Shard, SplitEntry
+from m6.data.reader import Rows, open_shards
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 CODES_FOLDER = "codes"
 _SOME_TOKENIZER = "IMAGE_TOKENIZER"  # in messages, where its folder is not known
 _METADATA_KEY = b"m6.image_tokenizer"
+_GROUP_ROWS = 1024  # of a row group
 _FOLDER_CHARACTERS = 16  # of the checksum in a folder's name; manifest and shards hold all 64
 
 
@@ -160,29 +162,26 @@ class Codes:
             if self.manifest.data.get(shard.file) != shard.sha256:
                 raise UserError(f"{manifest.folder / shard.file} has changed since its codes were made; {remedy}")
         entry = self.manifest.sources[source].get(split, SplitEntry())
-        tables = [_read_shard(folder / shard.file, shard, checksum, remedy) for shard in entry.shards]
-        self.ids: list[str] = [row for table in tables for row in table["id"].to_pylist()]
-        chunks = [chunk for table in tables for chunk in table["codes"].chunks]
-        size = self.manifest.num_codes
-        # ``values`` ignores the offset of a sliced chunk, so the slice is applied here.
-        self._codes = [
-            chunk.values.slice(chunk.offset * size, len(chunk) * size).to_numpy(zero_copy_only=False).reshape(-1, size)
-            for chunk in chunks
-        ]
-        self._present = np.concatenate([chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in chunks] or [[]])
-        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+        try:
+            self._rows = open_shards(folder, entry, ["codes"])
+        except UserError as error:
+            raise UserError(f"{error}; {remedy}") from None
+        # The shards name their tokenizer too, so that a folder with a manifest from elsewhere is detected.
+        for shard in entry.shards[:1]:
+            recorded = json.loads((pq.read_schema(folder / shard.file).metadata or {}).get(_METADATA_KEY, b"{}"))
+            if recorded.get("checksum") != checksum:
+                raise UserError(
+                    f"{folder / shard.file} holds codes of the image tokenizer {recorded.get('checksum')}, "
+                    f"expected {checksum}"
+                )
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._rows)
 
     def __getitem__(self, row: int) -> np.ndarray | None:
         """Returns the int32 codes ``[N]`` of a row, or None if its picture could not be decoded."""
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        if not self._present[row]:
-            return None
-        chunk = int(np.searchsorted(self._ends, row, side="right"))
-        return self._codes[chunk][row - int(self._ends[chunk])]  # a negative index, counted from the chunk's end
+        codes = self._rows[row]["codes"]
+        return None if codes is None else np.array(codes, np.int32)
 
 
 def codes_folder(manifest: Manifest, checksum: str) -> Path:
@@ -229,17 +228,6 @@ def _load(folder: Path) -> CodesManifest:
         ) from None
 
 
-def _read_shard(path: Path, shard: Shard, checksum: str, remedy: str) -> pa.Table:
-    if not path.is_file() or path.stat().st_size != shard.bytes or files.sha256(path) != shard.sha256:
-        raise UserError(f"{path} is missing or damaged; {remedy}")
-    table = pq.read_table(path)
-    # The shard names its tokenizer too, so a file that was copied to another folder is detected.
-    recorded = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"{}"))
-    if recorded.get("checksum") != checksum:
-        raise UserError(f"{path} holds codes of the image tokenizer {recorded.get('checksum')}, expected {checksum}")
-    return table
-
-
 def _write_source(
     manifest: Manifest,
     source: str,
@@ -251,8 +239,6 @@ def _write_source(
     skip_list: Any,
 ) -> tuple[dict[str, SplitEntry], collections.Counter[str]]:
     """Writes the codes of one source; returns its splits and the number of bad pictures by reason."""
-    from m6.data.pictures import decode_batch, to_unit_range
-
     metadata = {"checksum": checksum, "codebook_size": tokenizer.codebook_size}
     schema = pa.schema(
         [pa.field("id", pa.string(), nullable=False), pa.field("codes", pa.list_(pa.int32(), tokenizer.num_codes))],
@@ -265,25 +251,46 @@ def _write_source(
         for shard in manifest.split(source, split).shards:
             path = folder / shard.file
             path.parent.mkdir(parents=True, exist_ok=True)
-            with pq.ParquetFile(manifest.folder / shard.file) as pictures, pq.ParquetWriter(path, schema) as writer:
-                batches = pictures.iter_batches(batch_size, columns=["id", "image"])
-                for batch in tqdm(batches, f"codes of {source}, {split}", disable=None):
-                    ids = batch["id"].to_pylist()
-                    pixels, good, bad = decode_batch(batch["image"].to_pylist(), tokenizer.image_size)
-                    codes: list[list[int] | None] = [None] * len(ids)
-                    if good:
-                        encoded = tokenizer.encode(to_unit_range(pixels, device)).cpu().tolist()
-                        for index, row in zip(good, encoded, strict=True):
-                            codes[index] = row
+            pictures = Rows(manifest.folder, [shard], ["id", "image"])
+            row_groups = []
+            with (
+                pq.ParquetWriter(path, schema, write_page_checksum=True) as writer,
+                tqdm(total=len(pictures), desc=f"codes of {source}, {split}", disable=None) as bar,
+            ):
+                for first in range(0, len(pictures), _GROUP_ROWS):
+                    group = [pictures[row] for row in range(first, min(first + _GROUP_ROWS, len(pictures)))]
+                    ids: list[str] = [row["id"] for row in group]
+                    codes: list[list[int] | None] = []
+                    bad: dict[int, str] = {}
+                    for begin in range(0, len(group), batch_size):
+                        images = [row["image"] for row in group[begin : begin + batch_size]]
+                        encoded, problems = _encode(tokenizer, images, device)
+                        codes += encoded
+                        bad |= {begin + index: reason for index, reason in problems.items()}
+                        bar.update(len(images))
                     for index, reason in bad.items():
                         skipped[reason] += 1
                         entry = {"source": source, "split": split, "id": ids[index], "reason": reason}
                         skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
                     writer.write_batch(pa.record_batch([pa.array(ids), pa.array(codes, schema.types[1])], schema))
+                    row_groups.append(len(group))
             files.sync(path)
-            written.append(
-                Shard(file=shard.file, rows=shard.rows, bytes=path.stat().st_size, sha256=files.sha256(path))
-            )
+            size, sha256 = path.stat().st_size, files.sha256(path)
+            written.append(Shard(file=shard.file, rows=shard.rows, bytes=size, sha256=sha256, row_groups=row_groups))
         if written:
             entries[split] = SplitEntry.of(written)
     return entries, skipped
+
+
+def _encode(
+    tokenizer: ImageTokenizer, images: list[bytes | None], device: torch.device
+) -> tuple[list[list[int] | None], dict[int, str]]:
+    """Returns the codes of each picture, None for a bad one, and the reason for each index of a bad one."""
+    from m6.data.pictures import decode_batch, to_unit_range
+
+    pixels, good, bad = decode_batch(images, tokenizer.image_size)
+    codes: list[list[int] | None] = [None] * len(images)
+    if good:
+        for index, encoded in zip(good, tokenizer.encode(to_unit_range(pixels, device)).cpu().tolist(), strict=True):
+            codes[index] = encoded
+    return codes, bad

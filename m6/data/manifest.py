@@ -7,9 +7,9 @@ The manifest holds all row counts, byte counts and checksums, so readers never l
 """
 
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from m6 import files
 from m6.errors import UserError, nearest
@@ -26,12 +26,27 @@ class _Entry(BaseModel):
 
 
 class Shard(_Entry):
-    """One Parquet file; ``file`` is relative to the data folder, with forward slashes."""
+    """One Parquet file.
+
+    Attributes:
+        file: its path relative to the data folder, with forward slashes.
+        rows: number of its rows.
+        bytes: size of the file.
+        sha256: its checksum.
+        row_groups: rows of each of its row groups; None in folders of older versions, whose readers ask the file.
+    """
 
     file: str
     rows: int = Field(ge=1)
     bytes: int = Field(ge=1)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    row_groups: list[Annotated[int, Field(ge=1)]] | None = None
+
+    @model_validator(mode="after")
+    def _row_groups_add_up(self) -> "Shard":
+        if self.row_groups is not None and sum(self.row_groups) != self.rows:
+            raise ValueError(f"{self.file}: its row groups have {sum(self.row_groups)} rows together, not {self.rows}")
+        return self
 
     @field_validator("file")
     @classmethod

@@ -3,20 +3,25 @@
 Samples are numbered globally from 0. Each block of BLOCK consecutive numbers holds the same count of each (objective,
 source) pair, in an order that is shuffled per block. Each epoch of a source is a permutation of all its rows. A run can
 therefore resume, or change its number of ranks and workers, with the number of the next sample alone.
+
+Sources that do not fit into memory are read in lanes (``m6.data.order``): each step's samples are cut into equal
+contiguous parts, one for each lane. Ranks read contiguous parts of a step too, so each rank reads few lanes. The lanes
+take the pairs in the same order, each from another place of it: together they still hold the right count of each pair.
 """
 
 import functools
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from m6.data.order import OPEN_BLOCKS, RowOrder, mix
 from m6.errors import UserError
 
 BLOCK = 1000
-_FEISTEL_ROUNDS = 6
-_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -26,15 +31,15 @@ class Draw:
     Attributes:
         objective: name of the objective.
         source: name of the source.
-        position: position in the source's rows, counted through all epochs.
-        row: row of the source.
+        lane: the lane that reads it.
+        position: position of its row in the lane's rows of the source, counted through all epochs.
         seed: seed of the objective's random choices.
     """
 
     objective: str
     source: str
+    lane: int
     position: int
-    row: int
     seed: int
 
 
@@ -43,79 +48,76 @@ class Mixture:
 
     Args:
         weights: relative weight of each (objective, source) pair, all positive.
-        sizes: number of rows of each source, all positive.
+        blocks: rows of each block of each source, see ``RowOrder``.
         seed: seed of the run.
+        samples_per_step: over all ranks. It matters only to sources that do not fit into memory.
 
     Raises:
         UserError: there are more pairs than samples in a block.
     """
 
-    def __init__(self, weights: Mapping[tuple[str, str], float], sizes: Mapping[str, int], seed: int) -> None:
+    def __init__(
+        self,
+        weights: Mapping[tuple[str, str], float],
+        blocks: Mapping[str, Sequence[int] | NDArray[np.int64]],
+        seed: int,
+        samples_per_step: int = 1,
+    ) -> None:
         # Sorted, so that the order of the settings in the JSON does not change the data.
         self._cells = sorted(weights)
-        self._sizes = dict(sizes)
         self._seed = seed
+        self._samples_per_step = samples_per_step
+        is_large = any(len(sizes) > OPEN_BLOCKS for sizes in blocks.values())
+        self._lanes = math.gcd(samples_per_step, OPEN_BLOCKS) if is_large else 1
+        self._orders = {
+            source: RowOrder(sizes, functools.partial(_epoch_key, seed, source), self._lanes)
+            for source, sizes in blocks.items()
+        }
         counts = _apportion(np.array([weights[cell] for cell in self._cells], np.float64))
         self._slots = np.repeat(np.arange(len(self._cells)), counts)
         # Every block reads the same number of rows of a source, so a position follows from the block's number.
-        self._rows_per_block = {
+        self.rows_per_block = {
             source: int(sum(count for cell, count in zip(self._cells, counts, strict=True) if cell[1] == source))
             for _, source in self._cells
         }
-        self._cached_block: tuple[int, list[tuple[int, int]]] = (-1, [])
+        self._cached_block: tuple[int, list[tuple[int, int]], dict[str, NDArray[np.int64]]] = (-1, [], {})
 
     def draw(self, number: int) -> Draw:
         """Returns the sample with a global number, counted from 0."""
-        block, offset = divmod(number, BLOCK)
-        cell, rank = self._block(block)[offset]
+        step, place = divmod(number, self._samples_per_step)
+        samples = self._samples_per_step // self._lanes  # of a lane in a step
+        lane, place = divmod(place, samples)
+        block, offset = divmod(step * samples + place, BLOCK)
+        first = lane * BLOCK // self._lanes
+        slot = (first + offset) % BLOCK
+        order, before = self._block(block)
+        cell, rank = order[slot]
         objective, source = self._cells[cell]
-        position = block * self._rows_per_block[source] + rank
+        # Rows of the source between the lane's first slot and this one, around the end of the block.
+        rank = (rank - int(before[source][first])) % self.rows_per_block[source]
         # From the sample's number, not from the row: a row is corrupted differently in each epoch.
-        seed = _mix(_mix(self._seed) ^ number)
-        return Draw(objective, source, position, self.row(source, position), seed)
+        seed = mix(mix(self._seed) ^ number)
+        return Draw(objective, source, lane, block * self.rows_per_block[source] + rank, seed)
 
-    def row(self, source: str, position: int) -> int:
-        """Returns the row at a position of a source, counted through all epochs."""
-        size = self._sizes[source]
-        epoch, index = divmod(position, size)
-        return permuted(index, size, _epoch_key(self._seed, source, epoch))
+    def row(self, draw: Draw, attempt: int = 0) -> int:
+        """Returns the row of a sample; of a further attempt, the next one in the lane's order."""
+        return self._orders[draw.source].row(draw.position + attempt, draw.lane)
 
-    def _block(self, block: int) -> list[tuple[int, int]]:
-        """Returns for every sample of a block: (index of its pair, rank among the samples of its source)."""
+    def _block(self, block: int) -> tuple[list[tuple[int, int]], dict[str, NDArray[np.int64]]]:
+        """Returns the order of a block.
+
+        Returns:
+            For every slot: (index of its pair, rank among the slots of its source). For every source: the number of its
+            slots before each slot.
+        """
         # Consecutive samples lie in the same block, so caching the last block suffices.
         if self._cached_block[0] != block:
-            counts = dict.fromkeys(self._rows_per_block, 0)
-            order = []
-            for cell in np.random.default_rng([self._seed, block]).permutation(self._slots).tolist():
-                source = self._cells[cell][1]
-                order.append((cell, counts[source]))
-                counts[source] += 1
-            self._cached_block = (block, order)
-        return self._cached_block[1]
-
-
-def permuted(index: int, size: int, key: int) -> int:
-    """Returns the image of ``index`` under a pseudorandom permutation of ``range(size)``, in constant memory.
-
-    A Feistel network permutes a range of ``4 ** n >= size`` numbers. Where the result is outside of ``range(size)``,
-    the network is applied again until it is inside (cycle walking).
-
-    Args:
-        index: in ``range(size)``.
-        size: number of elements.
-        key: selects the permutation.
-    """
-    # The range has at most 4 * size numbers, so at most 4 applications are needed on average.
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    keys = _round_keys(key)
-    while True:
-        left, right = index >> half, index & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        index = left << half | right
-        if index < size:
-            return index
+            cells = np.random.default_rng([self._seed, block]).permutation(self._slots)
+            sources = np.array([source for _, source in self._cells])[cells]
+            before = {source: np.cumsum(sources == source) - (sources == source) for source in self.rows_per_block}
+            order = [(int(cell), int(before[self._cells[cell][1]][slot])) for slot, cell in enumerate(cells)]
+            self._cached_block = (block, order, before)
+        return self._cached_block[1], self._cached_block[2]
 
 
 def _apportion(weights: np.ndarray) -> np.ndarray:
@@ -133,19 +135,6 @@ def _apportion(weights: np.ndarray) -> np.ndarray:
     order = np.argsort(counts - quota, kind="stable")
     counts[order[: spare - counts.sum()]] += 1
     return counts + 1
-
-
-def _mix(value: int) -> int:
-    """The finaliser of splitmix64, which maps 64 bits to 64 well mixed bits."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
-@functools.lru_cache(maxsize=256)
-def _round_keys(key: int) -> tuple[int, ...]:
-    return tuple(_mix(_mix(key) + number) for number in range(_FEISTEL_ROUNDS))
 
 
 @functools.lru_cache(maxsize=256)

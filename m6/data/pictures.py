@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from m6.data.manifest import Manifest
-from m6.data.mixture import permuted
-from m6.data.reader import open_split
+from m6.data.order import RowOrder
+from m6.data.reader import Rows, open_sources
 from m6.errors import UserError
 from m6.tokenizers.processor import decode_picture
-
-if TYPE_CHECKING:
-    import datasets
 
 MIN_PICTURES_FOR_SHARE = 200  # the share of bad pictures is taken of at least so many, so that one early on is no error
 
@@ -59,7 +58,7 @@ class PictureSet:
         self.sizes = {name: manifest.split(name, split).rows for name in picture_sources(manifest, sources)}
         if not len(self):
             raise UserError(f'{manifest.folder}: the sources {", ".join(self.sizes)} have no rows in split "{split}"')
-        self._open: dict[str, datasets.Dataset] = {}
+        self._rows: Rows | None = None
 
     def __len__(self) -> int:
         return sum(self.sizes.values())
@@ -74,33 +73,33 @@ class PictureSet:
 
     def read(self, rows: Sequence[int]) -> Pictures:
         """Decodes rows of the set. Pictures that cannot be decoded are left out and listed in ``bad``."""
-        locations = [self.locate(row) for row in rows]
-        values = [self._columns(source)[index] for source, index in locations]
+        opened = self.opened()
+        values = [opened[row] for row in rows]
         pixels, good, problems = decode_batch([value["image"] for value in values], self.image_size)
-        bad = [f"{locations[index][0]}:{values[index]['id']}: {reason}" for index, reason in problems.items()]
+        bad = [f"{self.locate(rows[index])[0]}:{values[index]['id']}: {reason}" for index, reason in problems.items()]
         return Pictures(pixels, [rows[index] for index in good], bad)
 
-    def _columns(self, source: str) -> datasets.Dataset:
-        if source not in self._open:
-            self._open[source] = open_split(self.manifest, source, self.split).select_columns(["id", "image"])
-        return self._open[source]
+    def opened(self) -> Rows:
+        """The set's rows, with the columns ``id`` and ``image``."""
+        if self._rows is None:
+            self._rows = open_sources(self.manifest, list(self.sizes), self.split, ["id", "image"])
+        return self._rows
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open data sets are not sent to workers: each worker maps the files itself.
-        return self.__dict__ | {"_open": {}}
+        # Rows that were read are not sent to workers.
+        return self.__dict__ | {"_rows": None}
 
 
 class TrainingBatches(torch.utils.data.Dataset[Pictures]):
     """Training batches by number. Batch n depends only on n and the seed; each epoch is a permutation of the set."""
 
     def __init__(self, pictures: PictureSet, batch_size: int, seed: int) -> None:
-        self._pictures, self._batch_size, self._seed = pictures, batch_size, seed
+        self._pictures, self._batch_size = pictures, batch_size
+        self._order = RowOrder(pictures.opened().block_sizes, functools.partial(operator.add, seed))
 
     def __getitem__(self, number: int) -> Pictures:
-        size = len(self._pictures)
         positions = range(number * self._batch_size, (number + 1) * self._batch_size)
-        epochs = [(position // size, position % size) for position in positions]
-        return self._pictures.read([permuted(index, size, key=self._seed + epoch) for epoch, index in epochs])
+        return self._pictures.read([self._order.row(position) for position in positions])
 
 
 class BadPictures:

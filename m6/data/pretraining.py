@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from m6.data.codes import Codes, CodesManifest, load_codes_manifest
 from m6.data.collate import Collator, MicroBatch
 from m6.data.manifest import SPLITS, Manifest
-from m6.data.mixture import Mixture, permuted
+from m6.data.mixture import BLOCK, Mixture
 from m6.data.objectives import (
     MIN_TEXT_TOKENS,
     OBJECTIVES,
@@ -26,22 +26,22 @@ from m6.data.objectives import (
     max_text_tokens,
     pair,
     reads_codes,
-    source_kind,
     target_ids,
 )
-from m6.data.weights import pair_weights, source_weights
+from m6.data.reader import BlockCache, Rows, open_split
+from m6.data.validation import ValidationBatches
+from m6.data.verification import check_sizes
+from m6.data.weights import cap_epochs, pair_weights, source_weights
 from m6.errors import UserError
 from m6.tokenizers.processor import decode_picture
 from m6.tokenizers.text import load_text_tokenizer
 from m6.validation import Section
 
-if TYPE_CHECKING:
-    import datasets
-
 # A bad row is replaced by the next row of its source. After so many consecutive bad rows the run fails.
 MAX_ATTEMPTS = 100
 # The share of bad rows is taken of at least so many samples, so that one bad row early on does not end a run.
 MIN_SAMPLES_FOR_SHARE = 1000
+_COLUMNS = ("id", "text", "image", "question", "answer", "context")
 
 
 class DataSettings(Section):
@@ -56,6 +56,19 @@ class DataSettings(Section):
     )
     sources: dict[str, float] | None = Field(
         default=None, description="relative weight of each source; absent: all sources, in proportion to their rows"
+    )
+    temperature: float = Field(
+        default=1.0,
+        ge=1,
+        le=100,
+        description="without sources: weights are the numbers of rows to the power of 1 / temperature; above 1, small "
+        "sources are read more often",
+    )
+    max_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="how often the rows of a source are read at most in total_steps; what is beyond goes to other "
+        "sources of its kind; absent: without limit",
     )
     sequence_length: int = Field(
         default=512, gt=0, le=2**24, description="tokens in a row, pictures and padding included"
@@ -85,6 +98,8 @@ class PretrainingData:
         split: the split that ``micro_batch`` reads.
         seed: seed of the run.
         micro_batch_size: samples of a micro-batch.
+        samples_per_step: samples of a step, over all ranks.
+        total_steps: steps of the run, for ``max_epochs``.
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; a picture takes ``(image_size / patch_size)^2`` tokens.
 
@@ -101,6 +116,8 @@ class PretrainingData:
         split: str = "train",
         seed: int,
         micro_batch_size: int,
+        samples_per_step: int = 1,
+        total_steps: int = 1,
         image_size: int,
         patch_size: int,
     ) -> None:
@@ -109,23 +126,38 @@ class PretrainingData:
         self.manifest = Manifest.load(settings.path)
         self.tokenizer = load_text_tokenizer(settings.tokenizer)
         num_patches = (image_size // patch_size) ** 2
-        self._collator = Collator(
+        self.collator = Collator(
             tokenizer=self.tokenizer,
             sequence_length=settings.sequence_length,
             num_patches=num_patches,
             image_size=image_size,
             packing=settings.packing,
         )
-        self._source_weights = source_weights(self.manifest, split, settings.sources)
+        self.source_weights = source_weights(self.manifest, split, settings.sources, settings.temperature)
+        if settings.max_epochs is not None and split == "train":
+            self.source_weights = cap_epochs(
+                self.manifest,
+                split,
+                objectives,
+                self.source_weights,
+                samples_per_step * total_steps,
+                settings.max_epochs,
+            )
         self._open_codes: dict[tuple[str, str], Codes] = {}
         self.codes = self._find_codes()
         num_codes = 0 if self.codes is None else self.codes.num_codes
         self._max_tokens = {
             name: max_text_tokens(name, settings.sequence_length, num_patches, num_codes) for name in OBJECTIVES
         }
-        self._sizes = {source: self.manifest.split(source, split).rows for source in self._source_weights}
-        self._mixture = Mixture(pair_weights(self.manifest, objectives, self._source_weights), self._sizes, seed)
-        self._open: dict[tuple[str, str], datasets.Dataset] = {}
+        self._sizes = {source: self.manifest.split(source, split).rows for source in self.source_weights}
+        blocks = {
+            source: Rows(self.manifest.folder, self.manifest.split(source, split).shards, _COLUMNS).block_sizes
+            for source in self.source_weights
+        }
+        pairs = pair_weights(self.manifest, objectives, self.source_weights)
+        self._mixture = Mixture(pairs, blocks, seed, samples_per_step)
+        self._open: dict[tuple[str, str], Rows] = {}
+        self._cache = BlockCache()
         for name in self.active_objectives:
             if self._max_tokens[name] < MIN_TEXT_TOKENS:
                 raise UserError(
@@ -137,7 +169,7 @@ class PretrainingData:
     @property
     def sources(self) -> list[str]:
         """The sources with positive weight."""
-        return list(self._source_weights)
+        return list(self.source_weights)
 
     @property
     def active_objectives(self) -> list[str]:
@@ -149,15 +181,31 @@ class PretrainingData:
         """Checksum of the image tokenizer, or None if no objective reads image codes."""
         return None if self.codes is None else self.codes.tokenizer
 
+    def realised_mixture(self, num_samples: int) -> dict[str, tuple[float, float]]:
+        """Returns for each source its share of the samples, and how often ``num_samples`` samples read its rows."""
+        shares = {source: rows / BLOCK for source, rows in self._mixture.rows_per_block.items()}
+        return {source: (share, share * num_samples / self._sizes[source]) for source, share in shares.items()}
+
+    def check_files(self) -> None:
+        """Checks that all shards are there in the right size, which takes seconds even for tens of thousands.
+
+        Raises:
+            UserError: a shard is missing or has another size.
+        """
+        for source in self.sources:
+            for split in (self.split, "validation"):
+                check_sizes(self.manifest.folder, self.manifest.split(source, split).shards)
+
     def target_ids(self, objective: str, source: str, split: str) -> Iterator[list[int]]:
         """Yields the target ids of each row of a source, cut as in ``micro_batch``. Bad rows are left out."""
         if not self.manifest.files(source, split):
             return
-        rows = _open_columns(self.manifest, source, split).remove_columns("image")
+        rows = open_split(self.manifest, source, split, [name for name in _COLUMNS if name != "image"], self._cache)
         for row, values in enumerate(rows):
             sample = Sample(**values, codes=self._codes_of(objective, source, split, row))
             if is_paired(objective):
-                sample = _paired(sample, rows, np.random.default_rng(row))
+                rng = np.random.default_rng(row)
+                sample = pair(sample, rows[rows.near(row, rng)]["text"], rng)
             try:
                 yield target_ids(objective, sample, self.tokenizer, self._max_tokens[objective])
             except BadRow:
@@ -174,7 +222,32 @@ class PretrainingData:
         numbers = range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
         bad_rows: list[str] = []
         samples = [self._sample(number, bad_rows) for number in numbers]
-        return self._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
+        return self.collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
+
+    def read_row(
+        self, objective: str, source: str, split: str, row: int, seed: int, bad_rows: list[str]
+    ) -> tuple[Example, np.ndarray | None] | None:
+        """Returns a row's example and its decoded picture. For a bad row, appends to ``bad_rows`` and returns None.
+
+        Args:
+            objective, source, split, row: which row, and what is made of it.
+            seed: seed of the objective's random choices.
+            bad_rows: where a bad row and its reason are listed.
+        """
+        sample = self._sample_of(objective, source, split, row)
+        rng = np.random.default_rng(seed)
+        if is_paired(objective):
+            rows = self._open[source, split]
+            sample = pair(sample, rows[rows.near(row, rng)]["text"], rng)
+        try:
+            example = make_example(objective, sample, rng, self.tokenizer, self.objectives, self._max_tokens[objective])
+            example = replace(example, data_source_id=self.sources.index(source))
+            if example.image is None:
+                return example, None
+            return example, self._decode(example.image)
+        except BadRow as error:
+            bad_rows.append(f"{source}:{sample.id}: {error}")
+            return None
 
     def loader(self, indices: Iterable[int], num_workers: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches of ``indices`` in order. Worker processes prepare them ahead of time.
@@ -212,7 +285,7 @@ class PretrainingData:
         objective has rows in the split.
         """
         self.objectives.of(objective)
-        return _ValidationBatches(self, objective, num, split)
+        return ValidationBatches(self, objective, num, split)
 
     def _find_codes(self) -> CodesManifest | None:
         if not any(reads_codes(name) for name in self.active_objectives):
@@ -223,7 +296,7 @@ class PretrainingData:
             raise UserError("m6.data.image_tokenizer is missing: text_to_image is trained on its codes")
         name = self.settings.image_tokenizer
         codes = load_codes_manifest(self.manifest, load_image_tokenizer(name).checksum, name)
-        for source in self._source_weights:
+        for source in self.source_weights:
             if self.manifest.sources[source].kind == "image_text":
                 for split in SPLITS:  # all of them now, so that a damaged shard does not stop the run later
                     self._open_codes[source, split] = Codes(self.manifest, source, split, codes.tokenizer, name)
@@ -231,40 +304,22 @@ class PretrainingData:
 
     def __getstate__(self) -> dict[str, Any]:
         # Open data sets are not sent to workers: each worker maps the files itself.
-        return self.__dict__ | {"_open": {}, "_open_codes": {}}
+        return self.__dict__ | {"_open": {}, "_open_codes": {}, "_cache": BlockCache()}
 
     def _sample(self, number: int, bad_rows: list[str]) -> tuple[Example, np.ndarray | None]:
         draw = self._mixture.draw(number)
         for attempt in range(min(MAX_ATTEMPTS, self._sizes[draw.source])):
-            row = self._mixture.row(draw.source, draw.position + attempt)
-            example = self._read(draw.objective, draw.source, self.split, row, draw.seed, bad_rows)
+            row = self._mixture.row(draw, attempt)
+            example = self.read_row(draw.objective, draw.source, self.split, row, draw.seed, bad_rows)
             if example is not None:
                 return example
         raise UserError(
             f'{self.settings.path}: source "{draw.source}" has no usable row; the last: {", ".join(bad_rows[-3:])}'
         )
 
-    def _read(
-        self, objective: str, source: str, split: str, row: int, seed: int, bad_rows: list[str]
-    ) -> tuple[Example, np.ndarray | None] | None:
-        """Returns a row's example and its decoded picture. For a bad row, appends to ``bad_rows`` and returns None."""
-        sample = self._sample_of(objective, source, split, row)
-        rng = np.random.default_rng(seed)
-        if is_paired(objective):
-            sample = _paired(sample, self._open[source, split], rng)
-        try:
-            example = make_example(objective, sample, rng, self.tokenizer, self.objectives, self._max_tokens[objective])
-            example = replace(example, data_source_id=self.sources.index(source))
-            if example.image is None:
-                return example, None
-            return example, self._decode(example.image)
-        except BadRow as error:
-            bad_rows.append(f"{source}:{sample.id}: {error}")
-            return None
-
     def _sample_of(self, objective: str, source: str, split: str, row: int) -> Sample:
         if (source, split) not in self._open:
-            self._open[source, split] = _open_columns(self.manifest, source, split)
+            self._open[source, split] = open_split(self.manifest, source, split, _COLUMNS, self._cache)
         return Sample(**self._open[source, split][row], codes=self._codes_of(objective, source, split, row))
 
     def _codes_of(self, objective: str, source: str, split: str, row: int) -> list[int] | None:
@@ -277,45 +332,10 @@ class PretrainingData:
 
     def _decode(self, image: bytes) -> np.ndarray:
         try:
-            return decode_picture(image, self._collator.image_size)
+            return decode_picture(image, self.collator.image_size)
         except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
             # Only the type: some messages contain a memory address, which would differ between ranks.
             raise BadRow(f"damaged image ({type(error).__name__})") from None
-
-
-class _ValidationBatches(Sequence[MicroBatch]):
-    """The micro-batches of ``PretrainingData.validation_micro_batches``."""
-
-    def __init__(self, data: PretrainingData, objective: str, num: int, split: str) -> None:
-        self._data, self._objective, self._split = data, objective, split
-        manifest = data.manifest
-        eligible = [s for s in data._source_weights if manifest.sources[s].kind == source_kind(objective)]
-        self._sizes = {source: manifest.split(source, split).rows for source in eligible}
-        self._total = sum(self._sizes.values())
-        self._length = min(num, -(-self._total // data.micro_batch_size))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> MicroBatch:  # type: ignore[override]  # no slices
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        data, size = self._data, self._data.micro_batch_size
-        bad_rows: list[str] = []
-        read = []
-        for position in range(index * size, min((index + 1) * size, self._total)):
-            # A fixed key instead of the run's seed: validation losses are comparable between runs.
-            source, row = self._locate(permuted(position, self._total, key=0))
-            read.append(data._read(self._objective, source, self._split, row, position, bad_rows))
-        samples = [sample for sample in read if sample is not None]
-        return data._collator([e for e, _ in samples], [p for _, p in samples], bad_rows)
-
-    def _locate(self, row: int) -> tuple[str, int]:
-        for source, size in self._sizes.items():
-            if row < size:
-                return source, row
-            row -= size
-        raise AssertionError("a row beyond the split")
 
 
 class _MicroBatches(Dataset[MicroBatch | UserError]):
@@ -329,16 +349,6 @@ class _MicroBatches(Dataset[MicroBatch | UserError]):
             return self._data.micro_batch(index)
         except UserError as error:
             return error
-
-
-def _open_columns(manifest: Manifest, source: str, split: str) -> "datasets.Dataset":
-    from m6.data.reader import open_split
-
-    return open_split(manifest, source, split).select_columns(["id", "text", "image", "question", "answer", "context"])
-
-
-def _paired(sample: Sample, rows: "datasets.Dataset", rng: np.random.Generator) -> Sample:
-    return pair(sample, rows[int(rng.integers(len(rows)))]["text"], rng)
 
 
 def _identity(batch: Any) -> Any:

@@ -1,40 +1,211 @@
-"""Opens a split of a data folder as a memory-mapped ``datasets.Dataset``."""
+"""Reads rows of a data folder's Parquet shards in place, one row group at a time, without a second copy on disk."""
 
-import sys
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from m6.data.manifest import Manifest
+import collections
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m6.data.manifest import MANIFEST_NAME, Manifest, Shard, SplitEntry
+from m6.data.order import OPEN_BLOCKS
 from m6.data.shards import SCHEMA
 from m6.data.verification import verify_shards
 from m6.errors import UserError
 
-if TYPE_CHECKING:
-    import datasets
+# Of a split up to this size all checksums are compared when it is opened, which takes seconds, once per machine. Of a
+# larger one, the checksum of a page is compared whenever the page is read; "m6 data verify" compares everything.
+VERIFIED_AT_ONCE_BYTES = 1 << 30
+CACHE_BYTES = 112 << 20  # more than the open row groups of a large source on one rank, or of two on two ranks
 
 
-def open_split(manifest: Manifest, source: str, split: str) -> "datasets.Dataset":
-    """Returns the rows of one split in shard order, with the columns of ``m6.data.shards.SCHEMA``.
+class BlockCache:
+    """Keeps the row groups that were read last, up to a number of bytes in memory. Several splits can share it."""
 
-    Hugging Face Datasets converts the Parquet files once to Arrow files in its cache (``HF_HOME``) and memory-maps
-    them. Indexing is then cheap, workers share the pages, and the rows need not fit into memory.
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._blocks: collections.OrderedDict[tuple[Any, ...], pa.Table] = collections.OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: tuple[Any, ...], read: Callable[[], pa.Table]) -> pa.Table:
+        """Returns the row group with this key, which ``read`` reads if it is not in memory."""
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        table = read()
+        self._blocks[key] = table
+        self._bytes += table.nbytes
+        while self._bytes > self._max_bytes and len(self._blocks) > 1:
+            self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+        pa.default_memory_pool().release_unused()  # what reading needed, and what was dropped
+        return table
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """The rows of some shards, as dictionaries.
+
+    Reading a row reads its row group, which stays in ``cache``: neighbouring rows cost little, random rows of a large
+    split much. Iteration and ``column`` read one row group after the other and keep none.
+
+    Args:
+        folder: the folder of the shards.
+        shards: the shards, in the order of the rows.
+        columns: the columns to read.
+        cache: where row groups are kept.
+
+    Attributes:
+        columns: as given.
+        shards: as given.
+        block_sizes: rows of each row group, int64.
+
+    Raises:
+        UserError: a shard is missing or not readable. Later, when its rows are read: it is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, shards: Sequence[Shard], columns: Sequence[str], cache: BlockCache | None = None
+    ) -> None:
+        self.columns = list(columns)
+        self.shards = list(shards)
+        self._folder = folder
+        self._cache = cache or BlockCache()
+        groups = [row_groups(folder, shard) for shard in self.shards]
+        self._first_blocks = np.cumsum([0, *map(len, groups)])
+        self.block_sizes = np.array([rows for group in groups for rows in group], np.int64)
+        self._ends = np.cumsum(self.block_sizes)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, row: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        block = int(np.searchsorted(self._ends, row, "right"))
+        offset = row - int(self._ends[block] - self.block_sizes[block])
+        table = self._block(block)
+        return {name: column[offset].as_py() for name, column in zip(self.columns, table.columns, strict=True)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for block in range(len(self._ends)):
+            yield from self._read(block).to_pylist()
+
+    def column(self, name: str) -> list[Any]:
+        """Returns all values of one column."""
+        only = self.select([name])
+        return [value for block in range(len(self._ends)) for value in only._read(block).column(0).to_pylist()]
+
+    def near(self, row: int, rng: np.random.Generator) -> int:
+        """Returns a random row; of a split that does not fit into memory, one of the same row group."""
+        if len(self._ends) <= OPEN_BLOCKS:
+            return int(rng.integers(len(self)))
+        block = int(np.searchsorted(self._ends, row, "right"))
+        return int(rng.integers(self._ends[block] - self.block_sizes[block], self._ends[block]))
+
+    def select(self, columns: Sequence[str]) -> Rows:
+        """Returns the same rows with some of the columns of the shards."""
+        return Rows(self._folder, self.shards, columns, self._cache)
+
+    def _block(self, block: int) -> pa.Table:
+        key = (self._folder, self.shards[0].file, block, *self.columns)
+        return self._cache.get(key, lambda: self._read(block))
+
+    def _read(self, block: int) -> pa.Table:
+        number = int(np.searchsorted(self._first_blocks, block, "right")) - 1
+        shard, group = self.shards[number], block - int(self._first_blocks[number])
+        rows = int(self.block_sizes[block])
+        with _open(self._folder, shard) as file:
+            # Columns that an older shard lacks are null.
+            present = [name for name in self.columns if name in file.schema_arrow.names]
+            try:
+                table = file.read_row_group(group, columns=present, use_threads=False)
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise _damaged(self._folder / shard.file, f"row group {group}: {error}") from None
+        if len(table) != rows:
+            raise _damaged(self._folder / shard.file, f"row group {group} has {len(table)} rows, expected {rows}")
+        for name in self.columns:
+            if name not in present:
+                table = table.append_column(name, pa.nulls(rows))
+        return table.select(self.columns)
+
+
+def open_split(
+    manifest: Manifest,
+    source: str,
+    split: str,
+    columns: Sequence[str] = tuple(SCHEMA.names),
+    cache: BlockCache | None = None,
+) -> Rows:
+    """Opens the rows of one split in the order of its shards.
+
+    Args:
+        manifest: manifest of the data folder.
+        source: name of the source.
+        split: name of the split.
+        columns: the columns of ``m6.data.shards.SCHEMA`` to read.
+        cache: where row groups are kept.
 
     Raises:
         UserError: the source or split is unknown or has no rows, or a shard is missing or damaged.
     """
-    import datasets
-
-    if not sys.stderr.isatty():  # progress bars would fill the logs of cluster jobs
-        datasets.disable_progress_bars()
-    files = manifest.files(source, split)
-    if not files:
+    entry = manifest.split(source, split)
+    if not entry.rows:
         raise UserError(f'{manifest.folder}: source "{source}" has no rows in split "{split}"')
-    verify_shards(manifest.folder, manifest.split(source, split).shards)
-    features = datasets.Features.from_arrow_schema(SCHEMA)
-    data = datasets.Dataset.from_parquet([str(file.resolve()) for file in files], features=features)
+    return open_shards(manifest.folder, entry, columns, cache)
+
+
+def open_shards(folder: Path, entry: SplitEntry, columns: Sequence[str], cache: BlockCache | None = None) -> Rows:
+    """Opens shards, whose checksums are compared first unless they are very large.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    if entry.bytes <= VERIFIED_AT_ONCE_BYTES:
+        verify_shards(folder, entry.shards)
+    return Rows(folder, entry.shards, columns, cache)
+
+
+def open_sources(manifest: Manifest, sources: Sequence[str], split: str, columns: Sequence[str]) -> Rows:
+    """Opens one split of several sources, one source after the other; sources without rows in it are left out."""
+    shards = []
+    for source in sources:
+        if manifest.split(source, split).rows:
+            shards += open_split(manifest, source, split).shards
+    return Rows(manifest.folder, shards, columns)
+
+
+def row_groups(folder: Path, shard: Shard) -> list[int]:
+    """Returns the rows of each row group of a shard; for a folder of an older version, the shard is asked.
+
+    Raises:
+        UserError: the shard is missing, is not readable, or has other rows than the manifest says.
+    """
+    if shard.row_groups is not None:
+        return shard.row_groups
+    with _open(folder, shard) as file:
+        groups = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
     # Finds shards that were replaced without their manifest.
-    if len(data) != manifest.split(source, split).rows:
-        raise UserError(
-            f'{manifest.folder}: source "{source}" has {len(data)} rows in split "{split}", '
-            f"but the manifest says {manifest.split(source, split).rows}"
-        )
-    return data
+    if sum(groups) != shard.rows:
+        raise UserError(f"{folder / shard.file} has {sum(groups)} rows, but {MANIFEST_NAME} says {shard.rows}")
+    return groups
+
+
+def _open(folder: Path, shard: Shard) -> pq.ParquetFile:
+    path = folder / shard.file
+    try:
+        if os.path.getsize(path) != shard.bytes:
+            raise _damaged(path, f"it has {os.path.getsize(path)} bytes, expected {shard.bytes}")
+        # pre_buffer joins the reads of neighbouring columns: a shared file system answers few large reads fastest.
+        return pq.ParquetFile(path, pre_buffer=True, page_checksum_verification=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing, but {MANIFEST_NAME} lists it") from None
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} is damaged: {reason.splitlines()[0] if reason else 'it cannot be read'}")

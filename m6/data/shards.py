@@ -24,9 +24,8 @@ SCHEMA = pa.schema(
 )
 
 SHARD_BYTES = 64 << 20
-# A row group is kept in memory until it is full. This size compresses well, and three writers (one per split) fit into
-# the memory of any machine.
-ROW_GROUP_BYTES = 8 << 20
+# A reader keeps tens of row groups in memory, see m6/data/order.py. Larger ones hardly compress better.
+ROW_GROUP_BYTES = 1 << 20
 ROW_GROUP_ROWS = 10_000
 
 
@@ -51,7 +50,7 @@ class ShardWriter:
         self._pending_bytes = 0
         self._writer: pq.ParquetWriter | None = None
         self._file: pa.NativeFile | None = None
-        self._shard_rows = 0
+        self._row_groups: list[int] = []
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -90,9 +89,10 @@ class ShardWriter:
         if self._writer is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = pa.OSFile(str(self._temporary), "wb")
-            self._writer = pq.ParquetWriter(self._file, SCHEMA, compression="zstd")
+            # Readers compare the checksums of pages: those of whole files take too long for a large split.
+            self._writer = pq.ParquetWriter(self._file, SCHEMA, compression="zstd", write_page_checksum=True)
         self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._shard_rows += len(self._rows)
+        self._row_groups.append(len(self._rows))
         self._rows, self._pending_bytes = [], 0
 
     def _finish_shard(self) -> None:
@@ -106,10 +106,11 @@ class ShardWriter:
         self.shards.append(
             Shard(
                 file=path.relative_to(self._folder).as_posix(),
-                rows=self._shard_rows,
+                rows=sum(self._row_groups),
                 bytes=path.stat().st_size,
                 sha256=files.sha256(path),
+                row_groups=self._row_groups,
             )
         )
         self._writer = self._file = None
-        self._shard_rows = 0
+        self._row_groups = []

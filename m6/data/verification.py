@@ -1,4 +1,4 @@
-"""Checks the shards of a data folder against the manifest: sizes always, checksums once per machine.
+"""Checks the shards of a data folder against the manifest: sizes, and checksums once per machine.
 
 After a successful check, a record is written to the user's cache folder. Its name depends on the shard's path, size,
 modification time and inode, so a shard that was written again is checked again.
@@ -10,10 +10,13 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tqdm import tqdm
+
 from m6 import files
-from m6.data.manifest import MANIFEST_NAME, Shard
+from m6.data.manifest import MANIFEST_NAME, Manifest, Shard
 from m6.errors import UserError
 
 _VERIFIED = b"verified\n"
@@ -29,13 +32,49 @@ def verify_shards(folder: Path, shards: Iterable[Shard]) -> None:
     Raises:
         UserError: a shard is missing, or its size or SHA-256 differs from the manifest.
     """
-    for shard in shards:
+    for shard in check_sizes(folder, shards):
+        _verify_checksum(folder / shard.file, shard.sha256)
+
+
+def check_sizes(folder: Path, shards: Iterable[Shard]) -> list[Shard]:
+    """Checks that shards are there in the right size; returns them.
+
+    Raises:
+        UserError: a shard is missing or has another size.
+    """
+    checked = list(shards)
+    for shard in checked:
         file = folder / shard.file
         if not file.is_file():
             raise UserError(f"{file} is missing, but {MANIFEST_NAME} lists it")
         if file.stat().st_size != shard.bytes:
             raise UserError(f"{file} has {file.stat().st_size} bytes, expected {shard.bytes}: it is damaged")
-        _verify_checksum(file, shard.sha256)
+    return checked
+
+
+def verify_folder(manifest: Manifest, num_threads: int) -> tuple[int, list[str]]:
+    """Checks all shards of a data folder, whatever is known of them from before.
+
+    Args:
+        manifest: manifest of the data folder.
+        num_threads: shards that are read at once.
+
+    Returns:
+        the number of shards, and what is wrong with those that are missing or damaged.
+    """
+    shards = [shard for entry in manifest.sources.values() for split in entry.splits.values() for shard in split.shards]
+
+    def problem(shard: Shard) -> str | None:
+        try:
+            check_sizes(manifest.folder, [shard])
+            _compare(manifest.folder / shard.file, shard.sha256)
+        except UserError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        found = list(tqdm(threads.map(problem, shards), "shards", total=len(shards), disable=None))
+    return len(shards), [text for text in found if text is not None]
 
 
 def _verify_checksum(file: Path, expected: str) -> None:

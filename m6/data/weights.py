@@ -1,5 +1,6 @@
 """Weights of the sources and of the (objective, source) pairs in the mixture."""
 
+import math
 from collections.abc import Mapping
 
 from m6.data.manifest import Manifest
@@ -7,22 +8,31 @@ from m6.data.objectives import OBJECTIVES, ObjectivesSettings, source_kind
 from m6.errors import UserError, nearest
 
 
-def source_weights(manifest: Manifest, split: str, weights: Mapping[str, float] | None) -> dict[str, float]:
+def source_weights(
+    manifest: Manifest, split: str, weights: Mapping[str, float] | None, temperature: float = 1.0
+) -> dict[str, float]:
     """Returns the sources with positive weight, as in ``DataSettings.sources``.
 
     Args:
         manifest: manifest of the data folder.
         split: the split to read.
         weights: the weights that the user gave; None: each source weighs its number of rows.
+        temperature: without ``weights``, the number of rows is raised to 1 / temperature (arXiv 1910.10683, section
+            3.5.2), so that a higher temperature brings the sources closer to equal weights.
 
     Raises:
-        UserError: a weight is negative, its source is unknown or has no rows, or no weight is positive.
+        UserError: a weight is negative, its source is unknown or has no rows, no weight is positive, or both weights
+            and a temperature are given.
     """
     # Sorted, so that the order of the manifest does not change the data of a run.
     rows = {source: manifest.split(source, split).rows for source in sorted(manifest.sources)}
     if weights is None:
-        effective: Mapping[str, float] = rows
+        effective: Mapping[str, float] = {source: count ** (1 / temperature) for source, count in rows.items()}
     else:
+        if temperature != 1:
+            raise UserError(
+                f"m6.data.temperature is {temperature:g}, but m6.data.sources gives the weights; leave one of them out"
+            )
         effective = weights
         for source, weight in weights.items():
             if source not in rows:
@@ -67,3 +77,59 @@ def pair_weights(
             scale = weight / total / sum(eligible.values())
             pairs |= {(name, source): share * scale for source, share in eligible.items()}
     return pairs
+
+
+def cap_epochs(
+    manifest: Manifest,
+    split: str,
+    objectives: ObjectivesSettings,
+    sources: Mapping[str, float],
+    num_samples: int,
+    max_epochs: float,
+) -> dict[str, float]:
+    """Lowers the weights of sources that would be read more than ``max_epochs`` times; others of their kind gain.
+
+    The shares of the objectives stay as they are.
+
+    Args:
+        manifest: manifest of the data folder.
+        split: the split to read.
+        objectives: the objectives and their shares.
+        sources: weights of the sources.
+        num_samples: samples of the whole run.
+        max_epochs: how often the rows of a source may be read in the run.
+
+    Raises:
+        UserError: all sources of a kind together have too few rows.
+    """
+    capped = dict(sources)
+    total = sum(objectives.of(name).weight for name in OBJECTIVES)
+    for kind in sorted({manifest.sources[source].kind for source in sources}):
+        names = [name for name in OBJECTIVES if source_kind(name) == kind]
+        samples = num_samples * sum(objectives.of(name).weight for name in names) / total
+        if not samples:
+            continue
+        limits = {
+            source: max_epochs * manifest.split(source, split).rows
+            for source in sources
+            if manifest.sources[source].kind == kind
+        }
+        if samples > sum(limits.values()):
+            active = [name for name in names if objectives.of(name).weight > 0]
+            raise UserError(
+                f"m6.data.max_epochs {max_epochs:g}: {', '.join(active)} read {samples:,.0f} samples of "
+                f"{', '.join(limits)}, whose rows allow {sum(limits.values()):,.0f}; with fewer steps, more data or "
+                f"max_epochs {math.ceil(samples / sum(limits.values()) * max_epochs * 100) / 100:g} they suffice"
+            )
+        free = dict.fromkeys(limits)
+        while free:  # lowering one source raises the others, which may reach their limits in turn
+            scale = samples / sum(sources[source] for source in free)
+            full = [source for source in free if sources[source] * scale > limits[source]]
+            if not full:
+                capped |= {source: sources[source] * scale for source in free}
+                break
+            for source in full:
+                capped[source] = limits[source]
+                samples -= limits[source]
+                del free[source]
+    return capped

@@ -65,6 +65,8 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
             "tokenizer": find_tokenizer(run_dir, TOKENIZER, settings.data.tokenizer),
             "image_tokenizer": image_tokenizer,
             "sources": sources,
+            "temperature": 1.0,
+            "max_epochs": None,
         }
     )
     objectives = settings.objectives.model_copy(update=silent)

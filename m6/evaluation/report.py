@@ -19,6 +19,7 @@ from m6.data.manifest import MANIFEST_NAME
 from m6.data.pretraining import PretrainingData
 from m6.evaluation.baselines import ORDERS, Baselines, compute_baselines, run_baselines
 from m6.evaluation.held_out import describe_left_out, describe_overlap, open_held_out
+from m6.evaluation.mixture import describe_mixture
 from m6.evaluation.samples import write_samples
 from m6.files import write_text
 from m6.formatting import format_bytes, markdown_table
@@ -83,6 +84,7 @@ def write_report(
         _loss_table(initial, untrained, trained, baselines, reader.state["step"]),
         *_by_source(trained, data.sources),
         *filter(None, [describe_left_out(run_dir, config, data), describe_overlap(run_dir, data)]),
+        *filter(None, [describe_mixture(config, reader.state["samples_seen"])]),
         "## Speed and size",
         markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]

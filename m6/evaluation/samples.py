@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from m6.data.manifest import Manifest
-from m6.data.mixture import permuted
+from m6.data.order import permuted
 from m6.data.reader import open_split
 from m6.files import atomic_path
 from m6.formatting import markdown_table

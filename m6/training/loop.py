@@ -71,6 +71,7 @@ class Trainer:
         check_world_size(config, runtime.world_size)
         self.accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
         self.data = open_data(config)
+        on_main_rank(runtime, self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
         self.checkpoint, self.problems = open_newest(run.checkpoints)
         if self.checkpoint is None:
@@ -168,14 +169,17 @@ class Trainer:
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on.
 
-        Micro-batches have global numbers, and rank r reads the numbers r, r + world_size, ... of a step. A step thus
-        has the same micro-batches on any number of ranks.
+        Micro-batches have global numbers, and each rank reads a contiguous part of a step. A step thus has the same
+        micro-batches on any number of ranks, and a rank reads few lanes of the sources (m6/data/mixture.py).
         """
-        world, rank = self.runtime.world_size, self.runtime.rank
-        per_step = self.accumulation * world
-        first, last = self.step * per_step, self.settings.training.total_steps * per_step
+        own, per_step = self.accumulation, self.accumulation * self.runtime.world_size
+        numbers = (
+            step * per_step + self.runtime.rank * own + micro_batch
+            for step in range(self.step, self.settings.training.total_steps)
+            for micro_batch in range(own)
+        )
         # One loader for the whole attempt: its workers prepare the next steps during the current one.
-        loader = iter(self.data.loader(range(first + rank, last, world), self.settings.data.num_workers))
+        loader = iter(self.data.loader(numbers, self.settings.data.num_workers))
         while True:
             yield [next(loader) for _ in range(self.accumulation)]
 

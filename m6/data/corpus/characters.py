@@ -15,6 +15,7 @@ CHINESE = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 
 # Full-width digits and letters: without them numbers are hard to find. Marks keep their width, which Chinese needs.
 _NARROW = {code: code - 0xFEE0 for first, last in ("０９", "ＡＺ", "ａｚ") for code in range(ord(first), ord(last) + 1)}
+_WIDE = re.compile("[０-９Ａ-Ｚａ-ｚ]")
 _BLANK = re.compile(r"\s+")
 _MARKS = re.compile(r"[\W_]+")
 
@@ -31,7 +32,9 @@ def _to_simplified() -> Callable[[str], str]:
 
 def stored_form(text: str, to_simplified: bool) -> str:
     """Returns the text as it is stored: Unicode's composed form (NFC), with digits and letters of normal width."""
-    text = unicodedata.normalize("NFC", text).translate(_NARROW)
+    text = unicodedata.normalize("NFC", text)
+    if _WIDE.search(text):  # few texts have any, and a search is much faster
+        text = text.translate(_NARROW)
     return _to_simplified()(text) if to_simplified else text
 
 

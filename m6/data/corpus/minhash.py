@@ -48,7 +48,7 @@ def write_signatures(texts: Iterable[str], folder: Path, part: int, settings: Ne
 
     class Characters(WordTokenizer):
         def word_tokenize(self, text: str) -> list[str]:
-            return list(text.replace(" ", ""))
+            return list(text)
 
         def sent_tokenize(self, text: str) -> list[str]:
             return [text]
@@ -104,7 +104,14 @@ def _renamed_when_complete(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _config(settings: NearDuplicateSettings) -> Any:
+    from datatrove.utils.text import TextNormConfig
+
+    # The texts are in their compared form already. Numbers become 0: pages that differ in them alone are copies.
+    only_numbers = TextNormConfig(
+        lowercase=False, norm_whitespace=False, remove_punctuation=False, norm_unicode_diacritics=False
+    )
     return _datatrove().MinhashConfig(
+        norm_config=only_numbers,
         n_grams=settings.ngram_chars,
         num_buckets=settings.num_buckets,
         hashes_per_bucket=settings.hashes_per_bucket,

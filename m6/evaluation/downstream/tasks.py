@@ -12,8 +12,8 @@ from PIL import Image
 
 from m6.config.run import RunConfig
 from m6.data.manifest import Manifest
-from m6.data.mixture import permuted
 from m6.data.objectives import BadRow, Example, Sample, make_example, max_text_tokens
+from m6.data.order import permuted
 from m6.data.reader import open_split
 from m6.evaluation.downstream import captions, classification, continuation, matching
 from m6.evaluation.downstream.classification import LabelledTexts

@@ -91,9 +91,9 @@ def load_real(
 
 
 def _read(manifest: Manifest, source: str, split: str, image_size: int) -> list[tuple[str, str, np.ndarray]]:
-    rows = open_split(manifest, source, split).select_columns(["id", "text", "image"])
-    pixels, good, _ = decode_batch(rows["image"][:], image_size)
-    ids, captions = rows["id"][:], rows["text"][:]
+    rows = open_split(manifest, source, split)
+    pixels, good, _ = decode_batch(rows.column("image"), image_size)
+    ids, captions = rows.column("id"), rows.column("text")
     return [(ids[place], captions[place], picture) for place, picture in zip(good, pixels, strict=True)]
 
 

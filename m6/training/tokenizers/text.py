@@ -123,19 +123,13 @@ def train_text_tokenizer(
 
 def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
     """Yields sentences of all sources in a fixed random order, until the sample is full."""
-    import datasets
+    from m6.data.order import RowOrder
+    from m6.data.reader import open_sources
 
-    from m6.data.mixture import permuted
-    from m6.data.reader import open_split
-
-    columns = ["text", "question", "answer", "context"]
-    sources = [source for source in sorted(manifest.sources) if manifest.files(source, "train")]
-    if not sources:
-        return
-    rows = datasets.concatenate_datasets([open_split(manifest, s, "train").select_columns(columns) for s in sources])
+    rows = open_sources(manifest, sorted(manifest.sources), "train", ["text", "question", "answer", "context"])
+    order = RowOrder(rows.block_sizes, lambda epoch: epoch)
     for position in range(len(rows)):
-        row = rows[permuted(position, len(rows), key=0)]
-        for text in filter(None, (row[column] for column in columns)):
+        for text in filter(None, rows[order.row(position)].values()):
             for sentence in split_sentences(normalize_text(text)):
                 # Without line breaks: the tokenizer always encodes them as bytes.
                 line = sentence.strip()

@@ -8,7 +8,7 @@ from m6.data.sources.shapes import COLOURS, SHAPES
 
 
 def main(folder: str) -> None:
-    emoji = dict.fromkeys(open_split(Manifest.load(folder), "emoji", "train")["text"])
+    emoji = dict.fromkeys(open_split(Manifest.load(folder), "emoji", "train").column("text"))
     print("\n".join([*emoji, *(f"{colour}的{shape}" for colour in COLOURS for shape in SHAPES)]))
 
 

@@ -11,6 +11,7 @@ from m6.config.checks import check_codes_fit, check_world_size
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.model import M6Config
+from m6.validation import read_document
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
@@ -291,6 +292,16 @@ OVERRIDES = [
 @pytest.mark.parametrize(("override", "expected"), OVERRIDES)
 def test_a_wrong_override(folder: Path, override: str, expected: str):
     assert expected in message(folder, {}, "--set", override)
+
+
+def test_overrides_of_a_list(tmp_path: Path):
+    file = tmp_path / "document.json"
+    file.write_text('{"inputs": [{"source": "a"}, {"source": "b"}], "betas": [0.9, 0.99]}')
+    changed = read_document(file, ("inputs.1.source=c", "inputs.0.name=x", "betas.1=0.95"))
+    assert changed == {"inputs": [{"source": "a", "name": "x"}, {"source": "c"}], "betas": [0.9, 0.95]}
+    for override, name in (("betas.2=1", "betas"), ("betas.first=1", "betas"), ("inputs.2.source=d", "inputs")):
+        with pytest.raises(UserError, match=f"--set {override}: {name} is a list of 2, expected a number below that"):
+            read_document(file, (override,))
 
 
 def test_overrides_reach_any_depth_and_the_last_one_wins(folder: Path):

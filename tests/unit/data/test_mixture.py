@@ -1,33 +1,24 @@
 import collections
-import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m6.data.mixture import BLOCK, Mixture, permuted
+from m6.data.mixture import BLOCK, Mixture
+from m6.data.order import OPEN_BLOCKS
 from m6.errors import UserError
 
 WEIGHTS = {("denoise", "news"): 0.35, ("denoise", "poems"): 0.15, ("model", "news"): 0.2, ("caption", "shapes"): 0.3}
 SIZES = {"news": 130, "poems": 7, "shapes": 1}
 
 
+BLOCKS = {source: [size] for source, size in SIZES.items()}
+# More blocks than are open at once, so that it is read in lanes.
+LARGE = {**BLOCKS, "news": [3, 5] * OPEN_BLOCKS}
+
+
 def mixture(seed=5):
-    return Mixture(WEIGHTS, SIZES, seed)
-
-
-@given(st.integers(1, 600), st.integers(0, 2**64 - 1))
-def test_permuted_is_a_permutation(size, key):
-    assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
-
-
-def test_permuted_depends_on_the_key_and_looks_random():
-    first, second = ([permuted(i, 1000, key) for i in range(1000)] for key in (1, 2))
-    # A random permutation has one fixed point on average.
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
-    assert sum(i == a for i, a in enumerate(first)) < 10
-    steps = collections.Counter((b - a) % 1000 for a, b in itertools.pairwise(first))
-    assert steps.most_common(1)[0][1] < 12
+    return Mixture(WEIGHTS, BLOCKS, seed)
 
 
 def test_proportions_are_exact_in_every_block():
@@ -41,7 +32,7 @@ def test_proportions_are_exact_in_every_block():
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12))
 def test_blocks_are_full_and_nothing_is_left_out(weights):
     pairs = {(f"o{i}", "s"): weight for i, weight in enumerate(weights)}
-    mixed = Mixture(pairs, {"s": 10}, 0)
+    mixed = Mixture(pairs, {"s": [10]}, 0)
     counts = collections.Counter(mixed.draw(i).objective for i in range(BLOCK))
     total = sum(weights)
     for (objective, _), weight in pairs.items():
@@ -56,7 +47,8 @@ def test_every_epoch_of_a_source_is_a_permutation_over_all_objectives():
     for source, size in SIZES.items():
         mine = sorted((d for d in draws if d.source == source), key=lambda d: d.position)
         assert [d.position for d in mine] == list(range(len(mine)))
-        epochs = [[d.row for d in mine[i : i + size]] for i in range(0, len(mine) - size + 1, size)]
+        rows = [mixture().row(draw) for draw in mine]
+        epochs = [rows[i : i + size] for i in range(0, len(rows) - size + 1, size)]
         assert len(epochs) > 1
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
         orders[source] = {tuple(epoch) for epoch in epochs}
@@ -77,4 +69,38 @@ def test_seeds_of_samples_differ():
 
 def test_too_many_pairs():
     with pytest.raises(UserError, match=f"{BLOCK + 1} pairs"):
-        Mixture({("o", str(i)): 1.0 for i in range(BLOCK + 1)}, {str(i): 1 for i in range(BLOCK + 1)}, 0)
+        Mixture({("o", str(i)): 1.0 for i in range(BLOCK + 1)}, {str(i): [1] for i in range(BLOCK + 1)}, 0)
+
+
+@pytest.mark.parametrize(("samples_per_step", "lanes"), [(64, 64), (48, 16), (320, 64), (7, 1)])
+def test_lanes_are_contiguous_parts_of_a_step_and_count_their_own_positions(samples_per_step, lanes):
+    mixed = Mixture(WEIGHTS, LARGE, 5, samples_per_step)
+    positions = collections.defaultdict(list)
+    for number in range(3 * BLOCK // samples_per_step * samples_per_step):
+        draw = mixed.draw(number)
+        assert draw.lane == number % samples_per_step * lanes // samples_per_step
+        positions[draw.lane, draw.source].append(draw.position)
+    assert {lane for lane, _ in positions} == set(range(lanes))
+    assert all(own == list(range(len(own))) for own in positions.values())
+
+
+def test_lanes_hold_the_right_proportions_together():
+    mixed = Mixture(WEIGHTS, LARGE, 5, samples_per_step=8)  # 8 lanes, of which each takes an eighth of a block
+    for block in range(3):
+        draws = [mixed.draw(block * BLOCK + i) for i in range(BLOCK)]
+        counts = collections.Counter((d.objective, d.source) for d in draws)
+        assert counts == {pair: round(weight * BLOCK) for pair, weight in WEIGHTS.items()}
+
+
+def test_a_large_source_is_read_as_a_whole_in_an_epoch_of_its_lanes():
+    mixed = Mixture({("model", "news"): 1.0}, {"news": LARGE["news"]}, 5, samples_per_step=16)
+    size = sum(LARGE["news"])
+    assert size % 16 == 0  # all lanes have the same number of rows
+    epochs = [[mixed.row(mixed.draw(epoch * size + i)) for i in range(size)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_small_sources_have_the_same_order_in_any_step():
+    draws = [[mixed.draw(i) for i in range(500)] for mixed in (mixture(), Mixture(WEIGHTS, BLOCKS, 5, 64))]
+    assert draws[0] == draws[1]

@@ -23,7 +23,7 @@ def tiny(tmp_path_factory):
     return build_tiny_data(folder / "data"), build_tiny_tokenizer(folder / "tokenizer")
 
 
-def open_data(tiny, objectives=None, *, seed=3, micro_batch_size=8, split="train", **changes):
+def open_data(tiny, objectives=None, *, seed=3, micro_batch_size=8, samples_per_step=1, split="train", **changes):
     path, tokenizer = tiny
     settings = DataSettings(**{"path": path, "tokenizer": tokenizer, "sequence_length": LENGTH} | changes)
     return PretrainingData(
@@ -32,6 +32,7 @@ def open_data(tiny, objectives=None, *, seed=3, micro_batch_size=8, split="train
         split=split,
         seed=seed,
         micro_batch_size=micro_batch_size,
+        samples_per_step=samples_per_step,
         image_size=SIDE,
         patch_size=PATCH,
     )
@@ -244,4 +245,4 @@ def test_a_source_without_rows_in_the_split(tiny, tmp_path):
 
 def test_default_weights_follow_the_rows(tiny):
     data = open_data(tiny)
-    assert data._source_weights == dict.fromkeys(("tiny_shapes", "tiny_text", "tiny_vqa"), float(ROWS["train"]))
+    assert data.source_weights == dict.fromkeys(("tiny_shapes", "tiny_text", "tiny_vqa"), float(ROWS["train"]))

@@ -93,7 +93,7 @@ def test_held_out_combinations_have_no_piece_that_training_lacks(tmp_path, drawi
     """Else the captions could not be composed: the model would have never seen a piece of them."""
     build([shapes.Shapes(SourceOptions(cache=None))], tmp_path / "data", BuildSettings(image_size=8, limit=1500))
     manifest = Manifest.load(tmp_path / "data")
-    seen, pieces = open_split(manifest, "shapes", "train")["text"], {}
+    seen, pieces = open_split(manifest, "shapes", "train").column("text"), {}
     for length, size in ((2, 300), (16, 500)):
         tokenizer = train_text_tokenizer(
             manifest, tmp_path / f"tokenizer_{length}", size, image_vocab_size=8, max_piece_length=length

@@ -59,7 +59,7 @@ def test_training_targets_are_all_training_rows(make_config):
         ("image_captioning", "tiny_shapes", 34),
     ):
         targets = baselines.training_targets(config, data, objective)
-        texts = open_split(Manifest.load(config.m6.data.path), source, "train")["text"]
+        texts = open_split(Manifest.load(config.m6.data.path), source, "train").column("text")
         assert len(targets) == ROWS["train"]
         for target, text in zip(targets, texts, strict=True):
             ids = tokenizer.encode_ids(text)[:longest]

@@ -1,5 +1,6 @@
 """The report of a run with an untrained but real checkpoint: every number against one computed here."""
 
+import collections
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from m6.runs.data import open_data
 from m6.tokenizers.text import load_text_tokenizer
 from tests.fixtures.command import user_error
 from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
-from tests.fixtures.tiny_data import build_labelled_data, build_tiny_data, build_tiny_tokenizer
+from tests.fixtures.tiny_data import ROWS, build_labelled_data, build_tiny_data, build_tiny_tokenizer
 
 
 @pytest.fixture
@@ -59,6 +60,20 @@ def one_sample_at_a_time(model, data, objective, num_batches, split="validation"
                 if label != -100:
                     losses.append(-logits[row, position - 1].double().log_softmax(-1)[label].item())
     return sum(losses) / len(losses), len(losses)
+
+
+def test_what_a_run_has_read(run):
+    config = load_config(run / "config.json")
+    text = write_report(run, run / "report.md").read_text()
+    read = [cells(text, source) for source in ("tiny_shapes", "tiny_text")]
+    shares = [float(share.rstrip("%")) / 100 for _, share, _ in read]
+    assert sum(shares) == pytest.approx(1)
+    for (rows, _, times), share in zip(read, shares, strict=True):
+        assert int(rows) == ROWS["train"]
+        assert float(times) == pytest.approx(share * 400 / ROWS["train"], rel=0.01)
+    # As the mixture really draws.
+    drawn = collections.Counter(open_data(config)._mixture.draw(number).source for number in range(1000))
+    assert drawn["tiny_shapes"] / 1000 == pytest.approx(shares[0])
 
 
 def test_losses_and_baselines(run):

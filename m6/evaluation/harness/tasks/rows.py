@@ -25,4 +25,5 @@ def _test_split(data: str, source: str, columns: list[str]) -> datasets.Dataset:
     manifest = Manifest.load(data)
     if not manifest.split(source, "test").rows:
         raise UserError(f'{data}: the source "{source}" has no rows in split "test"')
-    return open_split(manifest, source, "test").select_columns(columns)
+    rows = open_split(manifest, source, "test", columns)
+    return datasets.Dataset.from_dict({column: rows.column(column) for column in columns})

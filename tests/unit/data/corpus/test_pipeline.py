@@ -117,8 +117,8 @@ def test_it_is_a_data_folder_like_any_other(corpus: Path):
             verify_shards(corpus, part.shards)
             if part.rows:
                 rows = open_split(manifest, name, split)
-                assert max(map(len, rows["text"])) <= 100
-                assert set(rows["source"]) == {name}
+                assert max(map(len, rows.column("text"))) <= 100
+                assert set(rows.column("source")) == {name}
             if split != "train" and part.rows:
                 assert part.shared is not None
                 assert part.shared.rows == 0
