@@ -39,7 +39,7 @@ from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.samples import SampleGrids
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import TrainStep
+from m6.training.train_step import TrainStep, micro_batch_number
 
 
 class Trainer:
@@ -167,16 +167,11 @@ class Trainer:
         return self.step % interval_steps == 0 or self.step == self.settings.training.total_steps
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
-        """Yields this rank's micro-batches of each step, from the current step on.
-
-        Micro-batches have global numbers, and each rank reads a contiguous part of a step. A step thus has the same
-        micro-batches on any number of ranks, and a rank reads few lanes of the sources (m6/data/mixture.py).
-        """
-        own, per_step = self.accumulation, self.accumulation * self.runtime.world_size
+        """Yields this rank's micro-batches of each step, from the current step on."""
         numbers = (
-            step * per_step + self.runtime.rank * own + micro_batch
+            micro_batch_number(self.runtime, self.accumulation, step, index)
             for step in range(self.step, self.settings.training.total_steps)
-            for micro_batch in range(own)
+            for index in range(self.accumulation)
         )
         # One loader for the whole attempt: its workers prepare the next steps during the current one.
         loader = iter(self.data.loader(numbers, self.settings.data.num_workers))

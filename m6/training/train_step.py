@@ -33,6 +33,15 @@ _SEED_STRIDE = (
 )
 
 
+def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int) -> int:
+    """Returns the global number of a rank's micro-batch in a step.
+
+    Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
+    has the same micro-batches on any number of ranks.
+    """
+    return (step * runtime.world_size + runtime.rank) * accumulation + index
+
+
 class TrainStep:
     """Runs forward, backward and the update of one global batch."""
 
@@ -120,8 +129,7 @@ class TrainStep:
 
     def _seed(self, step: int, index: int) -> int:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
-        world = self.runtime.world_size
-        number = (step * self.accumulation + index) * world + self.runtime.rank
+        number = micro_batch_number(self.runtime, self.accumulation, step, index)
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
     def _loss(self, batch: MicroBatch, output: M6Output, target_weight: float, sums: StepSums) -> Tensor:

@@ -260,8 +260,8 @@ def main() -> None:
         f"steps {FIRST_STEP:,} to {FIRST_STEP + STEPS - 1:,}, which a run reads that resumes there, have the same "
         "SHA-256 on 1, 2 and 4 ranks. Of the memory, imports take "
         f"{starts[0]['imports_mib']:,.0f} MiB. The copy to Arrow files took {conversion_s:,.0f} s "
-        "(0: it was there). Opening them reads all of them, so their rows come from the page cache here: a corpus that "
-        "does not fit there has no such rate."
+        "(0: it was there). Opening them reads all of them; how much of it is still in the page cache decides their "
+        "rate."
     )
     numbers = {
         "starts": starts,

@@ -20,7 +20,9 @@ from m6.data.sources.packages import combined_sha256
 from m6.errors import UserError
 
 TABLES = (".jsonl", ".jsonl.gz", ".parquet")
+ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
 TEXTS = (".txt", ".md")
+FORMS = TABLES + ARCHIVES + TEXTS
 _TEXTS_OF_A_PART = 500
 PLAN_NAME = "plan.json"
 
@@ -115,7 +117,7 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
             _add_files(plan, settings, path, read_before)
     for named in recipe.decontamination.sets:
         if not (found := files_of(named.path)):
-            raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(TABLES + TEXTS)}")
+            raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(FORMS)}")
         plan.files += [_checked_file(file, read_before) for file in found]
     return plan
 
@@ -146,7 +148,7 @@ def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
 
 def suffix_of(path: Path) -> str | None:
     """Returns the form of a file that can be read; None for another file."""
-    return next((suffix for suffix in TABLES + TEXTS if path.name.lower().endswith(suffix)), None)
+    return next((suffix for suffix in FORMS if path.name.lower().endswith(suffix)), None)
 
 
 def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dict[str, InputFile]) -> None:
@@ -155,7 +157,7 @@ def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dic
     folder = path.parent if path.is_file() else path
     readable = files_of(path)
     if not readable:
-        raise UserError(f"{path}: expected files {', '.join(TABLES + TEXTS)}")
+        raise UserError(f"{path}: expected files {', '.join(FORMS)}")
     splits: set[Split | None] = set()
     checksums: list[tuple[str, str]] = []
     texts: list[int] = []

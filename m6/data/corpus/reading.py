@@ -8,8 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from m6.data.corpus.plan import TEXTS, Part, Plan, files_of, open_source, options_columns, options_of, suffix_of
+from m6.data.corpus.plan import (
+    ARCHIVES,
+    TEXTS,
+    Part,
+    Plan,
+    files_of,
+    open_source,
+    options_columns,
+    options_of,
+    suffix_of,
+)
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings
+from m6.data.corpus.web import read_archive
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.documents import Documents
 from m6.data.sources.folders import json_entries
@@ -45,13 +56,25 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part) -> Iterator[Row]:
 
 def _table_rows(path: Path, name: str, settings: InputSettings, options: SourceOptions) -> Iterator[Row]:
     split = split_of_name(path.name.split(".")[0])
-    read = _parquet_entries(path, settings) if path.suffix.lower() == ".parquet" else _json_lines(path)
+    suffix = suffix_of(path)
+    if suffix in ARCHIVES:
+        read = _pages(path, settings)
+    else:
+        read = _parquet_entries(path, settings) if suffix == ".parquet" else _json_lines(path)
     for number, entry in enumerate(read, start=1):
         identity = f"{name}:{number}"
         if isinstance(entry, str):
             yield Row(identity, None, problem=entry)
         else:
             yield from text_rows(entry, identity, split, options)
+
+
+def _pages(path: Path, settings: InputSettings) -> Iterator[dict[str, Any] | str]:
+    try:
+        for text, problem in read_archive(path):
+            yield problem or {settings.text_column: text}
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        yield _damaged(error)
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
