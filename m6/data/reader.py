@@ -49,14 +49,15 @@ class BlockCache:
 class Rows(Sequence[dict[str, Any]]):
     """The rows of some shards, as dictionaries.
 
-    Reading a row reads its row group, which stays in ``cache``: neighbouring rows cost little, random rows of a large
-    split much. Iteration and ``column`` read one row group after the other and keep none.
+    Reading a row reads its row group. Those of a split of up to ``OPEN_BLOCKS`` stay in memory. Those of a larger one
+    stay in ``cache``: neighbouring rows cost little there, random rows much. Iteration and ``column`` read one row group
+    after the other and keep none.
 
     Args:
         folder: the folder of the shards.
         shards: the shards, in the order of the rows.
         columns: the columns to read.
-        cache: where row groups are kept.
+        cache: where row groups of a large split are kept.
 
     Attributes:
         columns: as given.
@@ -74,6 +75,7 @@ class Rows(Sequence[dict[str, Any]]):
         self.shards = list(shards)
         self._folder = folder
         self._cache = cache or BlockCache()
+        self._kept: dict[int, pa.Table] = {}
         groups = [row_groups(folder, shard) for shard in self.shards]
         self._first_blocks = np.cumsum([0, *map(len, groups)])
         self.block_sizes = np.array([rows for group in groups for rows in group], np.int64)
@@ -111,6 +113,11 @@ class Rows(Sequence[dict[str, Any]]):
         return Rows(self._folder, self.shards, columns, self._cache)
 
     def _block(self, block: int) -> pa.Table:
+        if len(self._ends) <= OPEN_BLOCKS:
+            if block not in self._kept:
+                self._kept[block] = self._read(block)
+                pa.default_memory_pool().release_unused()  # what reading needed
+            return self._kept[block]
         key = (self._folder, self.shards[0].file, block, *self.columns)
         return self._cache.get(key, lambda: self._read(block))
 
@@ -147,7 +154,7 @@ def open_split(
         source: name of the source.
         split: name of the split.
         columns: the columns of ``m6.data.shards.SCHEMA`` to read.
-        cache: where row groups are kept.
+        cache: where row groups of a large split are kept.
 
     Raises:
         UserError: the source or split is unknown or has no rows, or a shard is missing or damaged.

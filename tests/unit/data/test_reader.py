@@ -84,6 +84,14 @@ def test_neighbours_are_read_once_and_memory_is_bounded(large, counted):
     assert counted == {0: 1, 1: 2, 2: 1, 3: 1}
 
 
+def test_a_small_split_is_read_once_however_it_is_read(tmp_path, monkeypatch, counted):
+    monkeypatch.setattr("m6.data.shards.ROW_GROUP_ROWS", GROUP)
+    rows = open_split(make_folder(tmp_path, rows=OPEN_BLOCKS * GROUP), "news", "train", cache=BlockCache(1))
+    for row in [*range(0, len(rows), 3), *range(len(rows))]:
+        assert rows[row]["id"] == f"news/{row}"
+    assert counted == dict.fromkeys(range(OPEN_BLOCKS), 1)
+
+
 def test_a_random_row_is_near_only_where_it_must_be(large, tmp_path):
     rng = np.random.default_rng(0)
     rows = open_split(large, "news", "train")
