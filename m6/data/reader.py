@@ -50,8 +50,8 @@ class Rows(Sequence[dict[str, Any]]):
     """The rows of some shards, as dictionaries.
 
     Reading a row reads its row group. Those of a split of up to ``OPEN_BLOCKS`` stay in memory. Those of a larger one
-    stay in ``cache``: neighbouring rows cost little there, random rows much. Iteration and ``column`` read one row group
-    after the other and keep none.
+    stay in ``cache``: neighbouring rows cost little there, random rows much. Iteration and ``column`` read one row
+    group after the other and keep none.
 
     Args:
         folder: the folder of the shards.
