@@ -3,7 +3,6 @@
 #   bash scripts/experiments/text_to_image/control.sh [FOLDER]     (after bash scripts/text_to_image.sh [FOLDER])
 # About an hour on two cores; it resumes. It writes FOLDER/left_to_right.md beside FOLDER/report.md.
 set -euo pipefail
-here=scripts/experiments/text_to_image
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../environment.sh"
 cd "$root"
