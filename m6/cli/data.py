@@ -133,7 +133,9 @@ def verify(
 
     number, problems = verify_folder(Manifest.load(data), threads or _usable_cores())
     if problems:
-        raise UserError("\n".join([*problems, f"{len(problems)} of {number} shards of {data} are missing or damaged"]))
+        for problem in problems:
+            typer.echo(problem)
+        raise UserError(f"{len(problems)} of {number} shards of {data} are missing or damaged")
     typer.echo(f"{data}: all {number} shards are as in the manifest")
 
 

@@ -178,10 +178,12 @@ def test_verify_names_all_that_is_wrong(tmp_path):
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     missing.unlink()
-    message = user_error("data", "verify", folder)
-    assert f"{damaged} is damaged: its SHA-256 differs from manifest.json" in message
-    assert f"{missing} is missing" in message
-    assert f"2 of 9 shards of {folder} are missing or damaged" in message
+    outcome = m6("data", "verify", folder)
+    assert outcome.code == 2
+    first, second = outcome.stdout.splitlines()
+    assert first == f"{damaged} is damaged: its SHA-256 differs from manifest.json"
+    assert second == f"{missing} is missing, but manifest.json lists it"
+    assert f"2 of 9 shards of {folder} are missing or damaged" in user_error("data", "verify", folder)
 
 
 def test_a_run_finds_missing_shards_before_its_first_step(tmp_path):
