@@ -12,7 +12,7 @@ from m6.data.order import OPEN_BLOCKS
 from m6.data.pretraining import PretrainingData
 from m6.data.reader import BlockCache, open_sources, open_split
 from m6.errors import UserError
-from tests.fixtures.command import m6, user_error
+from tests.fixtures.command import m6
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
 from tests.unit.data.test_manifest import make_folder
 from tests.unit.data.test_pretraining import TEXT_ONLY, equal, open_data, write_source
@@ -183,7 +183,7 @@ def test_verify_names_all_that_is_wrong(tmp_path):
     first, second = outcome.stdout.splitlines()
     assert first == f"{damaged} is damaged: its SHA-256 differs from manifest.json"
     assert second == f"{missing} is missing, but manifest.json lists it"
-    assert f"2 of 9 shards of {folder} are missing or damaged" in user_error("data", "verify", folder)
+    assert outcome.stderr == f"error: 2 of 9 shards of {folder} are missing or damaged\n"
 
 
 def test_a_run_finds_missing_shards_before_its_first_step(tmp_path):
