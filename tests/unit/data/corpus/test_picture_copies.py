@@ -13,7 +13,8 @@ from m6.data.corpus.picture_alignment import shows, thumbnail
 from m6.data.corpus.picture_copies import PictureWriter, picture_pairs, write_picture_pairs
 from m6.data.corpus.picture_keys import PREFIX_BITS, keys_of, windows
 from m6.data.corpus.selection import joined_pairs, repeated_captions
-from tests.fixtures.photographs import ALTERATIONS, drawing, photograph
+from scripts.benchmarks.alterations import ALTERATIONS
+from tests.fixtures.photographs import drawing, photograph
 
 COUNT = 60
 
@@ -28,7 +29,7 @@ def pairs_of(folder: Path, parts: list[list[Image.Image]], num_buckets: int = 3)
     return {tuple(pair) for pair in picture_pairs(folder, num_buckets).tolist()}
 
 
-@pytest.mark.parametrize("name", ALTERATIONS)
+@pytest.mark.parametrize("name", [name for name in ALTERATIONS if "20 %" not in name])
 def test_an_altered_photograph_meets_its_original_alone(name: str, tmp_path: Path):
     rng = random.Random(name)
     originals = [photograph(seed) for seed in range(COUNT)]

@@ -21,9 +21,10 @@ from m6.data.corpus.work import prepare, work_folder
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
 from m6.data.verification import verify_shards
+from scripts.benchmarks.alterations import ALTERATIONS
 from tests.fixtures.command import contents, user_error
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
-from tests.fixtures.photographs import ALTERATIONS, file_of, photograph, write_pairs
+from tests.fixtures.photographs import file_of, photograph, write_pairs
 
 ORIGINALS = 24
 NEAR, EXACT = range(8), range(8, 12)  # these have a cropped and an equal copy
