@@ -59,9 +59,9 @@ class PictureFilterSettings(Section):
     min_chinese_share: float = Field(
         0.3, ge=0, le=1, description="least share of Chinese characters among those of a caption that are not blank"
     )
-    max_caption_repeats: PositiveInt | None = Field(
+    max_caption_repeats: NonNegativeInt = Field(
         10,
-        description="pictures that are kept of one caption, among all inputs; null: all, for captions that are labels",
+        description="pictures that are kept of one caption, among all inputs; 0: all, for captions that are labels",
     )
 
 
