@@ -37,4 +37,4 @@ def write_sheet(samples: Sequence[Sample], out: Path) -> None:
                 corner = (number % columns * step + place * _CELL, number // columns * (_CELL + _GAP))
                 sheet.paste(Image.open(io.BytesIO(base64.b64decode(picture))), corner)
     with atomic_path(out) as temporary:
-        sheet.save(temporary, "PNG", optimize=True)
+        sheet.quantize(256).save(temporary, "PNG", optimize=True)

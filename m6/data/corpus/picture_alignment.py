@@ -19,7 +19,7 @@ _FEW_COLOURS = 72  # of 32,768; 2,500 icons, shapes and easy-VQA drawings have u
 # Of 349 photographs and their copies: the rest of a copy that was cropped by a tenth, halved and stored at quality 30
 # is up to 0.17 of the contrast, 0.10 in 95 %; pictures of different things begin at 0.21.
 _MAX_REST = 0.15
-_MAX_DIFFERENCE = 48  # levels of 255 at one place: up to 37 in 98 % of these copies; a face with another mouth has more
+_MAX_DIFFERENCE = 40  # levels of 255 at one place: up to 37 in 98 % of these copies; a face with another mouth has more
 _GAINS = (0.5, 2.0)
 _MAX_DRAWING_DIFFERENCE = 12  # levels; up to 10 in 95 % of photographs on white that were stored again
 

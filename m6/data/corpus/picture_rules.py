@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from PIL import ImageStat
 
 from m6.data.corpus.quality import chinese_share
 from m6.data.corpus.recipe import PictureFilterSettings
@@ -23,7 +23,7 @@ def problem_of_picture(decoded: Decoded, settings: PictureFilterSettings) -> str
         return "too long and narrow"
     if decoded.is_animated and not settings.allow_animation:
         return "animation"
-    if np.asarray(on_white(decoded.picture), dtype=np.float64).std(axis=(0, 1)).max() < settings.min_contrast:
+    if max(ImageStat.Stat(on_white(decoded.picture)).stddev) < settings.min_contrast:
         return "blank picture"
     return None
 

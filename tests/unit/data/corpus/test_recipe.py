@@ -31,7 +31,7 @@ def test_shipped_recipes_are_valid(file: Path):
         ({"inputs": own("web", Path("texts"), licence=None)}, '"web" has no licence'),
         (
             {"inputs": own("web", Path("empty"))},
-            "empty: expected pictures, or files .jsonl, .jsonl.gz, .parquet, .warc, .warc.gz, .wet, .wet.gz, .txt, .md, ",
+            "empty: expected pictures, or files .jsonl, .jsonl.gz, .parquet, .warc, .warc.gz, .wet, .wet.gz, .txt, .md",
         ),
         ({"filters": {"min_charz": 3}}, 'filters.min_charz: unknown key; did you mean "min_chars"?'),
         ({"filters": {"min_chinese_share": 2}}, "filters.min_chinese_share: input should be less than or equal to 1"),
