@@ -33,7 +33,7 @@ _JOINED = 1 << 16  # keys at a time, about 50 MB
 class PictureWriter:
     """Writes keys and thumbnails of the pictures of a part, when the context ends without an exception.
 
-    It keeps 5 kB for each picture until then.
+    It keeps 5 kB for each picture until then, and 9 kB while it sorts.
     """
 
     def __init__(self, folder: Path, part: int) -> None:

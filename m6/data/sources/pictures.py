@@ -113,7 +113,7 @@ def _decode(data: bytes, image_size: int) -> Decoded:
         picture: Image.Image = image if as_it_is else image.convert("RGBA")
         # Of Pillow's filters for shrinking it takes the least time but for BOX, which is coarse: half that of LANCZOS.
         picture.thumbnail((image_size, image_size), Image.Resampling.HAMMING)
-        return Decoded(picture.copy(), width, height, is_animated, kind, data, fits)
+        return Decoded(picture, width, height, is_animated, kind, data, fits)
 
 
 def on_white(picture: Image.Image) -> Image.Image:
