@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from m6.data.duplicates import MAX_COMPARED, near_duplicates, signature
 from m6.data.manifest import Manifest, SharedRows, Split
 from m6.data.sources.text import text_key
 
+_KINDS = ("picture", "text", "group")
 _NONE = 0  # the key of what a row does not have
 
 
@@ -23,7 +25,7 @@ class Contents:
     """
 
     def __init__(self) -> None:
-        self._keys = {kind: array("Q") for kind in ("picture", "text", "group")}
+        self._keys = {kind: array("Q") for kind in _KINDS}
         self._signatures: list[NDArray[np.uint8]] = []
         self._num_pictures = 0
 
@@ -40,15 +42,18 @@ class Contents:
     def __len__(self) -> int:
         return len(self._keys["group"])
 
-    def keys_of_texts(self) -> NDArray[np.uint64]:
-        """Returns what ``add_keys`` takes, for rows without pictures: uint64 [2, rows]."""
-        return np.stack([self._of("text"), self._of("group")])
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Returns arrays that ``add_state`` takes, in another process."""
+        keys = np.stack([self._of(kind) for kind in _KINDS])
+        return {"keys": keys, "signatures": np.array(self._signatures, dtype=np.uint8)}
 
-    def add_keys(self, keys: NDArray[np.uint64]) -> None:
-        """Adds the rows of another task, all without pictures."""
-        for kind, values in zip(("text", "group"), keys, strict=True):
+    def add_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Adds the rows of another process."""
+        for kind, values in zip(_KINDS, state["keys"], strict=True):
             self._keys[kind].frombytes(values.tobytes())
-        self._keys["picture"].extend([_NONE] * keys.shape[1])
+        self._num_pictures += int((state["keys"][0] != _NONE).sum())
+        if self._num_pictures <= MAX_COMPARED:
+            self._signatures.extend(state["signatures"])
 
     @property
     def has_picture(self) -> NDArray[np.bool_]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from m6.data.corpus.output import load_record
-from m6.data.corpus.tally import Histogram, Sample, Tally
+from m6.data.corpus.tally import KEPT, Histogram, Sample, Tally
 from m6.files import write_text
 from m6.formatting import markdown_table
+from m6.plots.contact_sheets import write_sheet
 from m6.plots.style import plotting, save_figure
 
 _SHOWN = 5  # examples of each reason
@@ -37,19 +39,38 @@ def write_corpus_page(data: Path, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     _plot_lengths(total.histograms, out / "lengths.png")
     _plot_shares(total.histograms, out / "chinese.png")
+    pairs = [sample for sample in total.samples.get(_COPIES, []) if sample.picture is None]
     page = "\n\n".join(
         (
             f"# The corpus {data.resolve().name}",
-            "## Documents\n" + _funnel(inputs | {"all": total}),
-            "## Characters\n" + _characters(inputs | {"all": total}),
+            "## Documents and pictures\n" + _funnel(inputs | {"all": total}),
+            "## Characters, of captions too\n" + _characters(inputs | {"all": total}),
             "## Changed inside of documents\n" + _changed(inputs | {"all": total}),
             "## Lengths and shares of Chinese\n![Lengths](lengths.png)\n\n![Shares of Chinese characters](chinese.png)",
-            "## Near duplicates and what was kept\n" + _pairs(total.samples.get(_COPIES, [])),
+            *_pictures(inputs, total, out),
+            "## Near duplicates of texts and what was kept\n" + _pairs(pairs),
             "## Removed documents\n" + _examples(total.samples),
         )
     )
     write_text(out / "report.md", page + "\n")
     return out / "report.md"
+
+
+def _pictures(inputs: Mapping[str, Tally], total: Tally, out: Path) -> Iterator[str]:
+    """Writes contact sheets and yields their sections; nothing without pictures."""
+    if "read" not in total.histograms or not total.histograms["read"].sides:
+        return
+    _plot_sides(total.histograms["read"], out / "sides.png")
+    yield "## Pictures\n![Shorter sides of the pictures](sides.png)"
+    kept = {f"Kept of {name}": tally.samples.get(KEPT, []) for name, tally in inputs.items()}
+    removed = {f"Removed, {name}": samples for name, samples in sorted(total.samples.items()) if name != KEPT}
+    for title, samples in (kept | removed).items():
+        if shown := [sample for sample in samples if sample.picture is not None]:
+            file = re.sub(r"\W+", "_", title.lower()) + ".png"
+            write_sheet(shown, out / file)
+            beside = " Beside each is what was kept instead." if shown[0].kept_picture else ""
+            captions = "; ".join(_cell(sample.text) for sample in shown)
+            yield f"### {title}\n![{title}]({file})\n\nIn order: {captions}.{beside}"
 
 
 def _funnel(tallies: Mapping[str, Tally]) -> str:
@@ -98,6 +119,7 @@ def _examples(samples: Mapping[str, list[Sample]]) -> str:
         for reason, found in sorted(samples.items())
         if reason != _COPIES
         for sample in found[:_SHOWN]
+        if sample.picture is None
     ]
     return markdown_table(["reason", "document", "text"], rows, "lll") if rows else "None was removed."
 
@@ -108,7 +130,7 @@ def _reasons(tallies: Iterable[Tally]) -> list[tuple[str, str]]:
     for tally in tallies:
         for stage, reasons in tally.removed.items():
             counts.setdefault(stage, Counter()).update(reasons)
-    order = ["read", "filter", "duplicates", "decontamination"]
+    order = ["read", "filter", "duplicates", "captions", "decontamination"]
     return [(stage, reason) for stage in order for reason, _ in counts.get(stage, Counter()).most_common()]
 
 
@@ -121,6 +143,12 @@ def _plot_lengths(histograms: Mapping[str, Histogram], out: Path) -> None:
 def _plot_shares(histograms: Mapping[str, Histogram], out: Path) -> None:
     bars = {name: [histogram.shares[tenth] for tenth in range(10)] for name, histogram in histograms.items()}
     _plot(bars, [f"{tenth * 10} %" for tenth in range(10)], "share of Chinese characters, at least", out)
+
+
+def _plot_sides(read: Histogram, out: Path) -> None:
+    powers = sorted(read.sides)
+    bars = {"read": [read.sides[power] for power in powers]}
+    _plot(bars, [f"{2**power:,}" for power in powers], "shorter side of a picture in pixels, at least", out)
 
 
 def _plot(bars: Mapping[str, list[int]], ticks: list[str], title: str, out: Path) -> None:

@@ -32,7 +32,8 @@ def clean_part(work: Work, part: int) -> Tally:
             for row in read_part(recipe, work.plan, planned):
                 if (cleaned := _clean(row, recipe, filters, tally)) is not None:
                     compared = compared_form(cleaned.text)
-                    writer.write(cleaned, digest(compared), digest(f"{cleaned.text}\n{cleaned.id}"))
+                    order = digest(f"{cleaned.text}\n{cleaned.id}")
+                    writer.write(cleaned, digest(compared), order, len(cleaned.text))
                     yield without_marks(compared)
 
         # The signatures take the documents one by one: document n of the file has signature n.

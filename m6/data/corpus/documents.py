@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
@@ -22,15 +22,20 @@ _SCHEMA = pa.schema(
         pa.field("group", pa.string(), nullable=False),
         pa.field("split", pa.string()),
         pa.field("text", pa.string(), nullable=False),
+        pa.field("image", pa.binary()),
+        pa.field("answer", pa.string()),
+        pa.field("caption", pa.uint64(), nullable=False),
         pa.field("key", pa.uint64(), nullable=False),
         pa.field("order", pa.uint64(), nullable=False),
-        pa.field("chars", pa.uint32(), nullable=False),
+        pa.field("size", pa.uint32(), nullable=False),
         pa.field("held_out", pa.uint8(), nullable=False),
     ]
 )
 _GROUP_BYTES = 8 << 20
 _READ_ROWS = 64
-_HELD_OUT: dict[Split | None, int] = {"test": 0, "validation": 1, "train": 2, None: 2}
+_COLUMNS = ["id", "group", "split", "text", "image", "answer"]
+_NAMED = 0
+_HELD_OUT: dict[Split | None, int] = {"test": 1, "validation": 2, "train": 3, None: 3}
 
 
 @dataclass(frozen=True)
@@ -38,16 +43,19 @@ class Ranking:
     """What decides which of several copies is kept: arrays of one entry per document.
 
     Attributes:
-        key: digest of the compared form: equal texts have equal keys; uint64.
-        held_out: 0 for a document of the test split of its source, 1 for validation, 2 for others; uint8.
-        chars: length in characters; uint32.
+        key: digest of the compared form of a text or of the pixels of a picture: equal ones have equal keys; uint64.
+        held_out: 0 for a picture of a named set, 1 for the test split of its source, 2 for validation, 3 for others;
+            uint8.
+        size: characters of a text, or pixels of a picture file; uint32.
         order: digest of text and id, which breaks ties; uint64.
+        caption: digest of the compared form of a caption; 0 for a text; uint64.
     """
 
     key: NDArray[np.uint64]
     held_out: NDArray[np.uint8]
-    chars: NDArray[np.uint32]
+    size: NDArray[np.uint32]
     order: NDArray[np.uint64]
+    caption: NDArray[np.uint64]
 
 
 class DocumentWriter:
@@ -70,17 +78,19 @@ class DocumentWriter:
         self._writer.close()
         self._atomic.__exit__(kind, error, trace)
 
-    def write(self, row: Row, key: int, order: int) -> None:
-        """Appends a document with a group; ``key`` and ``order`` as in ``Ranking``."""
-        values: dict[str, object] = {"id": row.id, "group": row.group, "split": row.split, "text": row.text}
-        ranks: dict[str, object] = {
-            "key": key,
-            "order": order,
-            "chars": len(row.text),
-            "held_out": _HELD_OUT[row.split],
-        }
+    def write(self, row: Row, key: int, order: int, size: int, caption: int = 0, is_named: bool = False) -> None:
+        """Appends a document with a group.
+
+        Args:
+            row: the document.
+            key, order, size, caption: as in ``Ranking``.
+            is_named: whether it is a picture of a named set.
+        """
+        values: dict[str, object] = {name: getattr(row, name) for name in _COLUMNS}
+        held_out = _NAMED if is_named else _HELD_OUT[row.split]
+        ranks = {"key": key, "order": order, "size": size, "caption": caption, "held_out": held_out}
         self._rows.append(values | ranks)
-        self._pending += len(row.text)
+        self._pending += len(row.text) + len(row.image or b"")
         if self._pending >= _GROUP_BYTES:
             self._flush()
 
@@ -92,15 +102,15 @@ class DocumentWriter:
 def read_documents(file: Path) -> Iterator[Row]:
     """Yields the documents of a part in order."""
     with pq.ParquetFile(file) as table:
-        for batch in table.iter_batches(_READ_ROWS, columns=["id", "group", "split", "text"]):
+        for batch in table.iter_batches(_READ_ROWS, columns=_COLUMNS):
             for values in batch.to_pylist():
-                yield Row(values["id"], values["group"], values["text"], split=values["split"])
+                yield Row(**values)
 
 
 def read_ranking(file: Path) -> Ranking:
     """Reads what decides which documents of a part are kept, without their texts."""
-    names = ("key", "held_out", "chars", "order")
-    table = pq.read_table(file, columns=list(names))
+    names = [field.name for field in fields(Ranking)]
+    table = pq.read_table(file, columns=names)
     return Ranking(**{name: table[name].to_numpy() for name in names})
 
 
@@ -110,8 +120,7 @@ def read_document(file: Path, number: int) -> Row:
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
             if number < rows:
-                part = table.read_row_group(group, columns=["id", "group", "split", "text"])
-                values = part.slice(number, 1).to_pylist()[0]
-                return Row(values["id"], values["group"], values["text"], split=values["split"])
+                part = table.read_row_group(group, columns=_COLUMNS)
+                return Row(**part.slice(number, 1).to_pylist()[0])
             number -= rows
     raise IndexError(number)

@@ -19,7 +19,8 @@ from m6.data.corpus.documents import read_document, read_documents
 from m6.data.corpus.plan import Plan
 from m6.data.corpus.reading import read_texts
 from m6.data.corpus.selection import KEPT, REASONS
-from m6.data.corpus.tally import SAMPLE_CHARS, Tally
+from m6.data.corpus.tally import KEPT as KEPT_SAMPLES
+from m6.data.corpus.tally import SAMPLE_CHARS, Tally, small_picture
 from m6.data.corpus.work import Work
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, SourceEntry, Split, SplitEntry
 from m6.data.overlap import Contents
@@ -58,7 +59,8 @@ def index_held_out(work: Work, unit: int) -> Tally:
     ngram_chars = work.recipe.decontamination.ngram_chars
     texts: Iterator[str]
     if unit < work.num_parts:
-        texts = (row.text for _, row, split in _kept(work, unit, Tally()) if split != "train")
+        is_text = work.plan.kind(work.plan.parts[unit]) == "text"
+        texts = (row.text for row, split in _kept(work, unit, Tally()) if split != "train") if is_text else iter(())
     else:
         named = work.recipe.decontamination.sets[unit - work.num_parts]
         texts = read_texts(named.path, named.text_column)
@@ -76,22 +78,26 @@ def join_index(work: Work) -> Tally:
 def write_part(work: Work, part: int) -> Tally:
     """Writes the shards of a part; returns what was removed, and what was written."""
     recipe, name = work.recipe, work.plan.parts[part].input
+    if name in work.plan.sets:
+        return Tally()
     indexes = {"the validation or test split": read_index(_index(work, "joined"))}
     for number, named in enumerate(recipe.decontamination.sets, start=work.num_parts):
         indexes[f"the set {named.name}"] = read_index(_index(work, f"{number:05d}"))
     tally = Tally()
     with SplitWriters(_data(work), name, f"{name}-{part:05d}") as writers:
-        for _, row, split in _kept(work, part, tally):
+        for row, split in _kept(work, part, tally):
             if split == "train" and (found := _contaminated(row, indexes, recipe.decontamination.ngram_chars)):
                 tally.remove("decontamination", f"shares text with {found}", row.id, row.text)
                 continue
-            tally.kept += 1
-            tally.kept_characters += len(row.text)
-            tally.count("kept", row.text)
-            for number, passage in enumerate(passages(row.text, recipe.passage_chars)):
-                writers.write(replace(row, id=f"{row.id}/{number}", text=passage), split)
+            _count_kept(tally, row)
+            for each in _rows(row, recipe.passage_chars):
+                writers.write(each, split)
                 tally.rows += 1
-    keys: dict[str, Any] = {split: contents.keys_of_texts() for split, contents in writers.contents.items()}
+    keys: dict[str, Any] = {
+        f"{split}_{name}": values
+        for split, contents in writers.contents.items()
+        for name, values in contents.state().items()
+    }
     with files.atomic_path(_keys(work, part)) as temporary, temporary.open("wb") as file:
         np.savez(file, **keys)
     files.write_json(_entries(work, part), _Splits.dump_python(writers.splits, exclude_none=True))
@@ -139,8 +145,25 @@ def is_built(out: Path, plan: Plan) -> bool:
     raise UserError(f"{out} is not empty and is not this corpus; choose another folder or remove it")
 
 
-def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[int, Row, Split]]:
-    """Yields the kept documents of a part with their number and split; copies are counted as removed."""
+def _rows(row: Row, passage_chars: int) -> Iterator[Row]:
+    """The rows of the data folder that a document becomes: a picture with its caption, or passages."""
+    if row.image is not None:
+        yield row
+        return
+    for number, passage in enumerate(passages(row.text, passage_chars)):
+        yield replace(row, id=f"{row.id}/{number}", text=passage)
+
+
+def _count_kept(tally: Tally, row: Row) -> None:
+    tally.kept += 1
+    tally.kept_characters += len(row.text)
+    tally.count(KEPT_SAMPLES, row.text)
+    if row.image is not None:
+        tally.sample(KEPT_SAMPLES, row.id, row.text, row.image)
+
+
+def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
+    """Yields the kept documents of a part with their split; copies are counted as removed."""
     planned = work.plan.inputs[work.plan.parts[part].input]
     recipe = work.recipe
     rules = SplitRules(recipe.validation_share, recipe.test_share, frozenset(planned.own_splits))
@@ -149,13 +172,15 @@ def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[int, Row, Split
     for number, row in enumerate(read_documents(work.documents(part))):
         if status[number] == KEPT:
             assert row.group is not None
-            yield number, row, rules.split(row.group, row.split)
+            yield row, rules.split(row.group, row.split)
         else:
             copy_of = (int(kept_part[number]), int(kept_row[number]))
-            tally.remove("duplicates", REASONS[int(status[number])], row.id, row.text, copy_of)
+            tally.remove(*REASONS[int(status[number])], row.id, row.text, row.image, copy_of)
 
 
 def _contaminated(row: Row, indexes: dict[str, NDArray[np.uint64]], ngram_chars: int) -> str | None:
+    if row.image is not None:  # pictures of held-out sets are copies: they were removed as such
+        return None
     hashes = ngram_hashes(row.text, ngram_chars)
     return next((name for name, index in indexes.items() if shares_ngram(hashes, index)), None)
 
@@ -170,6 +195,7 @@ def _joined_tally(work: Work, parts: list[int]) -> Tally:
             if sample.copy_of is not None:
                 kept = read_document(work.documents(sample.copy_of[0]), sample.copy_of[1])
                 sample.kept_id, sample.kept_text, sample.copy_of = kept.id, kept.text[:SAMPLE_CHARS], None
+                sample.kept_picture = None if kept.image is None else small_picture(kept.image)
     return tally
 
 
@@ -179,7 +205,7 @@ def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEn
     for part in parts:
         with np.load(_keys(work, part)) as keys:
             for split in SPLITS:
-                contents[split].add_keys(keys[split])
+                contents[split].add_state({name: keys[f"{split}_{name}"] for name in ("keys", "signatures")})
         written = _Splits.validate_json(_entries(work, part).read_bytes())
         splits = {split: SplitEntry.of([*entry.shards, *written[split].shards]) for split, entry in splits.items()}
     planned = work.plan.inputs[name]

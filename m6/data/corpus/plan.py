@@ -1,7 +1,7 @@
 """The plan of a corpus: its inputs cut into parts, with checksums. It never changes while a corpus is built.
 
-A part is a table file, some hundred text files, or a whole built-in source. Each task does some of the parts, and what
-is written depends on the parts alone: the number of tasks does not matter.
+A part is a table file, a tar file, some hundred text files, or a whole built-in source or folder of pictures. Each task
+does some of the parts, and what is written depends on the parts alone: the number of tasks does not matter.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from m6 import files
-from m6.data.corpus.recipe import CorpusRecipe, InputSettings
+from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
-from m6.data.sources.local import split_of_name, unreadable_reason
+from m6.data.sources.folders import METADATA
+from m6.data.sources.local import PICTURE_SUFFIXES, split_of_name, unreadable_reason
 from m6.data.sources.packages import combined_sha256
 from m6.errors import UserError
 
 TABLES = (".jsonl", ".jsonl.gz", ".parquet")
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
 TEXTS = (".txt", ".md")
-FORMS = TABLES + ARCHIVES + TEXTS
-_TEXTS_OF_A_PART = 500
+TARS = (".tar",)
+DOCUMENTS = (*TABLES, *ARCHIVES, *TEXTS)
+_FORMS = (*DOCUMENTS, *TARS)
+_SETS = (".parquet", *TARS, *sorted(PICTURE_SUFFIXES))  # of pictures of which nothing may be in the corpus
+_FILES_OF_A_PART = 500  # of texts, or of pictures of a set
 PLAN_NAME = "plan.json"
 
 
@@ -63,17 +67,26 @@ class PlannedInput(_Entry):
 
 
 class Plan(_Entry):
-    """The parts of all inputs in order."""
+    """The parts of all inputs in order, then those of the named sets of pictures."""
 
     format: Literal[1] = 1
     recipe: dict[str, Any]
     inputs: dict[str, PlannedInput]
+    sets: list[str] = []
     files: list[InputFile]
     parts: list[Part]
 
     def paths(self, part: Part) -> list[Path]:
         """Returns the files of a part."""
         return [Path(self.files[number].path) for number in part.files]
+
+    def kind(self, part: Part) -> SourceKind:
+        """Returns what the rows of a part hold."""
+        return "image_text" if part.input in self.sets else self.inputs[part.input].kind
+
+    def kinds(self) -> set[SourceKind]:
+        """Returns what the rows of all parts hold."""
+        return {self.kind(part) for part in self.parts}
 
     def manifest_recipe(self) -> dict[str, Any]:
         """Returns what the manifest says of the recipe."""
@@ -106,10 +119,14 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
     read_before = {file.path: file for file in known.files} if known else {}
     for settings in recipe.inputs:
         path = Path(settings.source)
-        if settings.source in BUILT_IN or settings.source.startswith("hf:") or not path.exists():
+        is_own = settings.source not in BUILT_IN and not settings.source.startswith("hf:") and path.exists()
+        if not is_own or _is_picture_folder(path):
             source = open_source(settings, recipe)
-            if source.kind != "text":
-                raise UserError(f'"{settings.called}" has rows of kind {source.kind}; a corpus is made of texts')
+            if source.kind not in ("text", "image_text"):
+                raise UserError(
+                    f'"{settings.called}" has rows of kind {source.kind}; a corpus is made of texts, and of pictures '
+                    "with captions"
+                )
             own = sorted(source.own_splits)
             plan.inputs[settings.called] = PlannedInput(kind=source.kind, own_splits=own, origin=source.origin())
             plan.parts.append(Part(input=settings.called))
@@ -117,15 +134,17 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
             _add_files(plan, settings, path, read_before)
     for named in recipe.decontamination.sets:
         if not (found := files_of(named.path)):
-            raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(FORMS)}")
+            raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
         plan.files += [_checked_file(file, read_before) for file in found]
+    for pictures in recipe.decontamination.picture_sets:
+        _add_set(plan, pictures, read_before)
     return plan
 
 
-def files_of(path: Path) -> list[Path]:
-    """Returns a file or the files below a folder that can be read, in order; empty if there are none."""
+def files_of(path: Path, suffixes: tuple[str, ...] = DOCUMENTS) -> list[Path]:
+    """Returns a file or the files below a folder that have a suffix, in order; empty if there are none."""
     found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
-    return [file for file in found if suffix_of(file) is not None]
+    return [file for file in found if suffix_of(file, suffixes) is not None]
 
 
 def open_source(settings: InputSettings, recipe: CorpusRecipe) -> Source:
@@ -140,24 +159,39 @@ def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
         cache=files.cache_folder(),
         passage_chars=recipe.document_chars,
         text_column=settings.text_column,
+        image_column=settings.image_column,
         split_column=settings.split_column,
         group_column=settings.group_column,
         licence=settings.licence,
     )
 
 
-def suffix_of(path: Path) -> str | None:
+def suffix_of(path: Path, suffixes: tuple[str, ...] = _FORMS) -> str | None:
     """Returns the form of a file that can be read; None for another file."""
-    return next((suffix for suffix in FORMS if path.name.lower().endswith(suffix)), None)
+    return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
+
+
+def _is_picture_folder(path: Path) -> bool:
+    """Whether a folder is read as pictures with captions beside them, as by ``m6 data build``."""
+    if path.is_file():
+        return False
+    names = [file.name.lower() for file in path.rglob("*")]
+    if any(name in METADATA for name in names):
+        return True
+    others = any(name.endswith((*TABLES, *ARCHIVES, *TARS)) for name in names)
+    return not others and any(name.endswith(tuple(PICTURE_SUFFIXES)) for name in names)
 
 
 def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dict[str, InputFile]) -> None:
     if settings.licence is None:
         raise UserError(f'inputs: "{settings.called}" has no licence; it is recorded in the manifest: add "licence"')
     folder = path.parent if path.is_file() else path
-    readable = files_of(path)
+    readable = files_of(path, _FORMS)
     if not readable:
-        raise UserError(f"{path}: expected files {', '.join(FORMS)}")
+        raise UserError(f"{path}: expected pictures, or files {', '.join(_FORMS)}")
+    kinds = {_kind_of(file, settings) for file in readable}
+    if len(kinds) > 1:
+        raise UserError(f'{path}: "{settings.called}" has files of texts and of pictures: name them as two inputs')
     splits: set[Split | None] = set()
     checksums: list[tuple[str, str]] = []
     texts: list[int] = []
@@ -174,11 +208,12 @@ def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dic
         else:
             splits.add(split_of_name(file.name.split(".")[0]))
             plan.parts.append(Part(input=settings.called, files=[number]))
-    for begin in range(0, len(texts), _TEXTS_OF_A_PART):
-        plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _TEXTS_OF_A_PART]))
+    for begin in range(0, len(texts), _FILES_OF_A_PART):
+        plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _FILES_OF_A_PART]))
     columns = options_columns(settings) if len(texts) < len(checksums) else None
     own = ("test", "train", "validation") if settings.split_column else sorted(filter(None, splits))
     plan.inputs[settings.called] = PlannedInput(
+        kind=kinds.pop(),
         own_splits=list(own),
         origin=[
             Origin(
@@ -192,9 +227,37 @@ def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dic
     )
 
 
+def _kind_of(file: Path, settings: InputSettings) -> SourceKind:
+    has_pictures = suffix_of(file) in TARS or (suffix_of(file) in TABLES and settings.image_column is not None)
+    return "image_text" if has_pictures else "text"
+
+
+def _add_set(plan: Plan, named: NamedPictures, read_before: dict[str, InputFile]) -> None:
+    found = files_of(named.path, _SETS)
+    folder = named.path.parent if named.path.is_file() else named.path
+    if not (found := [file for file in found if unreadable_reason(folder, file) is None]):
+        raise UserError(f"decontamination.picture_sets: {named.path}: expected pictures, .parquet or .tar files")
+    plan.sets.append(named.name)
+    pictures: list[int] = []
+    for file in found:
+        number = len(plan.files)
+        plan.files.append(_checked_file(file, read_before))
+        if suffix_of(file, tuple(PICTURE_SUFFIXES)):
+            pictures.append(number)
+        else:
+            plan.parts.append(Part(input=named.name, files=[number]))
+    for begin in range(0, len(pictures), _FILES_OF_A_PART):
+        plan.parts.append(Part(input=named.name, files=pictures[begin : begin + _FILES_OF_A_PART]))
+
+
 def options_columns(settings: InputSettings) -> dict[str, str]:
     """Returns the columns that are read of an input's tables, by what they hold."""
-    chosen = {"text": settings.text_column, "split": settings.split_column, "group": settings.group_column}
+    chosen = {
+        "text": settings.text_column,
+        "image": settings.image_column,
+        "split": settings.split_column,
+        "group": settings.group_column,
+    }
     return {role: column for role, column in chosen.items() if column is not None}
 
 

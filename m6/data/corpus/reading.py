@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from m6.data.corpus.parquet import damaged, parquet_entries
+from m6.data.corpus.picture_reading import read_pictures, tar_rows
 from m6.data.corpus.plan import (
     ARCHIVES,
+    TARS,
     TEXTS,
     Part,
     Plan,
@@ -25,9 +28,7 @@ from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.documents import Documents
 from m6.data.sources.folders import json_entries
 from m6.data.sources.local import split_of_name
-from m6.data.sources.tables import text_rows
-
-_BATCH_ROWS = 64  # of Parquet at a time: documents of 100,000 characters still fit into memory
+from m6.data.sources.tables import picture_row, text_rows
 
 
 def read_part(recipe: CorpusRecipe, plan: Plan, part: Part) -> Iterator[Row]:
@@ -35,8 +36,13 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part) -> Iterator[Row]:
 
     The id of a document has the name of its file.
     """
-    settings = recipe.input(part.input)
     paths = plan.paths(part)
+    if part.input in plan.sets:
+        named = next(each for each in recipe.decontamination.picture_sets if each.name == part.input)
+        for path in paths:
+            yield from read_pictures(path, part.input, named.image_column)
+        return
+    settings = recipe.input(part.input)
     if not paths:
         yield from open_source(settings, recipe).rows()
         return
@@ -51,20 +57,25 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part) -> Iterator[Row]:
         yield from Documents(part.input, folder, paths, options).rows()
         return
     for path, name in zip(paths, names, strict=True):
-        yield from _table_rows(path, name, settings, options)
+        if suffix_of(path) in TARS:
+            yield from tar_rows(path, name, options)
+        else:
+            yield from _table_rows(path, name, settings, options)
 
 
 def _table_rows(path: Path, name: str, settings: InputSettings, options: SourceOptions) -> Iterator[Row]:
     split = split_of_name(path.name.split(".")[0])
-    suffix = suffix_of(path)
+    columns, suffix = list(options_columns(settings).values()), suffix_of(path)
     if suffix in ARCHIVES:
         read = _pages(path, settings)
     else:
-        read = _parquet_entries(path, settings) if suffix == ".parquet" else _json_lines(path)
+        read = parquet_entries(path, columns) if suffix == ".parquet" else _json_lines(path)
     for number, entry in enumerate(read, start=1):
         identity = f"{name}:{number}"
         if isinstance(entry, str):
             yield Row(identity, None, problem=entry)
+        elif settings.image_column is not None:
+            yield picture_row(entry, settings.image_column, identity, split, path.parent, options)
         else:
             yield from text_rows(entry, identity, split, options)
 
@@ -74,7 +85,7 @@ def _pages(path: Path, settings: InputSettings) -> Iterator[dict[str, Any] | str
         for text, problem in read_archive(path):
             yield problem or {settings.text_column: text}
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        yield _damaged(error)
+        yield damaged(error)
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
@@ -84,37 +95,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
                 cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix.lower() == ".gz" else file
             )
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        yield _damaged(error)
-
-
-def _parquet_entries(path: Path, settings: InputSettings) -> Iterator[dict[str, Any] | str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = list(options_columns(settings).values())
-    try:
-        with pq.ParquetFile(path) as file:
-            if missing := [column for column in columns if column not in file.schema_arrow.names]:
-                yield f'no column "{missing[0]}"'
-                return
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-                yield from _entries(batch)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        yield _damaged(error)
-
-
-def _entries(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """The rows of a batch one by one: bytes that are not UTF-8 cost their row only."""
-    for number in range(batch.num_rows):
-        try:
-            yield batch.slice(number, 1).to_pylist()[0]
-        except UnicodeDecodeError:
-            yield "not UTF-8"
-
-
-def _damaged(error: BaseException) -> str:
-    # The kind of error, not its message: a message has offsets, and each would be a reason of its own.
-    return f"the file is damaged ({type(error).__name__})"
+        yield damaged(error)
 
 
 def read_texts(path: Path, text_column: str) -> Iterator[str]:

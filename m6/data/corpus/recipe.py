@@ -45,6 +45,26 @@ class FilterSettings(Section):
     )
 
 
+class PictureFilterSettings(Section):
+    """Thresholds of pictures and their captions. ``m6.data.corpus.picture_rules`` says what each of them measures."""
+
+    min_side: PositiveInt = Field(64, description="least width and height of a picture file in pixels")
+    max_aspect: float = Field(3.0, ge=1, description="largest ratio of the longer side to the shorter one")
+    allow_animation: bool = Field(False, description="whether files of several frames are used; their first is taken")
+    min_contrast: float = Field(
+        4.0, ge=0, description="least standard deviation of a colour channel, of 255 levels; less is a blank picture"
+    )
+    min_caption_chars: NonNegativeInt = Field(2, description="shortest caption")
+    max_caption_chars: PositiveInt = Field(256, description="longest caption")
+    min_chinese_share: float = Field(
+        0.3, ge=0, le=1, description="least share of Chinese characters among those of a caption that are not blank"
+    )
+    max_caption_repeats: NonNegativeInt = Field(
+        10,
+        description="pictures that are kept of one caption, among all inputs; 0: all, for captions that are labels",
+    )
+
+
 class InputSettings(Section):
     """One input of the corpus.
 
@@ -56,9 +76,11 @@ class InputSettings(Section):
     name: str | None = Field(None, pattern=r"^\w[\w-]*$", description="name in the manifest; required for own data")
     licence: str | None = Field(None, description="licence of own data; required for it")
     text_column: str = Field("text", description="own data: the column of texts")
+    image_column: str | None = Field(None, description="own tables: the column of pictures; null: a table of texts")
     split_column: str | None = Field(None, description="own data: the column that names the split of a row")
     group_column: str | None = Field(None, description="own data: rows with the same value are in one split")
     filters: FilterSettings | None = Field(None, description="thresholds of this input, instead of the recipe's")
+    picture_filters: PictureFilterSettings | None = Field(None, description="the same, for pictures with captions")
 
     @model_validator(mode="after")
     def _check(self) -> InputSettings:
@@ -88,11 +110,24 @@ class NamedSet(Section):
     text_column: str = Field("text", description="column of the texts")
 
 
+class NamedPictures(Section):
+    """A set of pictures, such as a benchmark, of which nothing may be in the data folder."""
+
+    name: str = Field(pattern=r"^\w[\w-]*$", description="name in the report")
+    path: Path = Field(description="pictures, WebDataset tars, or Parquet files, such as a data folder")
+    image_column: str = Field("image", description="Parquet files: the column of pictures")
+
+
 class DecontaminationSettings(Section):
-    """Training documents that share an n-gram with a held-out text are removed (Brown et al. 2020, appendix C)."""
+    """What would give a held-out set away is removed.
+
+    Training documents that share an n-gram with a held-out text are (Brown et al. 2020, appendix C), and pictures that
+    are near duplicates of one of a named set.
+    """
 
     ngram_chars: int = Field(32, ge=5, description="characters of an n-gram, blanks and marks not counted")
     sets: list[NamedSet] = Field(default=[], description="further texts of which nothing may be in training")
+    picture_sets: list[NamedPictures] = Field(default=[], description="pictures of which nothing may be in the corpus")
 
 
 class SlurmSettings(Section):
@@ -105,10 +140,10 @@ class SlurmSettings(Section):
 
 
 class CorpusRecipe(Section):
-    """A corpus of text.
+    """A corpus of texts, of pictures with captions, or of both.
 
     Raises:
-        ValueError: two inputs have the same name, or the shares leave nothing to train on.
+        ValueError: two inputs or sets of pictures have the same name, or the shares leave nothing to train on.
     """
 
     out: Path = Field(description="the data folder to make; OUT.work beside it holds what is not finished")
@@ -117,10 +152,16 @@ class CorpusRecipe(Section):
         100_000, ge=1000, le=1_000_000, description="longer documents are cut to several; bounds the memory of a task"
     )
     passage_chars: int = Field(256, ge=16, description="longest row of the data folder, in characters")
+    image_size: int = Field(256, ge=32, le=4096, description="longest side of a stored picture in pixels")
     to_simplified: bool = Field(False, description="whether traditional characters are written as simplified ones")
     remove_boilerplate: bool = Field(True, description="whether lines of buttons, notices and scripts are removed")
     mask_personal_data: bool = Field(True, description="whether telephone numbers and the like become placeholders")
     filters: FilterSettings = FilterSettings()
+    picture_filters: PictureFilterSettings = PictureFilterSettings()
+    picture_buckets: PositiveInt = Field(
+        16,
+        description="units in which near duplicates of pictures are searched; each keeps 6 kB / buckets for a picture",
+    )
     near_duplicates: NearDuplicateSettings = NearDuplicateSettings()
     decontamination: DecontaminationSettings = DecontaminationSettings()
     validation_share: float = Field(0.01, ge=0, lt=1, description="share of the groups held out for validation")
@@ -129,7 +170,7 @@ class CorpusRecipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> CorpusRecipe:
-        names = [each.called for each in self.inputs]
+        names = [*(each.called for each in self.inputs), *(each.name for each in self.decontamination.picture_sets)]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two inputs are called "{repeated[0]}"')
         if self.validation_share + self.test_share >= 1:

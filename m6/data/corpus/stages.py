@@ -1,7 +1,7 @@
 """The stages of a corpus in order, and the units of each, which tasks share.
 
-clean      a part      read, check, normalise, filter; signatures
-pairs      a bucket    documents whose signatures agree
+clean      a part      read, check, normalise, filter; signatures of texts, keys of pictures
+pairs      a bucket    texts whose signatures agree; pictures whose keys meet and that show the same
 select     one         clusters, and the document of each that is kept
 held_out   a part      n-grams of validation and test documents, and of the named sets
 index      one         all of these together
@@ -19,6 +19,8 @@ from pathlib import Path
 from m6.data.corpus.cleaning import clean_part
 from m6.data.corpus.minhash import write_pairs
 from m6.data.corpus.output import finish, index_held_out, join_index, write_part
+from m6.data.corpus.picture_cleaning import clean_pictures
+from m6.data.corpus.picture_copies import write_picture_pairs
 from m6.data.corpus.selection import select
 from m6.data.corpus.tally import Tally
 from m6.data.corpus.work import Work
@@ -36,8 +38,26 @@ class Stage:
     run: Callable[[Work, int], Tally]
 
 
+def _clean_part(work: Work, part: int) -> Tally:
+    is_text = work.plan.kind(work.plan.parts[part]) == "text"
+    return clean_part(work, part) if is_text else clean_pictures(work, part)
+
+
+def _buckets(work: Work) -> tuple[int, int]:
+    """Numbers of buckets of texts and of pictures."""
+    kinds, recipe = work.plan.kinds(), work.recipe
+    return (
+        recipe.near_duplicates.num_buckets if "text" in kinds else 0,
+        recipe.picture_buckets if "image_text" in kinds else 0,
+    )
+
+
 def _write_pairs(work: Work, bucket: int) -> Tally:
-    write_pairs(work.folder / "signatures", work.folder / "pairs", bucket, work.recipe.near_duplicates)
+    of_texts, of_pictures = _buckets(work)
+    if bucket < of_texts:
+        write_pairs(work.folder / "signatures", work.folder / "pairs", bucket, work.recipe.near_duplicates)
+    else:
+        write_picture_pairs(work.pictures, work.num_parts, bucket - of_texts, of_pictures)
     return Tally()
 
 
@@ -50,8 +70,8 @@ def _one(work: Work) -> int:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("clean", _parts, clean_part),
-    Stage("pairs", lambda work: work.recipe.near_duplicates.num_buckets, _write_pairs),
+    Stage("clean", _parts, _clean_part),
+    Stage("pairs", lambda work: sum(_buckets(work)), _write_pairs),
     Stage("select", _one, lambda work, _: select(work)),
     Stage("held_out", lambda work: work.num_parts + len(work.recipe.decontamination.sets), index_held_out),
     Stage("index", _one, lambda work, _: join_index(work)),

@@ -48,6 +48,11 @@ class Work:
         """The cleaned documents of a part."""
         return self.folder / "clean" / f"{part:05d}.parquet"
 
+    @property
+    def pictures(self) -> Path:
+        """Keys and thumbnails of the pictures of all parts, and the near duplicates among them."""
+        return self.folder / "pictures"
+
     def decisions(self, part: int) -> Path:
         """Which documents of a part are copies, and of what."""
         return self.folder / "select" / f"{part:05d}.npz"

@@ -14,6 +14,8 @@ from m6.data.sources.text import text_key
 from m6.errors import UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
+MAX_PICTURE_BYTES = 64 << 20  # a larger file or member of an archive is not read into memory
+TOO_LARGE = f"larger than {MAX_PICTURE_BYTES >> 20} MiB"
 # The names that Hugging Face Datasets knows for splits.
 _SPLITS: dict[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -93,16 +95,22 @@ def group_of_text(text: str) -> str:
 
 
 def unreadable_reason(folder: Path, path: Path) -> str | None:
-    """Returns why a file of a source is not read: it is missing, lies outside of the folder, or is no regular file."""
+    """Returns why a file of a source is not read: it is missing, outside of the folder, no regular file, or too large.
+
+    Only pictures are too large: other files are read by lines or rows.
+    """
     try:
         # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
         resolved = path.resolve()
         if not resolved.is_relative_to(folder.resolve()):
             return "outside of the folder"
-        mode = resolved.stat().st_mode
+        status = resolved.stat()
     except (OSError, ValueError, RuntimeError):  # the name is too long or has a NUL, or links form a loop
         return "missing image" if path.suffix.lower() in PICTURE_SUFFIXES else "missing file"
-    return None if stat.S_ISREG(mode) else "not a regular file"
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file"
+    is_large = path.suffix.lower() in PICTURE_SUFFIXES and status.st_size > MAX_PICTURE_BYTES
+    return TOO_LARGE if is_large else None
 
 
 def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:

@@ -215,7 +215,10 @@ class _Table:
 
     def _rows_of(self, entry: dict[str, Any], identity: str, split: Split | None) -> Iterator[Row]:
         options = self._options
-        if not self._image_column and not options.label_column:
+        if self._image_column:
+            yield picture_row(entry, self._image_column, identity, split, self._folder, options)
+            return
+        if not options.label_column:
             yield from text_rows(entry, identity, split, options)
             return
         split, problem = _split_or_problem(entry, split, options)
@@ -223,15 +226,36 @@ class _Table:
             yield Row(identity, identity, problem=problem)
             return
         text = entry[options.text_column]
-        group = group_of_row(entry, options)
-        label = label_of_row(entry, options)
-        if self._image_column:
-            image = _picture_bytes(entry.get(self._image_column), self._folder)
-            problem = None if image else "missing image"
-            yield Row(identity, group, text, image, answer=label, split=split, problem=problem)
-        else:
-            text, context = text[: options.passage_chars], context_of_row(entry, options)
-            yield Row(identity, group or group_of_text(text), text, answer=label, context=context, split=split)
+        label, context = label_of_row(entry, options), context_of_row(entry, options)
+        group = group_of_row(entry, options) or group_of_text(text)
+        text = text[: options.passage_chars]
+        yield Row(identity, group, text, answer=label, context=context, split=split)
+
+
+def picture_row(
+    entry: Mapping[str, Any],
+    column: str,
+    identity: str,
+    split: Split | None,
+    folder: Path | None,
+    options: SourceOptions,
+) -> Row:
+    """Returns the row of one entry of a table of pictures, or one with the problem.
+
+    Args:
+        entry: the values of the columns.
+        column: the column of pictures: bytes, Hugging Face's ``{"bytes", "path"}``, or a path.
+        identity: id of the row.
+        split: the split of the whole table, if it is one.
+        folder: folder that paths are relative to; None: paths are not followed.
+        options: the other columns.
+    """
+    split, problem = _split_or_problem(entry, split, options)
+    if problem is not None:
+        return Row(identity, identity, problem=problem)
+    image, problem = _picture_or_problem(entry.get(column), folder)
+    group, label = group_of_row(entry, options), label_of_row(entry, options)
+    return Row(identity, group, entry[options.text_column], image, answer=label, split=split, problem=problem)
 
 
 def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
@@ -267,14 +291,17 @@ def _split_or_problem(
     return named or split, problem
 
 
-def _picture_bytes(value: object, folder: Path | None) -> bytes | None:
+def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | None, str | None]:
+    """The contents of a picture file, or why there is none."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     # A data set of the Hub (no folder) must not name local files.
     if isinstance(value, str) and folder is not None:
         picture = folder / value
-        return picture.read_bytes() if unreadable_reason(folder, picture) is None else None
-    return value if isinstance(value, bytes) else None
+        problem = unreadable_reason(folder, picture)
+        value = None if problem else picture.read_bytes()
+        return value, problem or (None if value else "missing image")
+    return (value, None) if isinstance(value, bytes) and value else (None, "missing image")
 
 
 def _first_line(error: BaseException) -> str:

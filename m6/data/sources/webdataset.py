@@ -3,14 +3,16 @@
 import itertools
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.folders import parse_object
 from m6.data.sources.local import (
+    MAX_PICTURE_BYTES,
     PICTURE_SUFFIXES,
+    TOO_LARGE,
     LocalSource,
     group_of_row,
     label_of_row,
@@ -21,13 +23,13 @@ from m6.data.sources.local import (
 )
 from m6.errors import UserError
 
-MAX_MEMBER_BYTES = 64 << 20  # larger members of a tar file are not read into memory
-
 
 class WebDataset(LocalSource):
     """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
 
-    Other members are not read; in particular, nothing is unpickled. Split and group columns are those of ``key.json``.
+    Other members are not read; in particular, nothing is unpickled. No member is written to disk or followed: a row of
+    a link, of a name outside of the archive, or of a very large file has a problem. Split and group columns are those
+    of ``key.json``.
     A tar file may also be named after its split, such as ``train-0000.tar``.
     """
 
@@ -43,11 +45,7 @@ class WebDataset(LocalSource):
         self._checked = False
         for path in self._paths:
             try:
-                with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-                    for key, group in itertools.groupby(filter(tarfile.TarInfo.isfile, tar), _key):
-                        parts = {Path(m.name).suffix.lower(): _read(tar, m) for m in group if _is_readable(m)}
-                        yield self._row(f"{self.name}/{path.name}/{key}", parts, self._splits[path])
-                    _check_end(file, tar.offset)
+                yield from self.rows_of(path)
             except (tarfile.TarError, EOFError) as error:
                 raise UserError(f"{path} is not a complete tar file: {error}") from None
         missing = self.columns.keys() & {"label", "split", "group"}
@@ -55,6 +53,23 @@ class WebDataset(LocalSource):
             raise UserError(
                 f'"{self.name}": --{min(missing)}-column names a key of .json members, and its tar files have none'
             )
+
+    def rows_of(self, path: Path) -> Iterator[Row]:
+        """Yields the rows of one tar file. TarError or EOFError for a damaged one."""
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for key, group in itertools.groupby((member for member in tar if not member.isdir()), _key):
+                identity, parts, problem = f"{self.name}/{path.name}/{key}", {}, None
+                for member in group:
+                    suffix = Path(member.name).suffix.lower()
+                    if suffix in PICTURE_SUFFIXES or suffix in (".txt", ".json"):
+                        problem = problem or _problem_of(member)
+                        if problem is None:
+                            parts[suffix] = _read(tar, member)
+                if problem:
+                    yield Row(identity, None, problem=problem)
+                else:
+                    yield self._row(identity, parts, self._splits[path])
+            _check_end(file, tar.offset)
 
     def _row(self, identity: str, parts: dict[str, bytes], split: Split | None) -> Row:
         images = [content for suffix, content in parts.items() if suffix in PICTURE_SUFFIXES]
@@ -83,14 +98,18 @@ def _key(member: tarfile.TarInfo) -> str:
     return f"{folder}/{name.split('.')[0]}".lstrip("/")
 
 
-def _is_readable(member: tarfile.TarInfo) -> bool:
-    suffix = Path(member.name).suffix.lower()
-    return member.size <= MAX_MEMBER_BYTES and (suffix in PICTURE_SUFFIXES or suffix in (".txt", ".json"))
+def _problem_of(member: tarfile.TarInfo) -> str | None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        return "outside of the archive"
+    if not member.isfile():
+        return "not a regular file"
+    return TOO_LARGE if member.size > MAX_PICTURE_BYTES else None
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
-    assert file is not None  # rows() passes only regular files
+    assert file is not None  # rows_of() passes only regular files
     content = file.read()
     if len(content) != member.size:
         raise tarfile.ReadError(f"{member.name} ends after {len(content)} of {member.size} bytes")

@@ -125,13 +125,14 @@ def test_webdataset_reads_pictures_and_texts_alone(tmp_path):
             tar.addfile(info, io.BytesIO(content))
     rows = rows_of(path, tmp_path)
     assert [(row.id, row.text, row.image == png(), row.problem) for row in rows] == [
+        ("shard-0/shard-0.tar/0000", "", False, "not a regular file"),
         ("shard-0/shard-0.tar/0001", "一只狗", True, None),
         ("shard-0/shard-0.tar/0002", "一只猫", True, None),
         ("shard-0/shard-0.tar/0003", "", False, "missing image"),
         ("shard-0/shard-0.tar/0004", "", False, "invalid JSON"),
     ]
     assert not (tmp_path / "owned").exists()
-    path.write_bytes(path.read_bytes()[:1040])  # inside the first picture
+    path.write_bytes(path.read_bytes()[:1552])  # inside the first picture
     with pytest.raises(UserError, match=r"shard-0\.tar is not a complete tar file"):
         rows_of(path, tmp_path)
 
@@ -197,7 +198,7 @@ def test_jsonl_pictures_are_paths_inside_the_folder(tmp_path):
     assert (source.name, source.kind) == ("pets", "image_text")
     assert [(row.text, row.image, row.problem) for row in source.rows()] == [
         ("狗", png(), None),
-        ("外", None, "missing image"),
+        ("外", None, "outside of the folder"),
     ]
 
 

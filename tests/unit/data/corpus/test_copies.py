@@ -58,7 +58,8 @@ def test_the_kept_copy_is_the_one_of_a_slow_reference():
     held_out = rng.integers(0, 3, count).astype(np.uint8)
     chars = rng.integers(0, 4, count).astype(np.uint32)
     order = rng.permutation(count).astype(np.uint64)
-    status, kept = choose(Ranking(keys, held_out, chars, order), clusters)
+    captions = np.zeros(count, dtype=np.uint64)
+    status, kept = choose(Ranking(keys, held_out, chars, order, captions), clusters)
 
     def best(rows: list[int]) -> int:
         return min(rows, key=lambda row: (held_out[row], -int(chars[row]), order[row]))
@@ -71,7 +72,7 @@ def test_the_kept_copy_is_the_one_of_a_slow_reference():
         assert status[row] == (EXACT if equal != row else NEAR if expected != row else KEPT)
     # Any other order of the documents keeps the same ones.
     mixed = rng.permutation(count)
-    again, _ = choose(Ranking(keys[mixed], held_out[mixed], chars[mixed], order[mixed]), clusters[mixed])
+    again, _ = choose(Ranking(keys[mixed], held_out[mixed], chars[mixed], order[mixed], captions), clusters[mixed])
     assert (again == status[mixed]).all()
 
 

@@ -142,7 +142,7 @@ def test_a_killed_task_loses_only_its_own_unit(inputs: dict[str, Path], corpus: 
     """SIGKILL while part 2 writes its signatures, and again while it writes its shards."""
     recipe = recipe_in(tmp_path / "data", inputs)
     work = prepare(work_folder(tmp_path / "data"), make_plan(recipe))
-    for module, function in (("cleaning", "write_signatures"), ("output", "passages")):
+    for module, function in (("cleaning", "write_signatures"), ("output", "_rows")):
         code = (
             f"import os, signal, sys; from pathlib import Path; import m6.data.corpus.{module} as module\n"
             f"from m6.data.corpus.stages import STAGES, run_task\n"

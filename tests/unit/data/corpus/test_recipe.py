@@ -24,11 +24,14 @@ def test_shipped_recipes_are_valid(file: Path):
         ({"inputs": [{"source": "web"}]}, "inputs.0: name is missing"),
         ({"inputs": [{"source": "inews"}, {"source": "x", "name": "inews"}]}, 'two inputs are called "inews"'),
         ({"inputs": [{"source": "missing", "name": "web"}]}, 'there is no source and no file or folder "web=missing"'),
-        ({"inputs": [{"source": "emoji"}]}, '"emoji" has rows of kind image_text; a corpus is made of texts'),
+        (
+            {"inputs": [{"source": "easy_vqa_questions"}]},
+            '"easy_vqa_questions" has rows of kind vqa; a corpus is made of',
+        ),
         ({"inputs": own("web", Path("texts"), licence=None)}, '"web" has no licence'),
         (
             {"inputs": own("web", Path("empty"))},
-            "empty: expected files .jsonl, .jsonl.gz, .parquet, .warc, .warc.gz, .wet, .wet.gz, .txt, .md",
+            "empty: expected pictures, or files .jsonl, .jsonl.gz, .parquet, .warc, .warc.gz, .wet, .wet.gz, .txt, .md",
         ),
         ({"filters": {"min_charz": 3}}, 'filters.min_charz: unknown key; did you mean "min_chars"?'),
         ({"filters": {"min_chinese_share": 2}}, "filters.min_chinese_share: input should be less than or equal to 1"),

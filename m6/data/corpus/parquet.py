@@ -1,0 +1,40 @@
+"""Reads the rows of a Parquet file one by one. What cannot be read is the reason why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_BATCH_ROWS = 64  # at a time: documents of 100,000 characters still fit into memory
+
+
+def parquet_entries(path: Path, columns: list[str]) -> Iterator[dict[str, Any] | str]:
+    """Yields the values of some columns of each row, or why a row or the rest of the file cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if missing := [column for column in columns if column not in file.schema_arrow.names]:
+                yield f'no column "{missing[0]}"'
+                return
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+                yield from _entries(batch)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        yield damaged(error)
+
+
+def damaged(error: BaseException) -> str:
+    """Returns why a file cannot be read: the kind of an error."""
+    # Not its message: a message has offsets, and each would be a reason of its own.
+    return f"the file is damaged ({type(error).__name__})"
+
+
+def _entries(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows of a batch one by one: bytes that are not UTF-8 cost their row only."""
+    for number in range(batch.num_rows):
+        try:
+            yield batch.slice(number, 1).to_pylist()[0]
+        except UnicodeDecodeError:
+            yield "not UTF-8"

@@ -1,0 +1,86 @@
+"""First stage for pictures: they are decoded, shrunken and filtered with their captions, and get keys."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from PIL import Image
+
+from m6.data.checking import check_row
+from m6.data.corpus.characters import compared_form, digest, stored_form
+from m6.data.corpus.documents import DocumentWriter
+from m6.data.corpus.personal import mask_personal_data
+from m6.data.corpus.picture_copies import PictureWriter
+from m6.data.corpus.picture_rules import problem_of_caption, problem_of_picture
+from m6.data.corpus.reading import read_part
+from m6.data.corpus.recipe import CorpusRecipe, PictureFilterSettings
+from m6.data.corpus.tally import Tally
+from m6.data.corpus.work import Work
+from m6.data.sources.base import Row
+from m6.data.sources.local import group_of_text
+from m6.data.sources.pictures import BadPicture, Decoded, decode, on_white, square
+
+
+def clean_pictures(work: Work, part: int) -> Tally:
+    """Writes the pictures of a part that pass, and their keys; returns what was removed and changed.
+
+    Of the part of a named set, all pictures that can be decoded pass, with or without a caption.
+    """
+    recipe, planned = work.recipe, work.plan.parts[part]
+    is_named = planned.input in work.plan.sets
+    filters = None if is_named else recipe.input(planned.input).picture_filters or recipe.picture_filters
+    tally = Tally()
+    with DocumentWriter(work.documents(part)) as documents, PictureWriter(work.pictures, part) as pictures:
+        for row in read_part(recipe, work.plan, planned):
+            if (cleaned := _clean(row, recipe, filters, tally)) is None:
+                continue
+            row, decoded = cleaned
+            picture = on_white(decoded.picture)
+            row = replace(row, image=square(decoded))
+            key = _digest_of_pixels(picture)
+            order = digest(f"{key}\n{row.text}\n{row.id}")
+            caption = digest(compared_form(row.text))
+            group = row.group or (f"picture/{key:016x}" if row.answer else group_of_text(row.text))
+            row = replace(row, group=group)
+            documents.write(row, key, order, decoded.width * decoded.height, caption, is_named=is_named)
+            pictures.write(picture)
+    return tally
+
+
+def _clean(
+    row: Row, recipe: CorpusRecipe, filters: PictureFilterSettings | None, tally: Tally
+) -> tuple[Row, Decoded] | None:
+    """Returns a row with its caption in its stored form and its picture, or None if it was removed."""
+    tally.documents += 1
+    row, problem = check_row(row, "text", max_chars=recipe.document_chars)
+    if filters is None and problem == "empty text":
+        problem = None
+    if problem is None and row.image is None:
+        problem = "missing image"
+    if problem is not None or row.image is None:
+        tally.remove("read", str(problem), row.id, row.text)
+        return None
+    try:
+        decoded = decode(row.image, recipe.image_size)
+    except BadPicture as error:
+        tally.remove("read", str(error), row.id, row.text)
+        return None
+    tally.characters += len(row.text)
+    tally.count("read", row.text, min(decoded.width, decoded.height))
+    row = replace(row, text=stored_form(row.text, recipe.to_simplified))
+    if recipe.mask_personal_data:
+        text, masked = mask_personal_data(row.text)
+        tally.changed.update(masked)
+        row = replace(row, text=text)
+    if filters and (problem := problem_of_picture(decoded, filters) or problem_of_caption(row.text, filters)):
+        tally.remove("filter", problem, row.id, row.text, decoded.picture)
+        return None
+    return row, decoded
+
+
+def _digest_of_pixels(picture: Image.Image) -> int:
+    """The first 64 bits of the SHA-256 of a picture's size and pixels."""
+    contents = hashlib.sha256(f"{picture.width}x{picture.height}".encode())
+    contents.update(picture.tobytes())
+    return int.from_bytes(contents.digest()[:8], "little")

@@ -1,0 +1,57 @@
+"""Reads pictures of tar files and of named sets. What cannot be read is a row with a problem."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from m6.data.corpus.parquet import damaged, parquet_entries
+from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.local import MAX_PICTURE_BYTES, PICTURE_SUFFIXES, TOO_LARGE
+from m6.data.sources.webdataset import WebDataset
+from m6.errors import UserError
+from m6.files import cache_folder
+
+
+def tar_rows(path: Path, name: str, options: SourceOptions) -> Iterator[Row]:
+    """Yields the rows of a WebDataset tar file.
+
+    Args:
+        path: the file.
+        name: its name in the corpus, with which the ids begin.
+        options: columns of its .json members.
+    """
+    try:
+        yield from WebDataset(name.rpartition("/")[0], [path], options).rows_of(path)
+    except UserError:  # the first .json has not the columns
+        yield Row(name, None, problem="no such column in a .json")
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
+        yield Row(name, None, problem=damaged(error))
+
+
+def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
+    """Yields the pictures of one file of a named set, with or without captions.
+
+    Args:
+        path: a picture, a tar file or a Parquet file.
+        name: name of the set, with which the ids begin.
+        image_column: the column of pictures of a Parquet file.
+    """
+    identity = f"{name}/{path.name}"
+    if path.suffix.lower() in PICTURE_SUFFIXES:
+        is_large = path.stat().st_size > MAX_PICTURE_BYTES
+        yield Row(
+            identity, None, image=None if is_large else path.read_bytes(), problem=TOO_LARGE if is_large else None
+        )
+    elif path.suffix.lower() == ".tar":
+        yield from tar_rows(path, identity, SourceOptions(cache=cache_folder(), licence="private"))
+    else:
+        for number, entry in enumerate(parquet_entries(path, [image_column]), start=1):
+            if isinstance(entry, str):
+                yield Row(f"{identity}:{number}", None, problem=entry)
+                continue
+            image = entry[image_column]
+            image = image.get("bytes") if isinstance(image, dict) else image
+            if image is not None:  # rows of texts in a data folder have none
+                yield Row(f"{identity}:{number}", None, image=image)
