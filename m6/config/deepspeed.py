@@ -36,12 +36,20 @@ class _AdamWParams(_OptimizerParams):
     eps: PositiveFloat = 1e-8
 
 
+class _MuonParams(_AdamWParams):
+    momentum: Rate = 0.95
+
+
 class _AdafactorParams(_OptimizerParams):
     beta2_decay: float = Field(-0.8, le=0)
     clipping_threshold: float = Field(1.0, ge=1)
 
 
-_OPTIMIZER_PARAMS: dict[str, type[_OptimizerParams]] = {"AdamW": _AdamWParams, "Adafactor": _AdafactorParams}
+_OPTIMIZER_PARAMS: dict[str, type[_OptimizerParams]] = {
+    "AdamW": _AdamWParams,
+    "Adafactor": _AdafactorParams,
+    "Muon": _MuonParams,
+}
 OPTIMIZERS = tuple(_OPTIMIZER_PARAMS)
 
 
@@ -124,6 +132,11 @@ class DeepSpeedSettings(BaseModel):
     optimizer_params: dict[str, Any]
     keys: dict[str, Any]
 
+    @property
+    def product_dtype(self) -> str:
+        """The type in which matrices are multiplied: ``precision``, or ``bf16`` under autocast."""
+        return "bf16" if self.keys.get("torch_autocast", {}).get("enabled") else self.precision
+
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-batches of a rank in one step: train_batch_size / (micro-batch x world size).
 
@@ -163,6 +176,7 @@ class DeepSpeedSettings(BaseModel):
             # At stage 0 our engine clips the gradients: DeepSpeed does not report the norm there, and leaves the
             # experts of other ranks out of it.
             config["gradient_clipping"] = 0.0
+        config["zero_allow_untested_optimizer"] = True  # DeepSpeed knows no Muon but its own
         # Keeps PyTorch's optimizer when its state is offloaded to the host.
         config["zero_force_ds_cpu_optimizer"] = False
         return config
@@ -279,6 +293,10 @@ def _optimizer_params(section: _Optimizer, stage: int, precision: str) -> dict[s
             f"optimizer.type Adafactor needs zero_optimization.stage 0, found {stage}: ZeRO's flat partition "
             "has no rows and columns, so the second moment would not be factored"
             f"{'' if precision == 'fp32' else f'; {_ADAFACTOR_IN_16_BITS}'}"
+        )
+    if section.type == "Muon" and stage == 3:
+        raise UserError(
+            "optimizer.type Muon needs zero_optimization.stage 0, 1 or 2, found 3, where no rank has a whole matrix"
         )
     return validate(_OPTIMIZER_PARAMS[section.type], section.params, "optimizer.params").model_dump()
 

@@ -40,10 +40,12 @@ def check_offload(
         )
     elif deepspeed.zero_stage == 3:
         reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
-    elif deepspeed.keys.get("torch_autocast", {}).get("enabled"):
+    elif deepspeed.product_dtype != deepspeed.precision:
         reason = (
             "offloaded experts are stored in the precision of their computation: use bf16 instead of torch_autocast"
         )
+    elif settings.optimizer is None and deepspeed.optimizer_type == "Muon":
+        reason = "offloaded experts cannot be updated by Muon: set m6.offload.optimizer to AdamW, Adafactor or SGD"
     elif not settings.master_weights and deepspeed.precision == "fp32":
         reason = '"master_weights": false is for 16-bit experts, but the run is in fp32; use bf16 or fp16'
     elif pseudo_switch == "gradient_correlation":

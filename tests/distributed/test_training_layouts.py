@@ -127,6 +127,19 @@ def test_options_of_the_experts_do_not_depend_on_the_layout(folder: Path):
     assert norms(root) == pytest.approx(norms(folder / "options"), rel=10 * TOLERANCE)
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}}
+
+
+def test_muon_does_not_depend_on_the_layout(folder: Path):
+    """Partitions that cut matrices, also those of experts, and the momentum in checkpoints of other layouts."""
+    run_distributed(train, 1, layout(folder, 1, 0, 1, **MUON), str(folder / "muon"))
+    root = folder / "muon_wandering"
+    for ranks, stage, ep_size, stop_at in [(2, 1, 1, 1), (2, 0, 2, 2), (4, 2, 2, 3), (1, 1, 1, None)]:
+        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, **MUON), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / "muon"), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / "muon"), rel=10 * TOLERANCE)
+
+
 @pytest.mark.slow
 def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     root = folder / "wandering"

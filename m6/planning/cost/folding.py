@@ -16,6 +16,7 @@ from torch import nn
 from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.modeling import M6Block
+from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing
 
 Shape = tuple[int, ...]
@@ -32,6 +33,7 @@ class Block:
         experts: indices in ``shapes`` of stacks of experts [E, ...].
         buffer_bytes: bytes of the module's buffers.
         frozen: indices in ``shapes`` of parameters without gradients.
+        matrices: (index in ``shapes``, number, rows, columns) of the matrices that Muon updates.
     """
 
     type: BlockType
@@ -39,6 +41,7 @@ class Block:
     experts: frozenset[int] = frozenset()
     buffer_bytes: int = 0
     frozen: frozenset[int] = frozenset()
+    matrices: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -87,35 +90,42 @@ def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
     blocks: list[tuple[Block, int, int]] = []
     # On the meta device modules have shapes and no memory: a layer of the 10T model is 400 GB.
     with torch.device("meta"):
-        blocks.append((_block("embeddings", M6Embeddings(config)), 1, 1))
+        blocks.append((_block("embeddings", M6Embeddings(config), config), 1, 1))
         layer_types: tuple[tuple[BlockType, bool], ...] = (("dense", False), ("sparse", True))
         for layer_type, sparse in layer_types:
             layers = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer) == sparse]
             if layers:
-                blocks += _layers(layer_type, M6Block(config, layers[0]), layers, sharing)
-        blocks.append((_block("norm", nn.LayerNorm(config.hidden_size)), 1, 1))
+                blocks += _layers(layer_type, M6Block(config, layers[0]), layers, config, sharing)
+        blocks.append((_block("norm", nn.LayerNorm(config.hidden_size), config), 1, 1))
     return FoldedModel(config, tuple(blocks))
 
 
 def _layers(
-    block_type: BlockType, layer: nn.Module, layers: list[int], sharing: Sharing | None
+    block_type: BlockType, layer: nn.Module, layers: list[int], config: M6Config, sharing: Sharing | None
 ) -> list[tuple[Block, int, int]]:
     """The entries of ``layers``, which are all equal to ``layer``."""
     if sharing is None:
-        return [(_block(block_type, layer), len(layers), len(layers))]
+        return [(_block(block_type, layer, config), len(layers), len(layers))]
     firsts = sum(sharing.first_layer(index) == index for index in layers)
-    shared = _block(block_type, layer, sharing.shares)
-    rest = _block(block_type, layer, lambda name: not sharing.shares(name))
+    shared = _block(block_type, layer, config, sharing.shares)
+    rest = _block(block_type, layer, config, lambda name: not sharing.shares(name))
     return [(shared, len(layers), firsts), *([(rest, 0, len(layers))] if rest.shapes else [])]
 
 
-def _block(block_type: BlockType, module: nn.Module, includes: Callable[[str], bool] = lambda name: True) -> Block:
+def _block(
+    block_type: BlockType,
+    module: nn.Module,
+    config: M6Config,
+    includes: Callable[[str], bool] = lambda name: True,
+) -> Block:
     """The parameters of ``module`` whose names ``includes`` accepts."""
     parameters = [parameter for name, parameter in module.named_parameters() if includes(name)]
+    of_blocks = matrices_of_blocks(module, config)
     return Block(
         block_type,
         tuple(tuple(parameter.shape) for parameter in parameters),
         frozenset(index for index, parameter in enumerate(parameters) if hasattr(parameter, "num_global_experts")),
         sum(buffer.nbytes for buffer in module.buffers()),
         frozenset(index for index, parameter in enumerate(parameters) if not parameter.requires_grad),
+        tuple((index, *of_blocks[parameter]) for index, parameter in enumerate(parameters) if parameter in of_blocks),
     )

@@ -175,7 +175,9 @@ class MemoryModel:
             gradients=numel * FP32,
             optimizer_state=counts.moments(optimizer_type),
             buckets=copies,
-            update=2 * counts.largest_update * FP32 if optimizer_type == "Adafactor" else 0,
+            update=2 * counts.largest_update * FP32
+            if optimizer_type == "Adafactor"
+            else self._muon_temporaries(counts),
         )
 
     def _stages_1_and_2(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
@@ -194,11 +196,24 @@ class MemoryModel:
         return MemoryFootprint(
             weights=weights,
             gradients=gradients * width,
-            optimizer_state=(owned * _MASTER_AND_MOMENTS + len(partitions)) * FP32,
+            optimizer_state=(owned * _MASTER_AND_MOMENTS + len(partitions)) * FP32
+            - self._unused_moments(layout, counts),
             buckets=bucket,
             # DeepSpeed copies 16-bit gradients to fp32, one parameter group at a time.
-            update=max(partitions) * FP32 if width < FP32 else 0,
+            update=(max(partitions) * FP32 if width < FP32 else 0) + self._muon_temporaries(counts),
         )
+
+    def _unused_moments(self, layout: ParallelLayout, counts: ParameterCounts) -> int:
+        """Bytes of AdamW's second moments that Muon does not have in a rank's partitions."""
+        if self.config.deepspeed.optimizer_type != "Muon":
+            return 0
+        replicas = layout.dp_size // layout.ep_size
+        return sum(part.numel // (replicas if part.of_experts else layout.dp_size) for part in counts.muon) * FP32
+
+    def _muon_temporaries(self, counts: ParameterCounts) -> int:
+        if self.config.deepspeed.optimizer_type != "Muon":
+            return 0
+        return max((part.temporaries(self.precision.compute) for part in counts.muon), default=0)
 
     def _bucket(self, local: int) -> int:
         """Bytes of the buffer through which stages 1 to 3 reduce the gradients of ``local`` parameters."""

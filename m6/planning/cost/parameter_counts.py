@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from m6.planning.cost.folding import FoldedModel, Shape
 from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.muon import MuonMatrices
 from m6.planning.cost.precision import FP32
 
 ADAMW_MOMENTS = 2
@@ -29,6 +30,7 @@ class ParameterCounts:
         sizes: (elements, how many) of the parameters, by size.
         dense_moments: bytes of optimizer state by optimizer type, of all but experts.
         expert_moments: the same of experts, split or not.
+        muon: the matrices that Muon updates.
     """
 
     matrices: int
@@ -42,6 +44,7 @@ class ParameterCounts:
     sizes: tuple[tuple[int, int], ...]
     dense_moments: dict[str, int]
     expert_moments: dict[str, int]
+    muon: tuple[MuonMatrices, ...]
 
     @property
     def local(self) -> int:
@@ -103,10 +106,12 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
     split = ep_size > 1
     matrices = vectors = experts = frozen = buffers = largest = largest_module = update = 0
     sizes: dict[int, int] = {}
-    moments = {True: {"AdamW": 0, "Adafactor": 0}, False: {"AdamW": 0, "Adafactor": 0}}
+    moments = {of_experts: dict.fromkeys(("AdamW", "Adafactor", "Muon"), 0) for of_experts in (True, False)}
+    muon: list[MuonMatrices] = []
     for block, _, stored in model.blocks:
         buffers += block.buffer_bytes
         layer_experts = 0
+        of_blocks = {index: matrices for index, *matrices in block.matrices}
         for index, shape in enumerate(block.shapes):
             is_expert = index in block.experts
             if is_expert and not with_experts:
@@ -122,7 +127,13 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
             update = max(update, math.prod(local[1:]) if is_expert else numel)
             sizes[numel] = sizes.get(numel, 0) + stored
             for optimizer_type, num_bytes in moments[is_expert].items():
-                moments[is_expert][optimizer_type] = num_bytes + moment_bytes(local, optimizer_type) * stored
+                moments[is_expert][optimizer_type] = (
+                    num_bytes + moment_bytes(local, optimizer_type, index in of_blocks) * stored
+                )
+            if index in of_blocks:
+                number, rows, columns = of_blocks[index]
+                number //= ep_size if is_expert else 1
+                muon.append(MuonMatrices(number * stored, number, rows, columns, is_expert and split))
             if is_expert and split:
                 experts += numel * stored
             elif len(local) > 1:  # weight decay is for matrices only: two parameter groups
@@ -142,13 +153,20 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
         sizes=tuple(sorted(sizes.items())),
         dense_moments=moments[False],
         expert_moments=moments[True],
+        muon=tuple(muon),
     )
 
 
-def moment_bytes(shape: Shape, optimizer_type: str) -> int:
-    """Bytes of the optimizer state of one parameter that is not partitioned, with its step counter."""
+def moment_bytes(shape: Shape, optimizer_type: str, of_blocks: bool) -> int:
+    """Bytes of the optimizer state of one parameter that is not partitioned, with its step counter.
+
+    Args:
+        of_blocks: whether Muon updates it; it takes AdamW for the others.
+    """
     numel = math.prod(shape)
-    if optimizer_type == "AdamW":
+    if optimizer_type == "Muon" and of_blocks:
+        return numel * FP32  # a momentum and no counter
+    if optimizer_type in ("AdamW", "Muon"):
         elements = ADAMW_MOMENTS * numel
     elif len(shape) > 1:
         elements = numel // shape[-1] + numel // shape[-2]  # Adafactor: a mean for each row and each column

@@ -29,16 +29,8 @@ class Precision:
         """The precision of a run: 16-bit, fp32, or fp32 under autocast."""
         if config.deepspeed.precision != "fp32":
             return cls(2, 2, 2)
-        autocast = config.deepspeed.keys.get("torch_autocast", {}).get("enabled", False)
-        return cls(FP32, 2, FP32) if autocast else cls(FP32, FP32, FP32)
+        return cls(FP32, 2, FP32) if config.deepspeed.product_dtype == "bf16" else cls(FP32, FP32, FP32)
 
     def weight_copies(self, numel: int) -> int:
         """Bytes of autocast's 16-bit copies of ``numel`` weights; autograd keeps them with the product's input."""
         return 0 if self.compute == self.weights else numel * self.compute
-
-
-def compute_dtype(config: RunConfig) -> str:
-    """The data type in which matrices are multiplied, as cluster descriptions name it."""
-    if config.deepspeed.precision != "fp32":
-        return config.deepspeed.precision
-    return "bf16" if Precision.of(config).compute == 2 else "fp32"

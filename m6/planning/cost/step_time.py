@@ -16,8 +16,8 @@ from m6.config.run import RunConfig
 from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.parameter_counts import ParameterCounts
 from m6.planning.cost.partition import balanced_share
-from m6.planning.cost.precision import compute_dtype
 from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
@@ -25,8 +25,9 @@ from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_
 from m6.planning.machine.profile import Profile
 
 # Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
-# the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update.
-_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32}
+# the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update; Muon reads
+# gradient and momentum twice, writes both, scales the weight, adds the update, and norms and rounds it before.
+_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56}
 # Bytes that ZeRO stages 1 to 3 also move for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
 # for every micro-batch; into the partition, for the norm in fp64 and for the scaling.
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
@@ -98,7 +99,7 @@ class TimeModel:
     ) -> None:
         self.config, self.cluster, self.profile, self.memory = config, cluster, profile, memory
         self._stage_share = stage_share
-        self.dtype = compute_dtype(config)
+        self.dtype = config.deepspeed.product_dtype
         self.nodes: Nodes = cluster.slowest(self.dtype)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self.host = HostTime(self.nodes, profile)
@@ -318,13 +319,25 @@ class TimeModel:
                 if measured is None
                 else measured / core_share(self.nodes)
             )
-            return owned * each + copies, host
+            return owned * each + self._muon_products_s(layout, counts) + copies, host
         down = owned * (4 if steps == 1 else 2 * steps + 4)
         up = owned * (width if steps == 1 else width + 2 * steps)
         if layout.offload_params:
             up += owned * 4 * steps
         update = self.host.update_s(owned, self.config.deepspeed.optimizer_type)
+        copies += self._muon_products_s(layout, counts)  # of partitions in host memory, too, the device computes them
         return copies, host + (down + up) / self.host.copy_bytes_per_s + update
+
+    def _muon_products_s(self, layout: ParallelLayout, counts: ParameterCounts) -> float:
+        """Seconds of the products of Muon, which ZeRO stages 1 and 2 share out with the partitions."""
+        if self.config.deepspeed.optimizer_type != "Muon":
+            return 0.0
+        seconds = 0.0
+        for part in counts.muon:
+            replicas = layout.dp_size // layout.ep_size if part.of_experts else layout.dp_size
+            share = part.number / (replicas if layout.zero_stage > 0 else 1)
+            seconds += share * sum(self._matmul_s(product) for product in part.products(self.dtype))
+        return seconds * self.profile.factor("matmul")
 
     def _streamed_experts(self, layout: ParallelLayout) -> int:
         return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)

@@ -8,7 +8,7 @@ from m6.config.run import RunConfig
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import FoldedModel
-from m6.planning.cost.precision import FP32, Precision, compute_dtype
+from m6.planning.cost.precision import FP32, Precision
 from moe.payload import CODECS
 
 # Operators of one forward pass: of a block, and of the embeddings or the head.
@@ -98,7 +98,7 @@ def work_of(
     Under expert parallelism a rank is taken to receive as many rows as it sends. Tensor parallelism splits the inner
     width of each pair of matrices.
     """
-    model, dtype, precision = folded.config, compute_dtype(config), Precision.of(config)
+    model, dtype, precision = folded.config, config.deepspeed.product_dtype, Precision.of(config)
     activations = Activations(config, batch)
     width, inner, tokens = model.hidden_size, model.ffn_hidden_size // tp_size, batch.rows * batch.sequence_length
     heads = max(1, model.num_attention_heads // tp_size)

@@ -10,9 +10,12 @@ from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
+from m6.training.engine.matrices import layouts_in_zero
+from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
@@ -72,6 +75,8 @@ def build_engine(
             config=config.deepspeed.engine_config(runtime.world_size),
             dist_init_required=False,
         )
+    if isinstance(optimizer, Muon) and config.deepspeed.zero_stage > 0:
+        optimizer.layouts = layouts_in_zero(initialized.optimizer, matrices_of_blocks(model, config.model))
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from m6.config.deepspeed import DeepSpeedSettings
-from m6.model.parameter_groups import parameter_groups
+from m6.model.configuration import M6Config
+from m6.model.parameter_groups import matrices_of_blocks, parameter_groups
+from m6.training.engine.matrices import MatrixLayout, Run
+from m6.training.engine.muon import Muon
 
 
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int) -> torch.optim.Optimizer:
-    """Builds AdamW or Adafactor, with weight decay only on matrices.
+    """Builds AdamW, Adafactor or Muon, with weight decay only on matrices.
 
     Adafactor keeps one row and one column of second moments per matrix, and per expert of a stack
     (Shazeer and Stern 2018, arXiv 1804.04235).
     """
     params = settings.optimizer_params
     groups = parameter_groups(model, params["weight_decay"])
+    blocks = matrices_of_blocks(model, cast(M6Config, model.config)) if settings.optimizer_type == "Muon" else {}
+    if blocks:
+        groups = [
+            {**groups[0], "params": list(blocks), "name": "blocks", "muon": True},
+            {**groups[0], "params": [parameter for parameter in groups[0]["params"] if parameter not in blocks]},
+            *groups[1:],
+        ]
     if ep_size > 1:
         # ZeRO partitions experts over the ranks that hold the same ones, so they need groups of their own.
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -26,8 +36,16 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
     if settings.optimizer_type == "Adafactor":
         return Adafactor(groups, lr=params["lr"], beta2_decay=params["beta2_decay"], d=params["clipping_threshold"])
+    adamw = {name: params[name] for name in ("lr", "betas", "eps")}
+    if settings.optimizer_type == "Muon":
+        layouts = {
+            parameter: MatrixLayout([Run(0, count, (rows, columns))], parameter.device)
+            for parameter, (count, rows, columns) in blocks.items()
+        }
+        dtype = torch.float32 if settings.product_dtype == "fp32" else torch.bfloat16
+        return Muon(groups, layouts, params["momentum"], dtype, **adamw)
     # fused: one kernel for all parameters of a group instead of several for each.
-    return torch.optim.AdamW(groups, lr=params["lr"], betas=params["betas"], eps=params["eps"], fused=True)
+    return torch.optim.AdamW(groups, fused=True, **adamw)
 
 
 class Adafactor(torch.optim.Adafactor):

@@ -63,9 +63,11 @@ def create_moments(deepspeed: DeepSpeedEngine) -> None:
     else:
         updated = fp32_masters(deepspeed)
     missing = [parameter for parameter in updated if not optimizer.state.get(parameter)]
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     # One parameter at a time: gradients for all of them would need as much memory as the weights.
     for parameter in missing:
-        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        # Stage 3 puts a partition into its group only for its update. Its groups differ in the weight decay alone.
+        options = groups.get(parameter, optimizer.param_groups[0])
         param_groups, gradient = optimizer.param_groups, parameter.grad
         optimizer.param_groups = [{**options, "params": [parameter], "lr": 0.0}]
         parameter.grad = torch.zeros_like(parameter)

@@ -120,7 +120,9 @@ def test_adafactor_updates_all_else_as_pytorch_does(folder: Path):
             assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("optimizer", [{"type": "AdamW", "params": {"lr": 0.01}}, ADAFACTOR])
+@pytest.mark.parametrize(
+    "optimizer", [{"type": name, "params": {"lr": 0.01}} for name in ("AdamW", "Adafactor", "Muon")]
+)
 def test_a_zero_learning_rate_changes_nothing(folder: Path, optimizer: dict):
     """Making the moments before a checkpoint is loaded relies on it."""
     model, built = model_and_optimizer(config_of(folder, optimizer=optimizer))

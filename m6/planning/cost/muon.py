@@ -1,0 +1,49 @@
+"""What the optimizer Muon costs: its products and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m6.planning.cost.precision import FP32
+from m6.planning.cost.work import Matmul
+
+MUON_ITERATIONS = 5
+"""Iterations that make a matrix orthogonal."""
+MUON_BATCH_ELEMENTS = 1 << 24
+"""Elements of matrices that are made orthogonal at once, unless one matrix has more: it bounds the temporaries."""
+
+
+@dataclass(frozen=True)
+class MuonMatrices:
+    """Equal matrices on one rank, before ZeRO partitions them.
+
+    Attributes:
+        number: how many.
+        in_parameter: how many of them lie in one parameter.
+        rows, columns: of each.
+        of_experts: whether they are of experts that are split over ranks.
+    """
+
+    number: int
+    in_parameter: int
+    rows: int
+    columns: int
+    of_experts: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return self.number * self.rows * self.columns
+
+    def products(self, dtype: str) -> list[Matmul]:
+        """The products of one update of one matrix."""
+        short, long = sorted((self.rows, self.columns))
+        shapes = ((short, short, long), (short, short, short), (short, long, short))
+        return [Matmul(m, n, k, dtype, MUON_ITERATIONS) for m, n, k in shapes]
+
+    def temporaries(self, width: int) -> int:
+        """Bytes of the largest batch's temporaries; ``width``: bytes of an element in products."""
+        short, long = sorted((self.rows, self.columns))
+        at_once = min(self.in_parameter, max(1, MUON_BATCH_ELEMENTS // (short * long)))
+        # The normed matrix in fp32, before and after a product in ``width``, and two products of it with itself.
+        return at_once * (short * long * (FP32 + 2 * width) + 2 * short * short * width)
