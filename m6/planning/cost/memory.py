@@ -182,10 +182,11 @@ class MemoryModel:
 
     def _stages_1_and_2(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
         width, stage = self.precision.weights, layout.zero_stage
-        partitions = counts.partitions(layout.dp_size, layout.ep_size)
+        groups = counts.groups(self.config.deepspeed.optimizer_type)
+        partitions = [group.partition(layout) for group in groups]
         owned = sum(partitions)
         gradients = counts.local if stage == 1 else min(counts.local, owned + counts.largest)
-        padded = sum(part * ranks for part, ranks in zip(partitions, counts.group_ranks(layout), strict=True))
+        padded = sum(part * group.ranks(layout) for part, group in zip(partitions, groups, strict=True))
         bucket = self._bucket(counts.local)
         weights = padded * width + counts.fixed(width)
         if layout.offload_optimizer:
@@ -196,19 +197,11 @@ class MemoryModel:
         return MemoryFootprint(
             weights=weights,
             gradients=gradients * width,
-            optimizer_state=(owned * _MASTER_AND_MOMENTS + len(partitions)) * FP32
-            - self._unused_moments(layout, counts),
+            optimizer_state=sum(group.state(part) for part, group in zip(partitions, groups, strict=True)) * FP32,
             buckets=bucket,
             # DeepSpeed copies 16-bit gradients to fp32, one parameter group at a time.
             update=(max(partitions) * FP32 if width < FP32 else 0) + self._muon_temporaries(counts),
         )
-
-    def _unused_moments(self, layout: ParallelLayout, counts: ParameterCounts) -> int:
-        """Bytes of AdamW's second moments that Muon does not have in a rank's partitions."""
-        if self.config.deepspeed.optimizer_type != "Muon":
-            return 0
-        replicas = layout.dp_size // layout.ep_size
-        return sum(part.numel // (replicas if part.of_experts else layout.dp_size) for part in counts.muon) * FP32
 
     def _muon_temporaries(self, counts: ParameterCounts) -> int:
         if self.config.deepspeed.optimizer_type != "Muon":
@@ -248,7 +241,7 @@ class MemoryModel:
         return MemoryFootprint(
             weights=weights,
             gradients=owned * width,
-            optimizer_state=(owned * _MASTER_AND_MOMENTS + counts.num_groups) * FP32,
+            optimizer_state=(owned * _MASTER_AND_MOMENTS + len(counts.groups("AdamW"))) * FP32,
             buckets=bucket,
             update=owned * FP32 if width < FP32 else 0,
             host=owned * width if on_host else 0,

@@ -15,6 +15,33 @@ ADAMW_MOMENTS = 2
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """A parameter group of one rank's optimizer, which DeepSpeed flattens at ZeRO stages 1 and 2.
+
+    Attributes:
+        numel: elements before ZeRO partitions them.
+        of_experts: whether it has experts that are split over ranks.
+        by_muon: whether Muon updates it.
+    """
+
+    numel: int
+    of_experts: bool = False
+    by_muon: bool = False
+
+    def ranks(self, layout: ParallelLayout) -> int:
+        """Ranks over which ZeRO partitions the group."""
+        return layout.dp_size // layout.ep_size if self.of_experts else layout.dp_size
+
+    def partition(self, layout: ParallelLayout) -> int:
+        """Elements of a rank's partition; partitions begin at even offsets."""
+        return math.ceil(self.numel / (2 * self.ranks(layout))) * 2
+
+    def state(self, numel: int) -> int:
+        """Elements of fp32 weights and optimizer state for ``numel`` of its parameters."""
+        return 2 * numel if self.by_muon else (1 + ADAMW_MOMENTS) * numel + 1  # with AdamW's step counter
+
+
+@dataclass(frozen=True)
 class ParameterCounts:
     """Elements of one rank's trainable parameters.
 
@@ -51,10 +78,17 @@ class ParameterCounts:
         """All trainable parameters of the rank."""
         return self.matrices + self.vectors + self.experts
 
-    @property
-    def num_groups(self) -> int:
-        """Parameter groups that are not empty: with weight decay, without it, and split experts."""
-        return sum(numel > 0 for numel in (self.matrices, self.experts, self.vectors))
+    def groups(self, optimizer_type: str) -> list[ParameterGroup]:
+        """The optimizer's parameter groups that are not empty: with weight decay, without it, and split experts."""
+        muon = optimizer_type == "Muon"
+        blocks = sum(part.numel for part in self.muon if not part.of_experts) if muon else 0
+        groups = (
+            ParameterGroup(blocks, by_muon=True),
+            ParameterGroup(self.matrices - blocks),
+            ParameterGroup(self.experts, of_experts=True, by_muon=muon),
+            ParameterGroup(self.vectors),
+        )
+        return [group for group in groups if group.numel > 0]
 
     def divided(self, parts: int) -> ParameterCounts:
         """The counts of one of ``parts`` tensor-parallel ranks."""
@@ -70,17 +104,6 @@ class ParameterCounts:
     def fixed(self, width: int) -> int:
         """Bytes of frozen parameters of ``width`` bytes, and of buffers."""
         return self.frozen * width + self.buffer_bytes
-
-    def group_ranks(self, layout: ParallelLayout) -> list[int]:
-        """Ranks over which ZeRO partitions each parameter group."""
-        sizes = [layout.dp_size, layout.dp_size // layout.ep_size, layout.dp_size]
-        groups = (self.matrices, self.experts, self.vectors)
-        return [ranks for numel, ranks in zip(groups, sizes, strict=True) if numel > 0]
-
-    def partitions(self, dp_size: int, ep_size: int) -> list[int]:
-        """Elements of a rank's partition of each group that DeepSpeed flattens; partitions begin at even offsets."""
-        groups = ((self.matrices, dp_size), (self.experts, dp_size // ep_size), (self.vectors, dp_size))
-        return [math.ceil(numel / (2 * ranks)) * 2 for numel, ranks in groups if numel > 0]
 
     def sharded(self, world: int) -> int:
         """Elements that a rank owns at ZeRO stage 3, where every parameter is padded by itself."""

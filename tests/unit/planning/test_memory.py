@@ -167,7 +167,7 @@ def test_host_memory_takes_what_the_device_gives_up():
     config = small_run()
     model = MemoryModel(config, Profile())
     layout = ParallelLayout(16, 4, zero_stage=2, micro_batch_size=4)
-    owned = sum(model.counts(layout).partitions(16, 4))
+    owned = sum(group.partition(layout) for group in model.counts(layout).groups("AdamW"))
     on_device, offloaded = model(layout), model(replace(layout, offload_optimizer=True))
     assert offloaded.optimizer_state == 0
     # DeepSpeed 0.19.8 holds 21 bytes for each parameter it owns, 23 with several micro-batches (1024 / 64 here).
