@@ -280,6 +280,7 @@ def _mount_commands() -> None:
     from m6.cli.plan import app as plan_app
     from m6.cli.serve import serve
     from m6.cli.tasks import evaluate_tasks
+    from m6.cli.verify import verify
 
     app.command()(export)
     app.command()(evaluate_pictures)
@@ -287,6 +288,7 @@ def _mount_commands() -> None:
     app.command()(generate)
     app.command()(serve)
     app.command()(downstream)
+    app.command()(verify)
     data_app.command()(tokenizer)
     data_app.command()(codes)
     data_app.command()(corpus)
