@@ -32,15 +32,13 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
     printf '%s\t%d\n' "$name" "$((SECONDS - begin))" >>"$out/times.tsv"
 }
 
-# bf16 halves a step where the processor multiplies it, and slows it down elsewhere.
-precision=()
-grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=(--set torch_autocast.enabled=false)
+choose_precision
 
 on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core
     local micro_batch=$1
     shift
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" --set train_micro_batch_size_per_gpu="$micro_batch" \
-        --set m6.data.path="$data" --set m6.data.tokenizer="$data/tokenizer" "${precision[@]+"${precision[@]}"}"
+        --set m6.data.path="$data" --set m6.data.tokenizer="$data/tokenizer" "${precision[@]}"
 }
 
 build() {

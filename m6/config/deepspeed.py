@@ -38,6 +38,7 @@ class _AdamWParams(_OptimizerParams):
 
 class _MuonParams(_AdamWParams):
     momentum: Rate = 0.95
+    adamw_lr: PositiveFloat | None = None
 
 
 class _AdafactorParams(_OptimizerParams):

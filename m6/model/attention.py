@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from m6.model.configuration import M6Config
+from m6.model.rotary import Rotation, rotate
 from m6.tokenizers.special_tokens import TARGET
 
 LONGEST_PRODUCTS = 192  # keys, see attend_by_products
@@ -48,16 +49,27 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor, mask: Tensor, past_key_values: Cache | None, layer_index: int) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor,
+        past_key_values: Cache | None,
+        layer_index: int,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         """Maps [B, S, D] to [B, S, D].
 
         Args:
             mask: bool [B, 1, S, K], True where attention is allowed.
             layer_index: the layer's number in the cache. It is an argument, since several layers may share this
                 module (Pseudo-to-Real).
+            rotation: of queries and keys; None: no rotary positions.
         """
         # [B, S, 3 D] -> three tensors [B, H, S, D / H].
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        if rotation is not None:
+            # The copy of the values frees the projections, of which autograd then keeps nothing.
+            query, key, value = rotate(query, rotation), rotate(key, rotation), value.contiguous()
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)
         dropout = self.dropout if self.training else 0.0

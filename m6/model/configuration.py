@@ -59,6 +59,7 @@ class M6Config(PreTrainedConfig):
         num_attention_heads: divides ``hidden_size``.
         ffn_hidden_size: inner width of a dense feed-forward and of each expert.
         max_position_embeddings: learned positions of source text and of target (text or image codes).
+        rotary_base: base of rotary positions (arXiv 2104.09864), beside the learned ones; 0: none.
         code_grid_size: codes in a row of a generated picture; adds learned row and column positions to image codes
             (DALL-E, arXiv 2102.12092, appendix B.1); 0: no such positions.
         codes_per_place: codes at each place of a generated picture, one of each codebook of the image tokenizer; they
@@ -89,6 +90,7 @@ class M6Config(PreTrainedConfig):
     num_attention_heads: int = 16
     ffn_hidden_size: int = 4096
     max_position_embeddings: int = 512
+    rotary_base: float = 0.0
     code_grid_size: int = 0
     codes_per_place: int = 1
     image_size: int = 256
@@ -131,6 +133,8 @@ class M6Config(PreTrainedConfig):
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
                 raise UserError(f"{name} must be a positive number, found {value!r}")
+        if not _is_number(self.rotary_base) or not (self.rotary_base == 0 or self.rotary_base > 1):
+            raise UserError(f"rotary_base must be 0 or a number above 1, found {self.rotary_base!r}")
         encoders = get_args(PatchEncoderName)
         if self.patch_encoder not in encoders:
             raise UserError(
@@ -141,6 +145,11 @@ class M6Config(PreTrainedConfig):
         if self.hidden_size % self.num_attention_heads:
             raise UserError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.rotary_base and self.hidden_size % (2 * self.num_attention_heads):
+            raise UserError(
+                f"rotary_base needs heads of an even size, found hidden_size {self.hidden_size} / num_attention_heads "
+                f"{self.num_attention_heads}"
             )
         if self.image_size % self.patch_size:
             raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")

@@ -18,6 +18,7 @@ from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 from m6.model.outputs import M6ModelOutput, M6Output
+from m6.model.rotary import Rotation, rotation_of
 from m6.tokenizers.special_tokens import IGNORED_LABEL, TARGET
 from moe import MoELayer, RoutingStats
 
@@ -72,6 +73,7 @@ class M6Block(GradientCheckpointingLayer):
         token_mask: Tensor,
         layer_index: int,
         past_key_values: Cache | None = None,
+        rotation: Rotation | None = None,
     ) -> BlockOutput:
         """Runs the block.
 
@@ -80,9 +82,11 @@ class M6Block(GradientCheckpointingLayer):
             mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
             token_mask: bool [B, S], False at padding, which is not routed to experts.
             layer_index: the layer's number, see ``Attention.forward``.
+            rotation: see ``Attention.forward``.
         """
         normed = self.attention_norm(hidden_states)
-        hidden_states = hidden_states + self.dropout(self.attention(normed, mask, past_key_values, layer_index))
+        attended = self.attention(normed, mask, past_key_values, layer_index, rotation)
+        hidden_states = hidden_states + self.dropout(attended)
         normed = self.ffn_norm(hidden_states)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
@@ -209,6 +213,7 @@ class M6Model(M6PreTrainedModel):
         # Built once: the mask is the same for all layers.
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         token_mask = query_samples != 0
+        rotation = self._rotation(query_index)
         # fp32 also in a 16-bit model: small balance losses of many layers add up.
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
@@ -216,7 +221,7 @@ class M6Model(M6PreTrainedModel):
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
-            output = layer(hidden_states, mask, token_mask, index, past_key_values=past_key_values)
+            output = layer(hidden_states, mask, token_mask, index, past_key_values=past_key_values, rotation=rotation)
             hidden_states = output.hidden_states
             if output.aux_loss is not None:
                 aux_loss = aux_loss + output.aux_loss
@@ -228,6 +233,15 @@ class M6Model(M6PreTrainedModel):
             aux_loss=aux_loss,
             router_stats=tuple(router_stats),
             past_key_values=past_key_values,
+        )
+
+    def _rotation(self, query_index: Tensor) -> Rotation | None:
+        # The place in the row serves packed rows too: samples do not see each other, and inside of one only distances
+        # count.
+        if not self.config.rotary_base:
+            return None
+        return rotation_of(
+            query_index, self.config.hidden_size // self.config.num_attention_heads, self.config.rotary_base
         )
 
     def _key_samples(

@@ -94,7 +94,7 @@ class Engine:
         """Begins a step with this learning rate."""
         self._learning_rate = learning_rate
         for group in self._deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
         if self.offloaded is not None:
             self.offloaded.begin(learning_rate)
 

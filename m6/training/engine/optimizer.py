@@ -17,6 +17,8 @@ from m6.training.engine.muon import Muon
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int) -> torch.optim.Optimizer:
     """Builds AdamW, Adafactor or Muon, with weight decay only on matrices.
 
+    A group's ``lr_ratio`` multiplies the run's learning rate.
+
     Adafactor keeps one row and one column of second moments per matrix, and per expert of a stack
     (Shazeer and Stern 2018, arXiv 1804.04235).
     """
@@ -29,6 +31,9 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
             {**groups[0], "params": [parameter for parameter in groups[0]["params"] if parameter not in blocks]},
             *groups[1:],
         ]
+        if params["adamw_lr"] is not None:
+            for group in groups[1:]:
+                group["lr_ratio"] = params["adamw_lr"] / params["lr"]
     if ep_size > 1:
         # ZeRO partitions experts over the ranks that hold the same ones, so they need groups of their own.
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer

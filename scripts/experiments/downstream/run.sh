@@ -11,9 +11,7 @@ out=${1:-runs/downstream}
 pretrained=$out/pretrained
 make_environment dev
 
-# bf16 halves a step where the processor multiplies it, and slows it down elsewhere.
-precision=(--set torch_autocast.enabled=true --set torch_autocast.dtype=bfloat16)
-grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=(--set torch_autocast.enabled=false)
+choose_precision
 
 on_both_cores() { # on_both_cores COMMAND...: one rank on each core
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" "${precision[@]}"

@@ -15,7 +15,9 @@ if [ ! -d data/real/tokenizer ]; then
     m6 data tokenizer data/real --out data/real/tokenizer --vocab-size 10000 --image-vocab-size 1024 \
         --character-coverage 0.999 --sample-megabytes 32
 fi
-m6 pretrain configs/m6_cpu.json --run-dir runs/m6_cpu
+choose_precision
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 pretrain configs/m6_cpu.json --run-dir runs/m6_cpu \
+    --set train_micro_batch_size_per_gpu=32 "${precision[@]}"
 m6 evaluate runs/m6_cpu
 cp runs/m6_cpu/report.md "$here/report.md"
 m6 plot runs/m6_cpu --out "$here/curves.png"

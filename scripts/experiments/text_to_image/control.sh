@@ -11,8 +11,7 @@ data=data/text_to_image
 run=$out/left_to_right
 make_environment data
 
-precision=()
-grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=(--set torch_autocast.enabled=false)
+choose_precision
 
 say "fine-tuning from left to right"
 steps=$(sed -n 's/.*"total_steps": *\([0-9]*\).*/\1/p' "$out/finetuned/config.json" | head -n 1)
@@ -22,7 +21,7 @@ OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 finetune configs/finetune/te
     --set train_micro_batch_size_per_gpu=32 --set m6.data.path="$data" --set m6.data.tokenizer="$data/tokenizer" \
     --set m6.objectives.image_code_denoising.weight=0 --set m6.objectives.text_to_image.weight=1 \
     --set m6.objectives.text_to_image.caption_dropout=0.1 --set m6.objectives.text_to_image.code_dropout=0.7 \
-    "${precision[@]+"${precision[@]}"}"
+    "${precision[@]}"
 say "pictures from left to right"
 [ -d "$run/pictures" ] || m6 generate --checkpoint "$run" --captions "$out/captions.txt" --num 8 --temperature 0.9 \
     --batch-size 64 --out-dir "$run/pictures"

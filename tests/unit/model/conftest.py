@@ -26,6 +26,7 @@ def tiny_config() -> Callable[..., M6Config]:
             "image_size": 16,
             "patch_size": 8,
             "initializer_range": 0.2,
+            "rotary_base": 100.0,
         }
         return M6Config(**{**settings, **changes})
 

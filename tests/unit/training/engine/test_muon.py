@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.model.parameter_groups import matrices_of_blocks
-from m6.training.engine.build import build_model
+from m6.runs.processes import start
+from m6.training.engine.build import build_engine, build_model
 from m6.training.engine.matrices import Run, layout_of_partition
 from m6.training.engine.muon import Muon, orthogonal
 from m6.training.engine.optimizer import build_optimizer
@@ -117,6 +118,16 @@ def test_all_else_is_updated_by_adamw(folder: Path):
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         if not isinstance(optimizer, Muon) or mine not in optimizer.layouts:
             torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_adamws_part_has_a_rate_of_its_own(folder: Path):
+    """Through the engine, which sets the rate of every step."""
+    document = tiny_document(folder, optimizer={"type": "Muon", "params": {**PARAMS, "adamw_lr": 0.03}})
+    engine = build_engine(parse_config(document), start())
+    engine.begin_step(0.005)
+    rates = {group["name"]: group["lr"] for group in engine._deepspeed.optimizer.param_groups}
+    assert rates == pytest.approx({"blocks": 0.005, "matrices": 0.015, "vectors": 0.015})
+    engine.release()
 
 
 def test_in_autocast_the_products_are_in_16_bits(folder: Path):
