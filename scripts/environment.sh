@@ -61,7 +61,7 @@ choose_precision() {
     local enabled=false
     grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && enabled=true
     # shellcheck disable=SC2034 # for the scripts that source this one
-    precision=(--set torch_autocast.enabled=$enabled --set torch_autocast.dtype=bfloat16)
+    precision=(--set "torch_autocast.enabled=$enabled" --set torch_autocast.dtype=bfloat16)
 }
 
 # Slurm and munge for a local cluster, from the distribution: for tests of the job scripts. Without root or apt-get,
