@@ -329,7 +329,9 @@ class TimeModel:
         return copies, host + (down + up) / self.host.copy_bytes_per_s + update
 
     def _muon_products_s(self, layout: ParallelLayout, counts: ParameterCounts) -> float:
-        """Seconds of the products of Muon, which ZeRO stages 1 and 2 share out with the partitions."""
+        """Seconds of the products of Muon, which ZeRO stages 1 and 2 share out with the partitions.
+
+        They belong to the update, whose measured factor covers them."""
         if self.config.deepspeed.optimizer_type != "Muon":
             return 0.0
         seconds = 0.0
@@ -337,7 +339,7 @@ class TimeModel:
             replicas = layout.dp_size // layout.ep_size if part.of_experts else layout.dp_size
             share = part.number / (replicas if layout.zero_stage > 0 else 1)
             seconds += share * sum(self._matmul_s(product) for product in part.products(self.dtype))
-        return seconds * self.profile.factor("matmul")
+        return seconds
 
     def _streamed_experts(self, layout: ParallelLayout) -> int:
         return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)
