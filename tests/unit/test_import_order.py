@@ -35,7 +35,7 @@ LEVELS = {
         {"dry_run", "loop"},
     ),
     "m6.planning": (
-        {"machine"},
+        {"machine", "loss"},
         {"cost"},
         {"search"},
         {"booking", "reports", "prediction"},

@@ -15,7 +15,7 @@ from experiment import ResultTable  # noqa: E402
 
 from m6.formatting import markdown_table  # noqa: E402
 
-TODAY, BASE = "today", "muon lr 0.008"
+TODAY = "today"
 Row = dict[str, str]
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         runs.setdefault(row["candidate"], {})[row["seed"]] = row
     lines = []
     for name, seeds in runs.items():
-        base = BASE if name.startswith("muon, ") else TODAY
+        base = name.split(", ")[0]
         pairs = [(float(row["mean_loss"]), float(runs[base][seed]["mean_loss"])) for seed, row in seeds.items()]
         differences = [mine - theirs for mine, theirs in pairs]
         text = statistics.fmean(float(row["language_modelling"]) for row in seeds.values())

@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +43,30 @@ class TimedTrainer(Trainer):
 
 
 def candidates() -> dict[str, list[str]]:
-    """The overrides of small.json by the name of the candidate."""
-    document: dict[str, list[str]] = json.loads((HERE / "candidates.json").read_text(encoding="utf-8"))
-    return document
+    """The overrides of small.json by the name of the candidate: a base, or "base, change"."""
+    found: dict[str, list[str]] = {}
+    for base, group in json.loads((HERE / "candidates.json").read_text(encoding="utf-8")).items():
+        found[base] = group["settings"]
+        found |= {f"{base}, {name}": group["settings"] + change for name, change in group["changes"].items()}
+    return found
 
 
-def row_of(name: str, seed: int, runtime: Runtime) -> dict[str, Any]:
-    """Trains a candidate in a folder that is then removed, and returns its line of the table."""
-    overrides = (*candidates()[name], f"m6.training.seed={seed}")
-    with tempfile.TemporaryDirectory(prefix="recipe_") as folder:
-        run = RunDirectory(Path(folder) / "run")
-        config = load_config(HERE / "small.json", overrides)
-        run.open(config, runtime.world_size)
-        trainer = TimedTrainer(config, run, runtime)
-        trainer.step_cpu_s = []
-        if not trainer.train():
-            raise SystemExit(f"stopped by a signal in {name}, seed {seed}")
-        entries = run.read_metrics()
+def trained(overrides: Sequence[str], seed: int, folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Trains small.json with these overrides in ``folder``, where an interrupted run goes on; returns its results."""
+    run = RunDirectory(folder)
+    config = load_config(HERE / "small.json", (*overrides, f"m6.training.seed={seed}"))
+    run.open(config, runtime.world_size)
+    trainer = TimedTrainer(config, run, runtime)
+    trainer.step_cpu_s = []
+    if not trainer.train():
+        raise SystemExit(f"stopped by a signal in {folder}")
+    entries = run.read_metrics()
     losses: dict[str, float] = next(entry["validation"] for entry in reversed(entries) if "validation" in entry)
     # A short form of the curve: the mean loss of the objectives at each validation.
     curve = {
         entry["step"]: statistics.fmean(entry["validation"].values()) for entry in entries if "validation" in entry
     }
     return {
-        "candidate": name,
-        "seed": seed,
         "steps": trainer.step,
         "tokens_seen": trainer.tokens_seen,
         "step_cpu_s": f"{statistics.median(trainer.step_cpu_s):.3f}",
@@ -88,9 +88,12 @@ def main() -> None:
     for seed in range(arguments.seeds):
         for name in arguments.names or candidates():
             if not table.holds({"candidate": name, "seed": seed}):
-                row = row_of(name, seed, runtime)
-                table.append(row)
-                print(f"{name}, seed {seed}: {row['mean_loss']} nats, {row['step_cpu_s']} CPU s a step", flush=True)
+                with tempfile.TemporaryDirectory(prefix="recipe_") as folder:
+                    result = trained(candidates()[name], seed, Path(folder) / "run", runtime)
+                table.append({"candidate": name, "seed": seed, **result})
+                print(
+                    f"{name}, seed {seed}: {result['mean_loss']} nats, {result['step_cpu_s']} CPU s a step", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+"""A scaling law of the loss: its form, the range of the runs it was fitted to, and its predictions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from m6.model.counting import num_parameters
+from m6.shipped import CONFIGS
+from m6.validation import Section, parse_json, validate
+
+LAW = CONFIGS / "scaling" / "law.json"
+"""The law of the ladder in scripts/experiments/recipe."""
+
+INTERVAL = 0.95
+_Z = 1.96
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the law predicts from.
+
+    Attributes:
+        parameters: N, active for one token, without embeddings and the network of patches.
+        expansion: X, experts over the experts that a token visits; 1 for a dense model.
+        tokens: D, trained on, without padding.
+    """
+
+    parameters: float
+    expansion: float
+    tokens: float
+
+    @classmethod
+    def of(cls, model: M6Config, tokens: float) -> Scale:
+        """The scale of a model that trains on so many tokens."""
+        counts = num_parameters(model)
+        active = counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"]
+        moe = None if model.moe is None else model.moe_config()
+        return cls(active, 1.0 if moe is None else moe.num_experts / moe.experts_per_token, tokens)
+
+    @property
+    def flops(self) -> float:
+        """C = 6 N D (Kaplan et al., arXiv 2001.08361)."""
+        return 6 * self.parameters * self.tokens
+
+
+class Coefficients(Section):
+    """L = floor + a (N X^gamma)^-alpha + b D^-beta, with N and D in millions.
+
+    The sum is that of Hoffmann et al. (arXiv 2203.15556, equation 2); experts count as more parameters, a power of
+    their number, as in Clark et al. (arXiv 2202.01169, equation 1), whose law is a product of powers of both.
+    """
+
+    floor: float = Field(ge=0)
+    a: float = Field(gt=0)
+    alpha: float = Field(gt=0)
+    gamma: float = Field(ge=0)
+    b: float = Field(gt=0)
+    beta: float = Field(gt=0)
+
+    def loss(self, scale: Scale) -> float:
+        """Nats a token."""
+        parameters = scale.parameters / 1e6 * scale.expansion**self.gamma
+        return self.floor + self.a * parameters**-self.alpha + self.b * (scale.tokens / 1e6) ** -self.beta
+
+
+class Range(Section):
+    """Smallest and largest value of the fitted runs."""
+
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
+        return self
+
+
+@dataclass(frozen=True)
+class LossPrediction:
+    """A loss in nats a token with its interval, and what of the scale is outside of the fitted runs.
+
+    Attributes:
+        loss: by the fit.
+        low, high: the interval.
+        beyond: name -> how many times the value is above the largest or below the smallest of the fitted runs.
+    """
+
+    loss: float
+    low: float
+    high: float
+    beyond: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.loss:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+class ScalingLaw(Section):
+    """A fitted law.
+
+    Attributes:
+        origin: where its runs are described.
+        measure: what the loss is.
+        runs: how many it was fitted to.
+        parameters, expansion, tokens: ranges of the runs, in the units of :class:`Scale`.
+        fit: of all runs.
+        resampled: of runs drawn with replacement (bootstrap).
+        residual: standard deviation of log(measured / fitted) over the runs.
+    """
+
+    origin: str
+    measure: str
+    runs: int = Field(gt=0)
+    parameters: Range
+    expansion: Range
+    tokens: Range
+    fit: Coefficients
+    resampled: list[Coefficients] = Field(min_length=1)
+    residual: float = Field(ge=0)
+
+    def predict(self, scale: Scale) -> LossPrediction:
+        """The loss with a 95 % interval: spread of the resampled fits, and residuals of single runs."""
+        loss = self.fit.loss(scale)
+        tails = (1 - INTERVAL) / 2
+        fits = np.quantile([other.loss(scale) for other in self.resampled], [tails, 1 - tails])
+        below, above = (
+            math.hypot(max(sign * math.log(bound / loss), 0.0), _Z * self.residual)
+            for sign, bound in zip((-1, 1), fits, strict=True)
+        )
+        return LossPrediction(loss, loss * math.exp(-below), loss * math.exp(above), self.beyond(scale))
+
+    def beyond(self, scale: Scale) -> dict[str, float]:
+        """Which quantities of ``scale`` are outside of the fitted runs, and by which factor."""
+        found = {}
+        for name in ("parameters", "expansion", "tokens"):
+            value, covered = getattr(scale, name), getattr(self, name)
+            factor = max(value / covered.high, covered.low / value)
+            if factor > 1:
+                found[name] = factor
+        return found
+
+
+def load_law(path: Path = LAW) -> ScalingLaw:
+    """Reads a law.
+
+    Raises:
+        UserError: a missing file, broken JSON, or a key or value that is wrong; the message names it.
+    """
+    try:
+        document: Any = parse_json(path.read_text(encoding="utf-8"))
+        return validate(ScalingLaw, document, "")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None

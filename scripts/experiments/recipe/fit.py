@@ -1,0 +1,138 @@
+"""Fits the scaling law to ladder.csv, writes it for `m6 plan`, and prints the tables of ladder.md.
+
+python scripts/experiments/recipe/fit.py [--out configs/scaling/law.json] [--plot ladder.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from experiment import ROOT, ResultTable  # noqa: E402
+from ladder import HELD_OUT, KEY, TABLE, Rung, rungs  # noqa: E402
+
+from m6.config.run import load_config  # noqa: E402
+from m6.files import write_json  # noqa: E402
+from m6.formatting import markdown_table  # noqa: E402
+from m6.planning.loss.fitting import fit, fit_law  # noqa: E402
+from m6.planning.loss.law import Scale, ScalingLaw  # noqa: E402
+from m6.plots.style import plotting, save_figure  # noqa: E402
+
+MEASURE = "validation loss of language modelling in nats a token"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of the ladder."""
+
+    rung: Rung
+    scale: Scale
+    loss: float
+
+
+def finished() -> list[Run]:
+    """All runs of ladder.csv, seed 0."""
+    known = {str(rung): rung for rung in (*rungs(), HELD_OUT)}
+    found = []
+    for row in ResultTable(TABLE, KEY).rows():
+        rung = known[row["run"]]
+        model = load_config(HERE / "small.json", rung.overrides()).model
+        found.append(Run(rung, Scale.of(model, int(row["tokens_seen"])), float(row["language_modelling"])))
+    return found
+
+
+def left_out(runs: list[Run], largest: bool) -> list[tuple[str, float]]:
+    """(what was left out, largest relative error of its prediction) by size, or by the compute of the largest runs."""
+    found = []
+    if largest:
+        ordered = sorted(runs, key=lambda run: run.scale.flops)
+        groups = [(f"the {number} runs of most compute", ordered[-number:]) for number in (3, 6)]
+    else:
+        widths = sorted({run.rung.width for run in runs})
+        groups = [(f"width {width}", [run for run in runs if run.rung.width == width]) for width in widths]
+    for name, group in groups:
+        rest = [run for run in runs if run not in group]
+        law = fit([run.scale for run in rest], [run.loss for run in rest])
+        found.append((name, max((law.loss(run.scale) / run.loss - 1 for run in group), key=abs)))
+    return found
+
+
+def table(runs: list[Run], law: ScalingLaw) -> str:
+    """Every run with the fit's error."""
+    rows = [
+        [
+            str(run.rung),
+            f"{run.scale.parameters / 1e6:.2f}",
+            f"{run.scale.expansion:g}",
+            f"{run.scale.tokens / 1e6:.2f}",
+            f"{run.scale.flops:.2e}",
+            f"{run.loss:.3f}",
+            f"{law.fit.loss(run.scale):.3f}",
+            f"{law.fit.loss(run.scale) / run.loss - 1:+.1%}",
+        ]
+        for run in sorted(runs, key=lambda run: run.scale.flops)
+    ]
+    columns = ["run", "N, million", "X", "D, million", "FLOPs 6ND", "loss", "fit", "error"]
+    return markdown_table(columns, rows, "lrrrrrrr")
+
+
+def draw(runs: list[Run], law: ScalingLaw, out: Path) -> None:
+    """Loss over compute, one panel per number of experts, with the fit as lines."""
+    experts = sorted({run.rung.experts for run in runs})
+    with plotting() as pyplot:
+        figure, panels = pyplot.subplots(1, len(experts), figsize=(3.4 * len(experts), 3.6), sharey=True, squeeze=False)
+        for axes, number in zip(panels[0], experts, strict=True):
+            for width in sorted({run.rung.width for run in runs}):
+                points = sorted(
+                    (run.scale.flops, run.loss, law.fit.loss(run.scale))
+                    for run in runs
+                    if (run.rung.width, run.rung.experts) == (width, number)
+                )
+                if not points:
+                    continue
+                flops, losses, fitted = zip(*points, strict=True)
+                line = axes.plot(flops, fitted, linewidth=1)[0]
+                axes.scatter(flops, losses, s=16, color=line.get_color(), label=f"width {width}")
+            axes.set(xscale="log", xlabel="FLOPs", title=f"{number} experts" if number else "dense")
+        panels[0][0].set(ylabel="language modelling, nats a token")
+        panels[0][-1].legend()
+        figure.tight_layout()
+        save_figure(figure, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "configs" / "scaling" / "law.json")
+    parser.add_argument("--plot", type=Path, default=HERE / "ladder.png")
+    arguments = parser.parse_args()
+    everything = finished()
+    runs = [run for run in everything if run.rung != HELD_OUT]
+    law = fit_law(
+        [run.scale for run in runs],
+        [run.loss for run in runs],
+        "scripts/experiments/recipe/ladder.md",
+        MEASURE,
+    )
+    write_json(arguments.out, law.model_dump(mode="json"))
+    print(table(runs, law))
+    errors = [abs(law.fit.loss(run.scale) / run.loss - 1) for run in runs]
+    print(f"\nmedian error {statistics.median(errors):.2%}, largest {max(errors):.2%}; {law.fit}\n")
+    rows = [[name, f"{error:+.2%}"] for largest in (False, True) for name, error in left_out(runs, largest)]
+    print(markdown_table(["left out of the fit", "largest error of its runs"], rows, "lr"))
+    steps = HELD_OUT.steps
+    tokens = statistics.fmean(run.scale.tokens / run.rung.steps for run in runs) * steps
+    scale = Scale.of(load_config(HERE / "small.json", HELD_OUT.overrides()).model, tokens)
+    print(f"\n{HELD_OUT}: predicted {law.predict(scale)} nats, {scale.flops:.2e} FLOPs, beyond: {law.beyond(scale)}")
+    for run in everything:
+        if run.rung == HELD_OUT:
+            print(f"trained: {run.loss:.3f} nats, error {law.fit.loss(run.scale) / run.loss - 1:+.2%}")
+    draw(runs, law, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
