@@ -29,11 +29,27 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         raise UserError(
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
+    if config.m6.training.deterministic == "any_world":
+        _check_tree(config, world_size, accumulation)
     if config.m6.moe is not None:
         try:
             exchange_steps(config.model.moe_config(), ep_size)
         except ValueError as error:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
+
+
+def _check_tree(config: RunConfig, world_size: int, accumulation: int) -> None:
+    """Each rank must add up a whole branch of the tree of m6/training/engine/tree_sum.py."""
+    ep_size = config.m6.training.ep_size
+    leaves = accumulation * world_size // ep_size
+    largest = leaves & -leaves  # the largest power of two that divides them
+    if largest % (world_size // ep_size):
+        worlds = ", ".join(str(ep_size * 2**power) for power in range(largest.bit_length()))
+        raise UserError(
+            f'm6.training.deterministic "any_world" on {world_size} ranks: train_batch_size '
+            f"{config.deepspeed.train_batch_size} makes {leaves} micro-steps of {ep_size} micro-batch"
+            f"{'' if ep_size == 1 else 'es'}, whose sums are the same on {worlds} ranks"
+        )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:

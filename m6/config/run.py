@@ -53,6 +53,19 @@ class RunConfig:
         return None if settings is None or settings.policy == "deepspeed" else settings
 
     @property
+    def together(self) -> int:
+        """Neighbouring ranks that share a contiguous part of a step, see ``m6.training.train_step``."""
+        return 1 if self.m6.training.deterministic is None else self.m6.training.ep_size
+
+    @property
+    def sums_depend_on(self) -> dict[str, int] | None:
+        """What must stay as it is for equal sums on any number of ranks; None if the run does not ask for them."""
+        if self.m6.training.deterministic is None:
+            return None
+        sizes = {"m6.training.ep_size": self.m6.training.ep_size}
+        return {**sizes, "train_micro_batch_size_per_gpu": self.deepspeed.micro_batch_size}
+
+    @property
     def last_sharing(self) -> Sharing | None:
         """What the layers share when the job ends: nothing, unless it ends at the switch of the Pseudo stage."""
         settings = self.m6.pseudo_to_real
@@ -110,6 +123,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         )
     if settings.moe is not None:
         _check_overlap(settings, deepspeed, model)
+    if settings.training.deterministic is not None:
+        _check_deterministic(settings, deepspeed)
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
@@ -133,6 +148,31 @@ def _check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6
         raise UserError(
             f'm6.moe.overlap_parts {parts}: "update": "backward" of m6.offload needs one gradient per expert and step, '
             'but each part gives one; use overlap_parts 1 or "update": "next_forward"'
+        )
+
+
+def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    name = 'm6.training.deterministic "any_world"'
+    if deepspeed.zero_stage > 1:
+        raise UserError(
+            f"{name}: zero_optimization.stage {deepspeed.zero_stage} adds up gradients in an order that depends on the "
+            "number of ranks; use stage 1 or 0"
+        )
+    if settings.offload is not None or "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
+        section = "m6.offload" if settings.offload is not None else "zero_optimization.offload_optimizer"
+        raise UserError(
+            f"{name}: {section} adds up gradients in host memory, in an order that depends on the number of ranks; "
+            "leave the section or the setting out"
+        )
+    if settings.moe is not None and settings.moe.get("balance_scope") == "global_batch":
+        raise UserError(
+            f'{name}: m6.moe.balance_scope "global_batch" balances the micro-batches that all ranks compute at the '
+            'same time, which are others on another number of ranks; use "micro_batch"'
+        )
+    if settings.pseudo_to_real is not None and settings.pseudo_to_real.switch == "gradient_correlation":
+        raise UserError(
+            f'{name}: m6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank; use '
+            '"step" or "loss_plateau"'
         )
 
 

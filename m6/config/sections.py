@@ -29,6 +29,11 @@ class TrainingSettings(Section):
     ep_size: PositiveInt = Field(
         1, description="number of ranks over which the experts are split; divides the world size and num_experts"
     )
+    deterministic: Literal["any_world"] | None = Field(
+        None,
+        description="any_world: the weights after each step are the same to the bit on any number of ranks; absent: "
+        "only on the same number",
+    )
     activation_checkpointing: bool = Field(
         False, description="recompute each block in the backward pass instead of keeping its activations"
     )

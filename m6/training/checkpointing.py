@@ -17,6 +17,7 @@ from m6.checkpoints.adapters import BaseWeights
 from m6.checkpoints.discovery import complete_checkpoints, remove_half_written
 from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import write_text
 from m6.model.adapter_names import is_adapter
@@ -122,6 +123,19 @@ class Checkpointer:
         for old in complete_checkpoints(self.root)[: -self.keep_last]:
             (old / MANIFEST).unlink()  # first, so that a crash in rmtree leaves no folder that looks complete
             shutil.rmtree(old)
+
+
+def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
+    """Raises UserError if ``"deterministic": "any_world"`` cannot go on from a checkpoint with this state."""
+    before, now = state.get("any_world"), config.sums_depend_on
+    if before is None or now is None:
+        return
+    for name in now:
+        if now[name] != before[name]:
+            raise UserError(
+                f'{name} {now[name]}: the steps so far had {before[name]}, and "deterministic": "any_world" adds up '
+                f'other sums with {now[name]}; use {before[name]}, or leave "deterministic" out'
+            )
 
 
 def restore(engine: Engine, reader: CheckpointReader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class DryRun:
 
 
 def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
-    """Builds the model and the engine of ``rank`` on fake tensors and trains one step without padding.
+    """Builds the model and the engine of ``rank`` on fake tensors and trains one plain step without padding.
 
     Raises:
         UserError: the run does not fit ``world_size``, it offloads experts, see
@@ -70,6 +70,9 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         )
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
+    # Fake ranks gather nothing: the step is the plain one, without the partial sums of "deterministic".
+    training = config.m6.training.model_copy(update={"deterministic": None})
+    config = replace(config, m6=config.m6.model_copy(update={"training": training}))
     begin = time.perf_counter()
     # A row without padding: the largest memory that any batch of the run needs.
     shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)

@@ -27,7 +27,7 @@ from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_m
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.tokenizers.image import load_image_tokenizer
-from m6.training.checkpointing import Checkpointer, restore, restore_weights
+from m6.training.checkpointing import Checkpointer, check_same_sums, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.meta_model import count_trained
@@ -169,7 +169,7 @@ class Trainer:
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
         numbers = (
-            micro_batch_number(self.runtime, self.accumulation, step, index)
+            micro_batch_number(self.runtime, self.accumulation, step, index, self.config.together)
             for step in range(self.step, self.settings.training.total_steps)
             for index in range(self.accumulation)
         )
@@ -202,6 +202,7 @@ class Trainer:
                         f"{getattr(self.settings.data, name)}: the {name.replace('_', ' ')} differs from that of the "
                         f"checkpoint in {self.run.root}"
                     )
+            check_same_sums(self.config, state)
             restore(self.engine, self.stage.reader(self.checkpoint))
             self.checkpoint = None  # closes the files of its shards
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
@@ -271,6 +272,7 @@ class Trainer:
             "image_tokenizer": self.data.codes_checksum,
             "model": self.config.model.to_diff_dict(),
             "lora": self.settings.lora and self.settings.lora.model_dump(),
+            "any_world": self.config.sums_depend_on,
             **self.stage.state(),
         }
         return self.checkpointer.save(self.engine, self.step, state)

@@ -23,7 +23,7 @@ from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.outcome import StepOutcome
-from m6.training.reporting.sums import StepSums
+from m6.training.reporting.sums import StepSums, sum_of_all
 from m6.training.schedule import learning_rate_factor
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
@@ -33,13 +33,18 @@ _SEED_STRIDE = (
 )
 
 
-def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int) -> int:
+def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int, together: int = 1) -> int:
     """Returns the global number of a rank's micro-batch in a step.
 
     Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
     has the same micro-batches on any number of ranks.
+
+    Args:
+        together: neighbouring ranks that have a contiguous part together, in which they take turns. The micro-batches
+            that they compute at the same time are then the same on any number of ranks.
     """
-    return (step * runtime.world_size + runtime.rank) * accumulation + index
+    group, place = divmod(runtime.rank, together)
+    return (step * runtime.world_size + group * together) * accumulation + index * together + place
 
 
 class TrainStep:
@@ -48,6 +53,7 @@ class TrainStep:
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, accumulation: int, stage: Stage) -> None:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.stage = stage
+        self._exact = config.m6.training.deterministic is not None
         self.health = ExpertHealth(engine.module)
         # In the order of the forward pass, which is also the order of the router statistics.
         self.sparse = {
@@ -73,7 +79,7 @@ class TrainStep:
         begin = time.perf_counter()
         target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
         learning_rate = self._learning_rate(step)
-        sums = StepSums(self.runtime.device)
+        sums = StepSums(self.runtime.device, self._exact)
 
         def loss(batch: MicroBatch, output: M6Output) -> Tensor:
             return self._loss(batch, output, target_weight, sums)
@@ -116,9 +122,7 @@ class TrainStep:
             for batch in micro_batches
         ]
         # fp64 holds counts of tokens and pairs exactly.
-        totals = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device).sum(0)
-        dist.all_reduce(totals)
-        return totals.tolist()
+        return sum_of_all(torch.tensor(counts, dtype=torch.float64, device=self.runtime.device), self._exact)
 
     def _learning_rate(self, step: int) -> float:
         settings = self.config.m6
@@ -129,7 +133,7 @@ class TrainStep:
 
     def _seed(self, step: int, index: int) -> int:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
-        number = micro_batch_number(self.runtime, self.accumulation, step, index)
+        number = micro_batch_number(self.runtime, self.accumulation, step, index, self.config.together)
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
     def _loss(self, batch: MicroBatch, output: M6Output, target_weight: float, sums: StepSums) -> Tensor:
@@ -141,9 +145,11 @@ class TrainStep:
         sums.add(output.target_losses, weighted, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
             self._add_router_stats(output.router_stats)
-        # The engine averages gradients over the ranks. Times world_size and divided by the targets of all ranks, the
+        # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
         # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
-        return weighted * (self.runtime.world_size / target_weight) + output.aux_loss / self.accumulation
+        averaged_over = self.engine.averaged_over
+        micro_batches = self.accumulation * self.runtime.world_size
+        return weighted * (averaged_over / target_weight) + output.aux_loss * (averaged_over / micro_batches)
 
     def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)

@@ -13,6 +13,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
 from m6.runs.processes import Runtime
+from m6.training.engine.any_world import AnyWorldEngine
 from m6.training.engine.engine import Engine
 from m6.training.engine.matrices import layouts_in_zero
 from m6.training.engine.muon import Muon
@@ -48,13 +49,13 @@ def build_model(
 
 
 def build_engine(
-    config: RunConfig, runtime: Runtime, sharing: Sharing | None = None, engine_type: type[Engine] = Engine
+    config: RunConfig, runtime: Runtime, sharing: Sharing | None = None, engine_type: type[Engine] | None = None
 ) -> Engine:
     """Builds the model, the optimizer and the engine around them.
 
     Args:
         sharing: as in ``build_model``.
-        engine_type: the class of the engine.
+        engine_type: the class of the engine; None: the one that the configuration asks for.
 
     Raises:
         UserError: the run does not fit the number of ranks, or a memory budget is too small.
@@ -80,4 +81,6 @@ def build_engine(
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
+    if engine_type is None:
+        engine_type = Engine if config.m6.training.deterministic is None else AnyWorldEngine
     return engine_type(initialized, config, runtime.device, offloaded)

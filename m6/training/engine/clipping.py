@@ -33,18 +33,40 @@ def clip_gradients(
     for parameter in model.parameters():
         if parameter.grad is not None:
             (experts if is_expert(parameter) else dense).append(parameter.grad)
-    total = _sum_of_squares(dense, next(model.parameters()).device)
-    expert_total = _sum_of_squares(experts, total.device)
-    if ep_group is not None:
-        dist.all_reduce(expert_total, group=ep_group)
-    norm = float((total + expert_total + other_squares).sqrt())
-    # A NaN is not larger than max_norm, so it needs no condition of its own.
-    if max_norm > 0 and norm > max_norm and norm != float("inf"):
-        torch._foreach_mul_([*dense, *experts], max_norm / (norm + 1e-6))
+    norm = float(gradient_norm(dense, experts, ep_group, next(model.parameters()).device, other_squares))
+    shrink([*dense, *experts], norm, max_norm)
     return norm
 
 
-def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def shrink(gradients: list[Tensor], norm: float, max_norm: float) -> None:
+    """Shrinks gradients in place from ``norm`` to ``max_norm``, unless ``norm`` is smaller or not finite."""
+    # A NaN is not larger than max_norm, so it needs no condition of its own.
+    if max_norm > 0 and norm > max_norm and norm != float("inf"):
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+
+
+def gradient_norm(
+    dense: list[Tensor],
+    experts: list[Tensor],
+    ep_group: dist.ProcessGroup | None,
+    device: torch.device,
+    other_squares: float = 0.0,
+) -> Tensor:
+    """The norm of the gradients of the whole model.
+
+    Args:
+        dense: gradients that every rank has.
+        experts: gradients of the experts of this rank.
+        ep_group: the expert-parallel group, over which the squares of the local experts are summed.
+        other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
+    """
+    total, expert_total = _sum_of_squares(dense, device), _sum_of_squares(experts, device)
+    if ep_group is not None:
+        dist.all_reduce(expert_total, group=ep_group)
+    return (total + expert_total + other_squares).sqrt()
+
+
+def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:  # a dense model has no experts
         return torch.zeros((), device=device)
     return torch.stack(torch._foreach_norm(gradients)).float().square().sum()

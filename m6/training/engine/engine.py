@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from m6.checkpoints.fragment import Fragment
@@ -66,6 +67,7 @@ class Engine:
     Attributes:
         module: the part of the model on this rank.
         offloaded: experts in the store of ``offload``; None if the run does not offload.
+        averaged_over: gradients are summed over all ranks and divided by this.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         self._max_norm = config.deepspeed.gradient_clipping
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self._learning_rate = 0.0
+        self.averaged_over = dist.get_world_size()
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
         self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
@@ -106,14 +109,19 @@ class Engine:
             loss: see ``LossFunction``.
             seeds: one seed per micro-batch, for dropout.
         """
-        self._deepspeed.train()
         last = len(micro_batches) - 1
+        for index in self._each(micro_batches, loss, seeds):
+            if index < last:
+                self._deepspeed.step()  # before the last micro-batch, DeepSpeed only counts
+
+    def _each(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Iterator[int]:
+        """Yields the index of each micro-batch after its backward pass."""
+        self._deepspeed.train()
         for index, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             seed_everything(seed)  # dropout depends only on the micro-batch, not on the ones before it
             on_device = batch.to(self._device)
             self.backward(loss(on_device, self.forward(on_device)))
-            if index < last:
-                self._deepspeed.step()  # before the last micro-batch, DeepSpeed only counts
+            yield index
 
     def forward(self, batch: MicroBatch) -> M6Output:
         """Runs the model on a micro-batch on the engine's device; the output has no logits."""

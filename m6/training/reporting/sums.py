@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,35 @@ class StepResult:
     requests: Requests
 
 
-class StepSums:
-    """Sums of one optimizer step over its micro-batches; ``reduce`` adds the ranks in one collective."""
+def sum_of_all(values: Tensor, exact: bool) -> list[float]:
+    """Adds up the rows of all ranks in one collective; this call synchronises the device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        values: [micro-batches, C] fp64, of equal shape on all ranks.
+        exact: round only the sum, so that it does not depend on the number of ranks; every rank gets all rows.
+    """
+    if not exact:
+        total = values.sum(0)
+        dist.all_reduce(total)
+        return total.tolist()
+    rows = values.new_empty(dist.get_world_size() * len(values), values.shape[1])
+    dist.all_gather(list(rows.chunk(dist.get_world_size())), values)
+    # fsum raises an error if infinities of both signs meet; the plain sum is then NaN, as it should be.
+    return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in rows.T.tolist()]
+
+
+class StepSums:
+    """Sums of one optimizer step over its micro-batches; ``reduce`` adds the ranks in one collective.
+
+    Args:
+        exact: see ``sum_of_all``.
+    """
+
+    def __init__(self, device: torch.device, exact: bool = False) -> None:
+        # For each micro-batch:
         # [sum of losses per objective | targets per objective | aux loss | weighted loss | stop | save]
-        self._sums = torch.zeros(_COLUMNS + 4, dtype=torch.float64, device=device)
+        self._device, self._exact = device, exact
+        self._rows: list[Tensor] = []
 
     def add(self, losses: Tensor, weighted_loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
         """Adds a micro-batch.
@@ -51,17 +75,18 @@ class StepSums:
         """
         # index_add_ needs no count of the targets on the host, so the device is not synchronised.
         losses = losses.detach().double()
-        self._sums.index_add_(0, objective_ids, losses)
-        self._sums.index_add_(0, objective_ids + len(OBJECTIVES), torch.ones_like(losses))
-        self._sums[_COLUMNS] += aux_loss.detach()
-        self._sums[_COLUMNS + 1] += weighted_loss.detach()
+        row = torch.zeros(_COLUMNS + 4, dtype=torch.float64, device=self._device)
+        row.index_add_(0, objective_ids, losses)
+        row.index_add_(0, objective_ids + len(OBJECTIVES), torch.ones_like(losses))
+        row[_COLUMNS] += aux_loss.detach()
+        row[_COLUMNS + 1] += weighted_loss.detach()
+        self._rows.append(row)
 
     def reduce(self, requests: Requests) -> StepResult:
         """Sums over all ranks in one collective; this call synchronises the device."""
-        self._sums[_COLUMNS + 2] = float(requests.stop)
-        self._sums[_COLUMNS + 3] = float(requests.save)
-        dist.all_reduce(self._sums)
-        values = self._sums.tolist()
+        self._rows[-1][_COLUMNS + 2] = float(requests.stop)
+        self._rows[-1][_COLUMNS + 3] = float(requests.save)
+        values = sum_of_all(torch.stack(self._rows), self._exact)
         objectives = len(OBJECTIVES)
         return StepResult(
             loss_sums=dict(zip(OBJECTIVES, values[:objectives], strict=True)),

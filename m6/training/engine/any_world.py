@@ -1,0 +1,125 @@
+"""The engine of ``"deterministic": "any_world"``: the same weights to the bit on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+from m6.training.engine.clipping import gradient_norm, shrink
+from m6.training.engine.engine import Engine, LossFunction, Update
+from m6.training.engine.partitions import is_expert
+from m6.training.engine.tree_sum import BranchSum, TreeShape, sum_over_ranks
+from m6.training.expert_groups import expert_group
+from m6.training.offloading.experts import OffloadedExperts
+
+
+class AnyWorldEngine(Engine):
+    """Takes the gradients of each micro-batch, adds them up in the order of a fixed tree, and gives DeepSpeed the sum.
+
+    DeepSpeed reduces nothing, and at stage 1 takes its partition of the sum. Norm and clipping are those of the whole
+    gradient, which every rank has.
+    """
+
+    def __init__(
+        self, deepspeed: Any, config: RunConfig, device: torch.device, offloaded: OffloadedExperts | None
+    ) -> None:
+        super().__init__(deepspeed, config, device, offloaded)
+        world_size, ep_size = dist.get_world_size(), config.m6.training.ep_size
+        self.averaged_over = 1
+        self._shape = tree_shape(config, world_size)
+        self._same_experts = expert_group("expert_data_parallel", ep_size)
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._branch = BranchSum(self._shape.run)
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
+            torch.use_deterministic_algorithms(True)
+        deepspeed.enable_backward_allreduce = False
+        if self._zero_stage > 0:
+            self._norm = torch.zeros((), device=device)
+            zero = deepspeed.optimizer
+            zero.scaled_global_norm = lambda norm_type=2: self._norm
+            zero.clip_grad = 0.0  # stage 0 would round another factor
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
+        """See ``Engine.accumulate``."""
+        # DeepSpeed takes every micro-batch for one in the middle of a step: it keeps the gradients as they are.
+        self._deepspeed.set_gradient_accumulation_boundary(False)
+        for _ in self._each(micro_batches, loss, seeds):
+            self._branch.add(self._take_gradients())
+
+    def update(self) -> Update:
+        """See ``Engine.update``."""
+        self._give_gradients(self._sum())
+        self._deepspeed.set_gradient_accumulation_boundary(True)
+        return super().update()
+
+    def _sum(self) -> list[Tensor]:
+        """The gradients of the global batch, in the order of the parameters."""
+        branch = self._branch.finish()
+        found: dict[int, Tensor] = {}
+        groups, size = self._shape.groups, self._shape.group_size
+        for of_experts in (False, True):
+            # Without expert parallelism every rank has all experts.
+            split = of_experts and self._same_experts is not None
+            chosen = [index for index, each in enumerate(self._trained) if is_expert(each) == of_experts]
+            order, group = ((groups, 1), self._same_experts) if split else ((groups, size), None)
+            found |= dict(zip(chosen, sum_over_ranks([branch[index] for index in chosen], order, group), strict=True))
+        return [found[index] for index in range(len(self._trained))]
+
+    def _take_gradients(self) -> list[Tensor]:
+        """Moves the gradients of a micro-batch out of the model, in fp32; zeros for what it did not use."""
+        taken = []
+        for parameter in self._trained:
+            # At stage 1 DeepSpeed may have moved a 16-bit gradient to an fp32 one.
+            gradient = getattr(parameter, "grad_accum", None)
+            gradient = parameter.grad if gradient is None else gradient
+            taken.append(torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient.float())
+            parameter.grad = None
+            if hasattr(parameter, "grad_accum"):
+                parameter.grad_accum = None
+        return taken
+
+    def _give_gradients(self, gradients: list[Tensor]) -> None:
+        """Puts the summed gradients where DeepSpeed's update reads them."""
+        if self._zero_stage == 0:
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                parameter.grad = gradient.to(parameter.dtype)
+            return
+        by_parameter = dict(zip(self._trained, gradients, strict=True))
+        experts = [gradient for parameter, gradient in by_parameter.items() if is_expert(parameter)]
+        dense = [gradient for parameter, gradient in by_parameter.items() if not is_expert(parameter)]
+        self._norm = gradient_norm(dense, experts, self._expert_group, self._device)
+        assert self._loss_scale is not None
+        shrink(gradients, float(self._norm) / self._loss_scale.value, self._max_norm)
+        give_partition(self._deepspeed.optimizer, by_parameter)
+
+
+def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
+    """Gives DeepSpeed's optimizer of stage 1 this rank's part of whole gradients (DeepSpeed 0.19.8)."""
+    for index, parameters in enumerate(zero.params_in_partition):
+        dtype = zero.gradient_accumulation_dtype
+        zero.all_grad_tensors[index] = [gradients[parameter].to(dtype) for parameter in parameters]
+        zero.averaged_gradients[index] = zero.get_flat_partition(
+            parameters,
+            zero.first_offset[index],
+            zero.partition_size[index],
+            dtype=dtype,
+            device=zero.single_partition_of_fp32_groups[index].device,
+            param_group_idx=index,
+            return_tensor_list=True,
+        )
+        zero.all_grad_tensors[index] = None
+
+
+def tree_shape(config: RunConfig, world_size: int) -> TreeShape:
+    """The tree of a run on ``world_size`` ranks."""
+    ep_size = config.m6.training.ep_size
+    leaves = config.deepspeed.accumulation_steps(world_size) * world_size // ep_size
+    return TreeShape(leaves, world_size // ep_size, ep_size)

@@ -1,0 +1,92 @@
+"""``"deterministic": "any_world"``: the same weights and moments to the bit on 1, 2 and 4 ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.checkpoints.comparison import compare, open_step
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_training_layouts import MUON, ROUTING, layout, train
+
+Worlds = list[tuple[int, int, int | None]]
+"""(ranks, ZeRO stage, steps in all after which the attempt stops), one after the other."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("any_world")
+
+
+def trained(folder: Path, name: str, worlds: Worlds, ep_size: int = 1, **changes: Any) -> Path:
+    """A run over these attempts."""
+    root = folder / name
+    for ranks, stage, stop_at in worlds:
+        document = layout(folder, ranks, stage, ep_size, m6__training__deterministic="any_world", **changes)
+        run_distributed(train_in_any_precision, ranks, document, str(root), stop_at)
+    return root
+
+
+def train_in_any_precision(*arguments: Any) -> None:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True  # type: ignore[method-assign]
+    train(*arguments)
+
+
+def assert_equal_to_the_bit(run: Path, reference: Path) -> None:
+    found = compare(*open_step((run, reference), None))
+    assert found.differences == []
+    assert found.digests[0] == found.digests[1]
+    assert training_losses(run) == training_losses(reference)
+
+
+def training_losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    # dropout, clipping, capacity with dropped tokens, biases that balance: all are functions of a micro-batch
+    "experts with every option": {"m6__moe": ROUTING},
+    "12 micro-batches under autocast": {
+        "train_batch_size": 24,
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    },
+    "shared layers": {"m6__pseudo_to_real": {"switch_step": 2}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_do_not_depend_on_the_number_of_ranks(folder: Path, name: str):
+    changes = CASES[name]
+    alone = trained(folder, f"{name} alone", [(1, 0, None)], **changes)
+    assert_equal_to_the_bit(trained(folder, f"{name} two", [(2, 0, None)], **changes), alone)
+    # Stage 1 adds up the same gradients, and a run that changes its size takes over the state of any layout.
+    worlds: Worlds = [(4, 1, 1), (2, 1, 2), (1, 1, 3), (4, 0, None)]
+    assert_equal_to_the_bit(trained(folder, f"{name} wandering", worlds, **changes), alone)
+
+
+HALF: dict[str, dict[str, Any]] = {
+    "bf16 and Muon": {"bf16": {"enabled": True}, **MUON},
+    # A scale so large that the first steps are skipped.
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+def test_in_16_bits(folder: Path, name: str):
+    """They need stage 1. Muon makes matrices orthogonal that partitions of other numbers of ranks cut elsewhere."""
+    changes = HALF[name]
+    alone = trained(folder, f"{name} alone", [(1, 1, None)], **changes)
+    worlds: Worlds = [(4, 1, 1), (2, 1, 3), (4, 1, None)]
+    assert_equal_to_the_bit(trained(folder, f"{name} wandering", worlds, **changes), alone)
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks(folder: Path):
+    changes: dict[str, Any] = {"m6__moe": ROUTING, "train_batch_size": 16}
+    two = trained(folder, "experts on two", [(2, 0, None)], ep_size=2, **changes)
+    assert_equal_to_the_bit(trained(folder, "experts on four", [(4, 1, 2), (2, 1, 3), (4, 0, None)], 2, **changes), two)

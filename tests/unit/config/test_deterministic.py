@@ -1,0 +1,68 @@
+"""What ``"deterministic": "any_world"`` cannot do is refused before the run starts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig, parse_config
+from m6.errors import UserError
+from m6.training.checkpointing import check_same_sums
+from tests.fixtures.tiny_run import tiny_document
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 adds up gradients in an order that depends"),
+    ({"m6__offload": {}, "zero_optimization": {"stage": 1}}, "m6.offload adds up gradients in host memory"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        "zero_optimization.offload_optimizer adds up gradients in host memory",
+    ),
+    ({"m6__moe__balance_scope": "global_batch"}, 'm6.moe.balance_scope "global_batch" balances the micro-batches'),
+    (
+        {"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}},
+        'm6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank',
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deterministic")
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    return parse_config(tiny_document(folder, m6__training__deterministic="any_world", **changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_depends_on_the_number_of_ranks(folder: Path, changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=re.escape(f'm6.training.deterministic "any_world": {message}')):
+        config(folder, **changes)
+    parse_config(tiny_document(folder, **changes))  # without the mode it is no mistake
+
+
+def test_a_number_of_ranks_without_whole_branches(folder: Path):
+    run = config(folder, train_batch_size=24)
+    for world_size in (1, 2, 4):
+        check_world_size(run, world_size)
+    message = "on 3 ranks: train_batch_size 24 makes 12 micro-steps of 1 micro-batch, whose sums are the same on 1, 2,"
+    with pytest.raises(UserError, match=message):
+        check_world_size(run, 3)
+    shared = config(folder, train_batch_size=24, m6__training__ep_size=2, m6__moe={"num_experts": 4})
+    check_world_size(shared, 4)
+    with pytest.raises(UserError, match="6 micro-steps of 2 micro-batches, whose sums are the same on 2, 4 ranks"):
+        check_world_size(shared, 6)
+
+
+def test_a_checkpoint_of_other_sums(folder: Path):
+    run = config(folder)
+    check_same_sums(run, {"any_world": run.sums_depend_on})
+    check_same_sums(run, {"any_world": None})  # its steps so far depend on their ranks, those to come do not
+    with pytest.raises(UserError, match=r"m6.training.ep_size 1: the steps so far had 2"):
+        check_same_sums(run, {"any_world": {"m6.training.ep_size": 2, "train_micro_batch_size_per_gpu": 2}})
+    other = {"m6.training.ep_size": 1, "train_micro_batch_size_per_gpu": 8}
+    with pytest.raises(UserError, match=r"train_micro_batch_size_per_gpu 2: the steps so far had 8"):
+        check_same_sums(run, {"any_world": other})
+    check_same_sums(parse_config(tiny_document(folder)), {"any_world": other})
