@@ -177,17 +177,16 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
 
 
 def _check_schedule(schedule: ScheduleSettings, total: int) -> None:
-    if schedule.warmup_steps + (schedule.decay_steps or 0) > total:
-        decay_steps = f" + decay_steps {schedule.decay_steps}" if schedule.decay_steps else ""
-        room = total - (schedule.decay_steps or 0)
-        remedy = f"m6.schedule.warmup_steps=0 to {room}" if room >= 0 else "a smaller m6.schedule.decay_steps"
+    room = total - (schedule.decay_steps(total) if schedule.decay_share is not None else 0)
+    if schedule.warmup_steps > room:
+        decay = f" and a decay of {total - room} steps, decay_share {schedule.decay_share:g}," if room < total else ""
         raise UserError(
-            f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay_steps} exceed m6.training.total_steps {total}; "
-            f"set {remedy}, or more m6.training.total_steps"
+            f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay} exceed m6.training.total_steps {total}; "
+            f"set m6.schedule.warmup_steps=0 to {room}, or more m6.training.total_steps"
         )
-    if (schedule.decay == "wsd") != (schedule.decay_steps is not None):
+    if (schedule.decay == "wsd") != (schedule.decay_share is not None):
         raise UserError(
-            f'm6.schedule.decay_steps belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
+            f'm6.schedule.decay_share belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
         )
     for key, has_effect in (
         ("power", schedule.decay == "polynomial"),

@@ -52,13 +52,21 @@ class ScheduleSettings(Section):
     decay: Literal["constant", "cosine", "polynomial", "wsd"] = Field(
         "cosine", description="shape of the curve after the warm-up"
     )
-    decay_steps: int | None = Field(
+    decay_share: float | None = Field(
         None,
         gt=0,
-        description="wsd: length of the final decay in steps; the other shapes decay from the warm-up to the end",
+        le=1,
+        description="wsd: length of the final decay as a share of total_steps; the other shapes decay from the warm-up "
+        "to the end",
     )
     power: float = Field(1.0, gt=0, description="polynomial: exponent; 1 is linear")
     final_lr_ratio: Share = Field(0.1, description="learning rate of the last step divided by the peak")
+
+    def decay_steps(self, total_steps: int) -> int:
+        """Steps of the final decay of a run."""
+        if self.decay_share is None:
+            return total_steps - self.warmup_steps
+        return max(1, round(self.decay_share * total_steps))
 
 
 class PseudoToRealSettings(Section):

@@ -17,7 +17,7 @@ def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings
         return (step + 1) / settings.warmup_steps  # not from 0: the first step would be wasted
     if settings.decay == "constant":
         return 1.0
-    decay_steps = settings.decay_steps or total_steps - settings.warmup_steps
+    decay_steps = settings.decay_steps(total_steps)
     # wsd stays at the peak before ``begin``; for the other shapes ``begin`` is the end of the warm-up.
     begin = total_steps - decay_steps
     # decay_steps - 1: the last step of the run has exactly the final learning rate.

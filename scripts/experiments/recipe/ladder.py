@@ -41,8 +41,6 @@ class Rung:
 
     def overrides(self) -> list[str]:
         """Of small.json: the recipe, in this size and for this length."""
-        # Warm-up and decay are the same shares of every length.
-        schedule = [f"m6.schedule.warmup_steps={self.steps // 10}", f"m6.schedule.decay_steps={self.steps * 3 // 10}"]
         return [
             *candidates()["recipe"],
             f"m6.model.hidden_size={self.width}",
@@ -51,7 +49,7 @@ class Rung:
             f"m6.model.ffn_hidden_size={3 * self.width if self.experts else 6 * self.width}",
             f"m6.moe.num_experts={self.experts}" if self.experts else "m6.moe=null",
             f"m6.training.total_steps={self.steps}",
-            *schedule,
+            f"m6.schedule.warmup_steps={self.steps // 10}",  # the same share of every length, as that of the decay
             f"m6.evaluation.interval_steps={self.steps // 2}",
             "m6.checkpoint.interval_steps=200",
         ]

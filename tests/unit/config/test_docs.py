@@ -48,7 +48,7 @@ def test_every_key_is_there_with_a_meaning():
     [
         ("m6.training", "total_steps", "integer > 0, ≤ 1,000,000,000,000", "required"),
         ("m6.training", "activation_checkpointing", "boolean", "`false`"),
-        ("m6.schedule", "decay_steps", "integer > 0 or null", "`null`"),
+        ("m6.schedule", "decay_share", "number > 0, ≤ 1 or null", "`null`"),
         ("m6.schedule", "final_lr_ratio", "number ≥ 0, ≤ 1", "`0.1`"),
         ("m6.logging", "wandb", '`"off"`, `"offline"`, `"online"`', '`"off"`'),
         ("m6.moe", "num_experts", "integer", "required"),

@@ -15,11 +15,11 @@ def factors(total_steps: int, **settings: object) -> list[float]:
 
 
 def slow_factors(
-    total: int, warmup: int, decay: str, final: float, decay_steps: int | None = None, power: float = 1.0
+    total: int, warmup: int, decay: str, final: float, decay_share: float | None = None, power: float = 1.0
 ) -> list[float]:
-    """Warm-up first; then the last ``decay_steps`` steps go from 1 to ``final`` along the shape."""
+    """Warm-up first; then the last ``decay_share`` of the steps goes from 1 to ``final`` along the shape."""
     curve = [(step + 1) / warmup for step in range(warmup)]
-    length = total - warmup if decay_steps is None else decay_steps
+    length = total - warmup if decay_share is None else max(1, round(decay_share * total))
     curve += [1.0] * (total - warmup - length)
     for number in range(length):
         x = number / (length - 1) if length > 1 else 0.0
@@ -42,8 +42,8 @@ def slow_factors(
         ("cosine", {}),
         ("polynomial", {}),
         ("polynomial", {"power": 2.5}),
-        ("wsd", {"decay_steps": 9}),
-        ("wsd", {"decay_steps": 1}),
+        ("wsd", {"decay_share": 0.225}),
+        ("wsd", {"decay_share": 0.001}),
     ],
 )
 def test_every_shape(decay: str, extra: dict, warmup: int, final: float):
@@ -67,7 +67,7 @@ def test_warmup_of_the_whole_run_and_a_single_step():
 
 
 def test_wsd_is_stable_in_the_middle():
-    curve = factors(100, warmup_steps=10, decay="wsd", decay_steps=20, final_lr_ratio=0.0)
+    curve = factors(100, warmup_steps=10, decay="wsd", decay_share=0.2, final_lr_ratio=0.0)
     assert set(curve[9:81]) == {1.0}
     assert curve[-1] == 0.0
     assert curve[90] == pytest.approx(1 - 10 / 19)
