@@ -38,13 +38,18 @@ def main() -> None:
     runs: dict[str, dict[str, Row]] = {}
     for row in rows:
         runs.setdefault(row["candidate"], {})[row["seed"]] = row
+    target = statistics.fmean(float(row["mean_loss"]) for row in runs[TODAY].values())
     lines = []
     for name, seeds in runs.items():
         base = name.split(", ")[0]
-        pairs = [(float(row["mean_loss"]), float(runs[base][seed]["mean_loss"])) for seed, row in seeds.items()]
+        pairs = [
+            (float(row["mean_loss"]), float(runs[base][seed]["mean_loss"]))
+            for seed, row in seeds.items()
+            if seed in runs[base]
+        ]
         differences = [mine - theirs for mine, theirs in pairs]
         text = statistics.fmean(float(row["language_modelling"]) for row in seeds.values())
-        reached = [steps_to(row, float(runs[TODAY][seed]["mean_loss"])) for seed, row in seeds.items()]
+        reached = [steps_to(row, target) for row in seeds.values()]
         share = [
             step / int(row["steps"]) for step, row in zip(reached, seeds.values(), strict=True) if step is not None
         ]

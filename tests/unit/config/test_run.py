@@ -225,7 +225,7 @@ FITTING = [
     (
         {"m6.schedule.decay": "wsd", "m6.schedule.decay_share": 0.5, "m6.schedule.warmup_steps": 3},
         {},
-        r"warmup_steps 3 and a decay of 2 steps, decay_share 0.5, exceed .*total_steps 4; set .*warmup_steps=0 to 2, or",
+        r"warmup_steps 3 and a decay of 2 steps, decay_share 0.5, exceed .*total_steps 4; set .*steps=0 to 2, or",
     ),
     ({"m6.schedule.decay": "wsd"}, {}, r'decay_share .*"wsd"'),
     ({"m6.schedule.decay_share": 0.2}, {}, r'decay_share belongs to "decay": "wsd".*decay is "cosine"'),
