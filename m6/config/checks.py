@@ -30,7 +30,9 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
     if config.m6.training.deterministic == "any_world":
-        _check_tree(config, world_size, accumulation)
+        refusal = tree_refusal(accumulation * world_size, world_size, config.m6.training.ep_size)
+        if refusal is not None:
+            raise UserError(f"train_batch_size {config.deepspeed.train_batch_size}: {refusal}")
     if config.m6.moe is not None:
         try:
             exchange_steps(config.model.moe_config(), ep_size)
@@ -38,18 +40,21 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
 
 
-def _check_tree(config: RunConfig, world_size: int, accumulation: int) -> None:
-    """Each rank must add up a whole branch of the tree of m6/training/engine/tree_sum.py."""
-    ep_size = config.m6.training.ep_size
-    leaves = accumulation * world_size // ep_size
+def tree_refusal(micro_batches: int, world_size: int, ep_size: int) -> str | None:
+    """Why a rank would not add up a whole branch of the tree of m6/training/engine/tree_sum.py; None if it does.
+
+    Args:
+        micro_batches: of a step, on all ranks.
+    """
+    leaves = micro_batches // ep_size
     largest = leaves & -leaves  # the largest power of two that divides them
-    if largest % (world_size // ep_size):
-        worlds = ", ".join(str(ep_size * 2**power) for power in range(largest.bit_length()))
-        raise UserError(
-            f'm6.training.deterministic "any_world" on {world_size} ranks: train_batch_size '
-            f"{config.deepspeed.train_batch_size} makes {leaves} micro-steps of {ep_size} micro-batch"
-            f"{'' if ep_size == 1 else 'es'}, whose sums are the same on {worlds} ranks"
-        )
+    if largest % (world_size // ep_size) == 0:
+        return None
+    worlds = ", ".join(str(ep_size * 2**power) for power in range(largest.bit_length()))
+    return (
+        f'm6.training.deterministic "any_world" on {world_size} ranks: {leaves} micro-steps of {ep_size} micro-batch'
+        f"{'' if ep_size == 1 else 'es'} have the same sums on {worlds} ranks"
+    )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:

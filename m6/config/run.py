@@ -158,11 +158,15 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
             f"{name}: zero_optimization.stage {deepspeed.zero_stage} adds up gradients in an order that depends on the "
             "number of ranks; use stage 1 or 0"
         )
-    if settings.offload is not None or "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
-        section = "m6.offload" if settings.offload is not None else "zero_optimization.offload_optimizer"
+    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
         raise UserError(
-            f"{name}: {section} adds up gradients in host memory, in an order that depends on the number of ranks; "
-            "leave the section or the setting out"
+            f"{name}: with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory, in an order "
+            "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
+        )
+    if settings.offload is not None and settings.offload.update == "backward":
+        raise UserError(
+            f'{name}: m6.offload.update "backward" uses each gradient at once and keeps none to add up in order; use '
+            '"next_forward"'
         )
     if settings.moe is not None and settings.moe.get("balance_scope") == "global_batch":
         raise UserError(

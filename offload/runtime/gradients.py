@@ -156,6 +156,28 @@ class GradientOffload:
 
         slot.job = slot.squares_job = self._workers.submit(measure, [slot.job], [])
 
+    def move_out(self, slots: Sequence[Slot]) -> list[Tensor]:
+        """See ``OffloadRuntime.take_gradients``."""
+        found = []
+        for slot in slots:
+            self._workers.wait(slot.job)
+            for gradient in slot.gradients():
+                if slot.num_gradients:
+                    found.append(gradient.to("cpu", torch.float32, copy=True))
+                else:
+                    found.append(torch.zeros(gradient.shape))
+            slot.num_gradients, slot.squares_job = 0, None
+        return found
+
+    def move_in(self, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
+        """See ``OffloadRuntime.put_gradients``."""
+        values = iter(gradients)
+        for slot in slots:
+            self._workers.wait(slot.job)
+            for target in slot.gradients():
+                target.copy_(next(values))
+            slot.num_gradients, slot.squares_job = 1, None
+
     def sum_of_squares(self, slots: Sequence[Slot]) -> float:
         """Returns the sum of squares of all gradients; infinite if one is not finite.
 

@@ -173,6 +173,18 @@ class OffloadRuntime:
 
         self._gradients.update = update
 
+    def take_gradients(self) -> list[Tensor]:
+        """Moves the gradients out of all chunks, for a caller that adds up those of several backward passes.
+
+        Returns:
+            fp32 [N, ...] on the host, for each chunk and each of its parameters; zeros where there is no gradient.
+        """
+        return self._gradients.move_out(self._slots)
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Gives all chunks the gradients of a step, in the order of ``take_gradients``."""
+        self._gradients.move_in(self._slots, gradients)
+
     def sum_of_squares(self) -> float:
         """Returns the sum of squares of the step's gradients on this rank; infinite if one of them is not finite."""
         return self._gradients.sum_of_squares(self._slots)

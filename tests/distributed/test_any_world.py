@@ -90,3 +90,16 @@ def test_experts_on_two_ranks(folder: Path):
     changes: dict[str, Any] = {"m6__moe": ROUTING, "train_batch_size": 16}
     two = trained(folder, "experts on two", [(2, 0, None)], ep_size=2, **changes)
     assert_equal_to_the_bit(trained(folder, "experts on four", [(4, 1, 2), (2, 1, 3), (4, 0, None)], 2, **changes), two)
+
+
+@pytest.mark.slow
+def test_offloaded_experts_under_any_budget(folder: Path):
+    """Budgets differ from attempt to attempt: experts that stream, experts that the device owns, and a plan between."""
+    document: dict[str, Any] = {"m6__moe": {"num_experts": 4, "num_prototypes": 2}, "train_batch_size": 16}
+    streamed = {"chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}], "device_budget_mib": 5000.0}
+    alone = trained(folder, "streamed", [(1, 0, None)], m6__offload=streamed, **document)
+    run = "offloaded wandering"
+    owned = {"chunk_mib": 0.05, "device_budget_mib": 6000.0}
+    trained(folder, run, [(4, 1, 1), (2, 1, 2)], m6__offload=owned, **document)
+    trained(folder, run, [(2, 0, None)], m6__offload=streamed, **document)
+    assert_equal_to_the_bit(folder / run, alone)

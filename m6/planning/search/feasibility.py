@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from m6.config.checks import tree_refusal
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import markdown_table
@@ -100,7 +101,7 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
     ):
         return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks, the heads or the layers")
     try:
-        layout.accumulation(config.deepspeed.train_batch_size)
+        accumulation = layout.accumulation(config.deepspeed.train_batch_size)
     except UserError as error:
         return Refusal("batch", str(error))
     if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
@@ -109,6 +110,10 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             f"ep_size {layout.ep_size} does not divide both {layout.dp_size} data-parallel ranks and {num_experts} "
             "experts",
         )
+    if config.m6.training.deterministic is not None:
+        refusal = tree_refusal(accumulation * layout.dp_size, layout.dp_size, layout.ep_size)
+        if refusal is not None:
+            return Refusal("ranks", refusal)
     node, group = layout.ranks_per_node, layout.ep_size
     if node < 0 or (node and max(node, group) % min(node, group)):
         return Refusal("experts", f"ranks_per_node {node} and ep_size {group}: one must be a multiple of the other")

@@ -56,25 +56,36 @@ class AnyWorldEngine(Engine):
 
     def update(self) -> Update:
         """See ``Engine.update``."""
-        self._give_gradients(self._sum())
+        gradients = self._sum()
+        offloaded_squares = 0.0
+        if self.offloaded is not None:
+            self.offloaded.runtime.put_gradients(gradients[len(self._trained) :])
+            offloaded_squares = self.offloaded.measure()
+        self._give_gradients(gradients[: len(self._trained)], offloaded_squares)
         self._deepspeed.set_gradient_accumulation_boundary(True)
         return super().update()
 
     def _sum(self) -> list[Tensor]:
-        """The gradients of the global batch, in the order of the parameters."""
+        """The gradients of the global batch, in the order of ``_take_gradients``."""
         branch = self._branch.finish()
         found: dict[int, Tensor] = {}
         groups, size = self._shape.groups, self._shape.group_size
         for of_experts in (False, True):
             # Without expert parallelism every rank has all experts.
             split = of_experts and self._same_experts is not None
-            chosen = [index for index, each in enumerate(self._trained) if is_expert(each) == of_experts]
+            chosen = [index for index in range(len(branch)) if self._is_expert(index) == of_experts]
             order, group = ((groups, 1), self._same_experts) if split else ((groups, size), None)
             found |= dict(zip(chosen, sum_over_ranks([branch[index] for index in chosen], order, group), strict=True))
-        return [found[index] for index in range(len(self._trained))]
+        return [found[index] for index in range(len(branch))]
+
+    def _is_expert(self, index: int) -> bool:
+        return index >= len(self._trained) or is_expert(self._trained[index])
 
     def _take_gradients(self) -> list[Tensor]:
-        """Moves the gradients of a micro-batch out of the model, in fp32; zeros for what it did not use."""
+        """Moves the gradients of a micro-batch out of the model, in fp32; zeros for what it did not use.
+
+        First those of DeepSpeed's parameters, then those of offloaded experts.
+        """
         taken = []
         for parameter in self._trained:
             # At stage 1 DeepSpeed may have moved a 16-bit gradient to an fp32 one.
@@ -84,9 +95,9 @@ class AnyWorldEngine(Engine):
             parameter.grad = None
             if hasattr(parameter, "grad_accum"):
                 parameter.grad_accum = None
-        return taken
+        return taken if self.offloaded is None else taken + self.offloaded.runtime.take_gradients()
 
-    def _give_gradients(self, gradients: list[Tensor]) -> None:
+    def _give_gradients(self, gradients: list[Tensor], offloaded_squares: float) -> None:
         """Puts the summed gradients where DeepSpeed's update reads them."""
         if self._zero_stage == 0:
             for parameter, gradient in zip(self._trained, gradients, strict=True):
@@ -95,7 +106,7 @@ class AnyWorldEngine(Engine):
         by_parameter = dict(zip(self._trained, gradients, strict=True))
         experts = [gradient for parameter, gradient in by_parameter.items() if is_expert(parameter)]
         dense = [gradient for parameter, gradient in by_parameter.items() if not is_expert(parameter)]
-        self._norm = gradient_norm(dense, experts, self._expert_group, self._device)
+        self._norm = gradient_norm(dense, experts, self._expert_group, self._device, offloaded_squares)
         assert self._loss_scale is not None
         shrink(gradients, float(self._norm) / self._loss_scale.value, self._max_norm)
         give_partition(self._deepspeed.optimizer, by_parameter)

@@ -62,7 +62,10 @@ class OffloadedExperts:
         self._max_norm = config.deepspeed.gradient_clipping
         self.squares = 0.0
         self._ep_size = config.m6.training.ep_size
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        # The engine of "deterministic" sums gradients up itself, and multiplies no loss.
+        by_engine = config.m6.training.deterministic is not None
+        self._averaged_over = 1 if by_engine else world_size
         uses = experts_of(model)
         self._setup = setup = prepare(uses, config, torch_device, sharing)
         try:
@@ -77,7 +80,7 @@ class OffloadedExperts:
                 host_budget_bytes=setup.host_budget_bytes,
                 update_in_backward=settings.update == "backward",
                 plan=setup.plan,
-                reduce=self._sum if self._world_size > 1 else None,
+                reduce=None if by_engine or world_size == 1 else self._sum,
             )
         except ValueError as error:
             raise UserError(f"m6.offload: {error}") from None
@@ -116,11 +119,11 @@ class OffloadedExperts:
     def begin(self, learning_rate: float) -> None:
         """Begins a step; call it before the first forward pass."""
         if self.runtime.update_in_backward:
-            self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale, 1.0 / self._world_size)
+            self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale, 1.0 / self._averaged_over)
 
     def measure(self) -> float:
         """Returns the sum of squares of the experts' gradients, including the loss scale; equal on all ranks."""
-        squares = torch.tensor(self.runtime.sum_of_squares() / self._world_size**2, dtype=torch.float64)
+        squares = torch.tensor(self.runtime.sum_of_squares() / self._averaged_over**2, dtype=torch.float64)
         if self._ep_size > 1:
             squares = squares.to(self.runtime.device.torch_device)
             dist.all_reduce(squares, group=expert_group("expert_parallel", self._ep_size))
@@ -147,7 +150,7 @@ class OffloadedExperts:
         elif math.isfinite(norm):
             # The same factor as DeepSpeed's for the other parameters.
             clip = max(1.0, (norm + 1e-6) / self._max_norm) if self._max_norm > 0 else 1.0
-            factor = 1.0 / (clip * loss_scale * self._world_size)
+            factor = 1.0 / (clip * loss_scale * self._averaged_over)
             self.runtime.step(learning_rate * self._setup.learning_rate_scale, factor)
         else:
             self.runtime.skip()

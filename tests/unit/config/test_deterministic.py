@@ -9,15 +9,20 @@ import pytest
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.search.feasibility import Feasibility
 from m6.training.checkpointing import check_same_sums
 from tests.fixtures.tiny_run import tiny_document
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 adds up gradients in an order that depends"),
-    ({"m6__offload": {}, "zero_optimization": {"stage": 1}}, "m6.offload adds up gradients in host memory"),
+    (
+        {"m6__offload": {"update": "backward"}, "train_batch_size": 2, "gradient_clipping": 0.0},
+        'm6.offload.update "backward" uses each gradient at once and keeps none',
+    ),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        "zero_optimization.offload_optimizer adds up gradients in host memory",
+        "with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory",
     ),
     ({"m6__moe__balance_scope": "global_batch"}, 'm6.moe.balance_scope "global_batch" balances the micro-batches'),
     (
@@ -47,12 +52,12 @@ def test_a_number_of_ranks_without_whole_branches(folder: Path):
     run = config(folder, train_batch_size=24)
     for world_size in (1, 2, 4):
         check_world_size(run, world_size)
-    message = "on 3 ranks: train_batch_size 24 makes 12 micro-steps of 1 micro-batch, whose sums are the same on 1, 2,"
+    message = "train_batch_size 24: .* on 3 ranks: 12 micro-steps of 1 micro-batch have the same sums on 1, 2, 4 ranks"
     with pytest.raises(UserError, match=message):
         check_world_size(run, 3)
     shared = config(folder, train_batch_size=24, m6__training__ep_size=2, m6__moe={"num_experts": 4})
     check_world_size(shared, 4)
-    with pytest.raises(UserError, match="6 micro-steps of 2 micro-batches, whose sums are the same on 2, 4 ranks"):
+    with pytest.raises(UserError, match="6 micro-steps of 2 micro-batches have the same sums on 2, 4 ranks"):
         check_world_size(shared, 6)
 
 
@@ -66,3 +71,16 @@ def test_a_checkpoint_of_other_sums(folder: Path):
     with pytest.raises(UserError, match=r"train_micro_batch_size_per_gpu 2: the steps so far had 8"):
         check_same_sums(run, {"any_world": other})
     check_same_sums(parse_config(tiny_document(folder)), {"any_world": other})
+
+
+def test_the_planner_offers_nothing_else(folder: Path):
+    feasibility = Feasibility(config(folder, train_batch_size=24))
+    assert feasibility.refusal(ParallelLayout(4, 1, zero_stage=1, micro_batch_size=2)) is None
+    for layout, kind in (
+        (ParallelLayout(3, 1, zero_stage=1, micro_batch_size=2), "ranks"),
+        (ParallelLayout(4, 1, zero_stage=2, micro_batch_size=2), "configuration"),
+    ):
+        found = feasibility.refusal(layout)
+        assert found is not None
+        assert found.kind == kind
+        assert "any_world" in found.reason

@@ -177,6 +177,30 @@ def test_several_threads_compute_the_same():
     assert run.finish() == train_plainly(TOY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_may_leave_the_store_and_come_back(dtype: torch.dtype):
+    """From chunks on the host and, after the first step, from some that the device owns."""
+    toy = replace(TOY, num_micro_batches=2, dtype=dtype, gradient_dtype=torch.float32)
+    run = OffloadedRun(toy, SimulatedDevice(200_000), CHUNK_BYTES)
+    runtime, square = run.runtime, run.runtime.sum_of_squares
+
+    def by_the_caller() -> float:
+        gradients = runtime.take_gradients()
+        assert any(gradient.any() for gradient in gradients)
+        assert not any(gradient.any() for gradient in runtime.take_gradients()), "they have left"
+        runtime.put_gradients(gradients)
+        return square()
+
+    runtime.sum_of_squares = by_the_caller
+    for number in range(toy.num_steps):
+        run.step(number)
+        if number == 0:
+            runtime.adopt(
+                PlacementPlan(runtime.trace, frozenset({0, 2}), (True,) * len(runtime.trace.moments), 0, 0, 0.0, 1)
+            )
+    assert run.finish() == train_plainly(toy)
+
+
 def test_infinite_gradients_are_reported_and_skipped():
     toy = replace(TOY, overflow_step=1)
     outcome, _ = train_offloaded(toy, SimulatedDevice(60_000), CHUNK_BYTES)
