@@ -26,6 +26,7 @@ from m6.formatting import format_bytes, markdown_table
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.directory import RunDirectory
 from m6.runs.hardware import hardware
+from m6.runs.noise_scale import noise_scale
 from m6.runs.processes import default_device
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 
@@ -239,12 +240,18 @@ def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
         ["step time in s, median", percentiles("step_time_s", ".3f")],
         ["model GFLOP/s, median", f"{np.median([e['model_flops_per_second'] for e in entries]) / 1e9:,.1f}"],
         *_utilisation(entries),
+        *_noise(entries),
         ["waiting for data", share("data_wait_s")],
         ["stalled by checkpoints", share("checkpoint_stall_s")],
         ["memory of rank 0, highest", format_bytes(max(entry["memory_bytes"] for entry in entries))],
         ["skipped steps", str(sum(entry["skipped_steps"] for entry in entries))],
         ["rows that could not be used", str(sum(entry["bad_rows"] for entry in entries))],
     ]
+
+
+def _noise(entries: list[dict[str, Any]]) -> list[list[str]]:
+    scale = noise_scale(entries[len(entries) // 2 :])
+    return [] if scale is None else [["gradient noise scale in samples, second half of the run", f"{scale:,.0f}"]]
 
 
 def _sizes(config: RunConfig, reader: CheckpointReader) -> list[list[str]]:

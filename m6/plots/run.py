@@ -16,6 +16,7 @@ from m6.evaluation.baselines import ORDERS, read_baselines
 from m6.plots.stages import draw_layers, draw_losses, staged
 from m6.plots.style import plotting, save_figure
 from m6.runs.directory import RunDirectory
+from m6.runs.noise_scale import noise_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +80,8 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
         top = grid[0].subgridspec(1, len(objectives))
         for column, name in enumerate(objectives):
             _draw_loss(figure.add_subplot(top[column]), name, training, validation, baselines.get(name, {}))
-        middle = grid[1].subgridspec(1, 3)
+        noisy = [entry for entry in training if "gradient_noise" in entry]
+        middle = grid[1].subgridspec(1, 3 + bool(noisy))
         rate, norm, speed = (figure.add_subplot(middle[column]) for column in range(3))
         rate.plot([entry["step"] for entry in training], [entry["learning_rate"] for entry in training], color=_GREY)
         rate.set_title("learning rate")
@@ -92,6 +94,8 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
         speed.yaxis.set_major_formatter("{x:,.0f}")
         for axes in (rate, speed):
             axes.set_ylim(bottom=0)
+        if noisy:
+            _draw_noise(figure.add_subplot(middle[3]), noisy)
         if experts:
             bottom = grid[2].subgridspec(1, len(_EXPERT_PANELS))
             for column, (key, title) in enumerate(_EXPERT_PANELS.items()):
@@ -140,6 +144,15 @@ def _draw_series(axes: Axes, entries: Entries, key: str, title: str) -> None:
     axes.plot(steps, smoothed(values), color=_GREY, linewidth=1.6, label="smoothed")
     axes.set_title(title)
     axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_noise(axes: Axes, entries: Entries) -> None:
+    """The noise scale at each point, over the second half of the run so far: single estimates scatter."""
+    scales = [noise_scale(entries[end // 2 : end]) for end in range(1, len(entries) + 1)]
+    values = [np.nan if scale is None else scale for scale in scales]
+    axes.plot([entry["step"] for entry in entries], values, color=_GREY, linewidth=1.6)
+    axes.set_title("gradient noise scale, samples")
+    axes.set_ylim(bottom=0)
 
 
 def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: bool) -> None:

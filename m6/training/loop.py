@@ -143,7 +143,8 @@ class Trainer:
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
-            self._track({**entry, **health, **self.stage_metrics.finish(self.engine)})
+            noise = self.train_step.noise.finish()
+            self._track({**entry, **health, **noise, **self.stage_metrics.finish(self.engine)})
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)

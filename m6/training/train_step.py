@@ -22,6 +22,7 @@ from m6.runs.signals import Requests
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
 from m6.training.reporting.experts import ExpertHealth
+from m6.training.reporting.noise import GradientNoise
 from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.sums import StepSums, sum_of_all
 from m6.training.schedule import learning_rate_factor
@@ -55,6 +56,7 @@ class TrainStep:
         self.stage = stage
         self._exact = config.m6.training.deterministic is not None
         self.health = ExpertHealth(engine.module)
+        self.noise = GradientNoise(config, engine, accumulation * runtime.world_size)
         # In the order of the forward pass, which is also the order of the router statistics.
         self.sparse = {
             f"layers.{index}.{name}": module
@@ -85,8 +87,11 @@ class TrainStep:
             return self._loss(batch, output, target_weight, sums)
 
         self.engine.begin_step(learning_rate)
-        self.engine.accumulate(micro_batches, loss, [self._seed(step, index) for index in range(len(micro_batches))])
+        with self.noise.watch(step):
+            seeds = [self._seed(step, index) for index in range(len(micro_batches))]
+            self.engine.accumulate(micro_batches, loss, seeds)
         update = self.engine.update()
+        self.noise.measure(update)
         nonfinite_routers = self._finish_routers(update.skipped)
         # The requests travel with the sums: one collective for both.
         result = sums.reduce(read_requests())

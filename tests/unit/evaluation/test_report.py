@@ -32,6 +32,8 @@ def run(tmp_path):
         training_entry(10 * (i + 1), {}, tokens_per_second=s, grad_norm=math.inf if i else 1.0, skipped_steps=i)
         for i, s in enumerate(speeds)
     ]
+    for number, entry in enumerate(entries):
+        entry["gradient_noise"] = {"squared_gradient": 2.0, "variance": 50.0 if number else 900.0}
     entries.insert(2, {"step": 20, "time": 1.7e9, "validation": {"language_modelling": 4.0}})
     write_metrics(tmp_path / "run", entries)
     for number, when in enumerate(("2030-01-02T03:04:05+0000", "2030-01-03T03:04:05+0000")):
@@ -106,6 +108,7 @@ def test_speed_and_size(run):
     assert cells(text, "stalled by checkpoints") == ["1.00% of the time"]
     assert cells(text, "memory of rank 0, highest") == ["1.5 GiB"]
     assert cells(text, "skipped steps") == ["3"]
+    assert cells(text, "gradient noise scale in samples, second half of the run") == ["25"]
     assert cells(text, "parameters") == [f"{num_parameters(config.model)['total']:,}"]
     assert "since 2030-01-02T03:04:05+0000, 2 attempts, 2 ranks, torch 2.x" in text
     assert "step 100 of 100, 400 samples and 12,000 tokens seen" in text

@@ -56,6 +56,18 @@ def test_everything_is_drawn(tmp_path, drawn):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_the_noise_scale_is_that_of_the_second_half_so_far(tmp_path, drawn):
+    estimates = [(2.0, 20.0), (1.0, 30.0), (-5.0, 50.0), (7.0, 10.0)]
+    noise = [{"gradient_noise": {"squared_gradient": g, "variance": s}} for g, s in estimates]
+    entries = [training_entry(step, {"language_modelling": 9.0}, **own) for step, own in enumerate(noise, 1)]
+    write_metrics(tmp_path, entries)
+    plot_run(tmp_path)
+    (values,) = [y for x, y in drawn if x == [1, 2, 3, 4] and y[0] == 10.0]
+    assert values[:2] == [10.0, 30.0]
+    assert math.isnan(values[2]), "its estimates of the gradient add up to less than nothing"
+    assert values[3] == 30.0
+
+
 def test_a_dense_run_of_one_line(tmp_path):
     write_metrics(tmp_path, [training_entry(1, {"language_modelling": 9.0})])
     out = plot_run(tmp_path, tmp_path / "elsewhere" / "picture.png")

@@ -1,0 +1,77 @@
+"""The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m6.config.run import RunConfig
+from m6.training.engine.engine import Engine, Update
+
+
+class GradientNoise:
+    """Compares the gradients of micro-batches with that of their batch, in one step of each log interval.
+
+    The gradient of n samples has the expected squared norm |G|^2 + tr(S) / n, with the true gradient G and the
+    covariance S of a sample's gradient. Two sizes n give both (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
+    Their ratio B = tr(S) / |G|^2 is the noise scale in samples: batches far below it waste no samples, those far above
+    it hardly save steps. Single estimates scatter, and can even be negative: average each of the two before dividing.
+
+    It needs several micro-batches in a step. Experts that are split over ranks or offloaded get gradients of other
+    ranks' samples, so there is no estimate for such runs.
+    """
+
+    def __init__(self, config: RunConfig, engine: Engine, micro_batches: int) -> None:
+        """Makes the measurement of a run.
+
+        Args:
+            micro_batches: of a step, on all ranks.
+        """
+        self._batch, self._small = config.deepspeed.train_batch_size, config.deepspeed.micro_batch_size
+        self._interval = config.m6.logging.interval_steps
+        self._possible = micro_batches > 1 and config.m6.training.ep_size == 1 and engine.offloaded is None
+        self._micro_batches, self._engine = micro_batches, engine
+        self._squares: Tensor | None = None
+        self._entry: dict[str, Any] = {}
+
+    def watch(self, step: int) -> AbstractContextManager[Any]:
+        """A context around the step after ``step`` steps; in the last one of a log interval it measures gradients."""
+        self._squares = None
+        if not self._possible or (step + 1) % self._interval:
+            return contextlib.nullcontext()
+        hooks = contextlib.ExitStack()
+        for parameter in self._engine.module.parameters():
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_hook(self._add).remove)
+        return hooks
+
+    def _add(self, gradient: Tensor) -> None:
+        # A hook of a parameter is called once in each backward pass, before gradients are added up or reduced.
+        squares = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double().square()
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def measure(self, update: Update) -> None:
+        """Computes the estimates if the step was watched; every rank calls it."""
+        squares, self._squares = self._squares, None
+        if squares is None or update.skipped:
+            return
+        dist.all_reduce(squares)
+        # The engine gets gradients times these factors, as parts of the batch's gradient: a micro-batch's own is as
+        # many times larger as there are micro-batches.
+        factor = self._engine.averaged_over * update.loss_scale
+        small = self._micro_batches * float(squares) / factor**2
+        large, b, n = update.grad_norm**2, self._small, self._batch
+        self._entry = {
+            "squared_gradient": (n * large - b * small) / (n - b),
+            "variance": (small - large) * b * n / (n - b),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """The entry of a log interval: ``gradient_noise`` with |G|^2 and tr(S), or nothing."""
+        entry, self._entry = self._entry, {}
+        return {"gradient_noise": entry} if entry else {}
