@@ -63,7 +63,7 @@ def test_a_stop_saves_after_the_step_and_the_run_goes_on(make_trainer: Callable[
             os.kill(os.getpid(), signal.SIGTERM) if how == "signal" else stop_file.touch()
         return train_step(step, *arguments)
 
-    stopping_step.health = train_step.health
+    stopping_step.health, stopping_step.noise = train_step.health, train_step.noise
     trainer.train_step = stopping_step
     assert trainer.train() is False
     assert trainer.step == 3
