@@ -40,12 +40,12 @@ Attempt = tuple[int, int, int | None]
 ADAMW = ("optimizer.type=AdamW", 'optimizer.params={"lr": 0.003}')
 AUTOCAST = ("torch_autocast.enabled=true", "torch_autocast.dtype=bfloat16")
 RUNS: dict[str, tuple[tuple[str, ...], tuple[Attempt, ...]]] = {
-    **{f"plain, {ranks} ranks": ((), ((ranks, 1, None),)) for ranks in (1, 2, 4)},
-    **{f"{ranks} ranks, ZeRO {stage}": ((ANY,), ((ranks, stage, None),)) for stage in (0, 1) for ranks in (1, 2, 4)},
-    "4, 2, 1, 4 ranks, killed after steps 3, 6, 9": ((ANY,), ((4, 1, 3), (2, 1, 6), (1, 0, 9), (4, 1, None))),
-    **{f"bf16, {ranks} ranks": ((ANY, "bf16.enabled=true"), ((ranks, 1, None),)) for ranks in (1, 4)},
-    **{f"autocast, AdamW, {ranks} ranks": ((ANY, *AUTOCAST, *ADAMW), ((ranks, 1, None),)) for ranks in (1, 4)},
-    **{f"ep_size 2, {ranks} ranks": ((ANY, "m6.training.ep_size=2"), ((ranks, 1, None),)) for ranks in (2, 4)},
+    **{f"plain, ranks: {ranks}": ((), ((ranks, 1, None),)) for ranks in (1, 2, 4)},
+    **{f"ranks: {ranks}, ZeRO {stage}": ((ANY,), ((ranks, stage, None),)) for stage in (0, 1) for ranks in (1, 2, 4)},
+    "ranks: 4, 2, 1, 4, killed after steps 3, 6, 9": ((ANY,), ((4, 1, 3), (2, 1, 6), (1, 0, 9), (4, 1, None))),
+    **{f"bf16, ranks: {ranks}": ((ANY, "bf16.enabled=true"), ((ranks, 1, None),)) for ranks in (1, 4)},
+    **{f"autocast, AdamW, ranks: {ranks}": ((ANY, *AUTOCAST, *ADAMW), ((ranks, 1, None),)) for ranks in (1, 4)},
+    **{f"ep_size 2, ranks: {ranks}": ((ANY, "m6.training.ep_size=2"), ((ranks, 1, None),)) for ranks in (2, 4)},
 }
 
 
