@@ -79,6 +79,19 @@ def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]
     return document
 
 
+def read_model(model: type[Model], path: Path) -> Model:
+    """Reads a JSON file that holds a ``model``.
+
+    Raises:
+        UserError: the file is missing or not valid JSON, or a key or value is wrong; the message names the file.
+    """
+    document = read_document(path)
+    try:
+        return validate(model, document, "")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def parse_json(text: str) -> Any:
     """Parses JSON; duplicate keys and numbers that are not finite are errors.
 

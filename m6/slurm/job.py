@@ -6,9 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt, model_validator
 
-from m6.errors import UserError
 from m6.shipped import shipped_file
-from m6.validation import Section, parse_json, validate
+from m6.validation import Section, read_model
 
 # Slurm checks its timers once a minute, so a signal can arrive this much too early.
 SIGNAL_EARLY_S = 60
@@ -86,10 +85,4 @@ def load_job(path: Path) -> JobDescription:
     Raises:
         UserError: the file cannot be read, a key or value is wrong, or values contradict each other.
     """
-    path = shipped_file(path, "job")
-    try:
-        return validate(JobDescription, parse_json(path.read_text(encoding="utf-8")), "")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{path}: {error}") from None
+    return read_model(JobDescription, shipped_file(path, "job"))

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
-from m6.shipped import CONFIGS
-from m6.validation import Section, parse_json, validate
-
-LAW = CONFIGS / "scaling" / "law.json"
-"""The law of the ladder in scripts/experiments/recipe."""
+from m6.validation import Section
 
 INTERVAL = 0.95
 _Z = 1.96
@@ -146,20 +139,3 @@ class ScalingLaw(Section):
             if factor > 1:
                 found[name] = factor
         return found
-
-
-def load_law(path: Path = LAW) -> ScalingLaw:
-    """Reads a law.
-
-    Raises:
-        UserError: a missing file, broken JSON, or a key or value that is wrong; the message names it.
-    """
-    try:
-        document: Any = parse_json(path.read_text(encoding="utf-8"))
-        return validate(ScalingLaw, document, "")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None

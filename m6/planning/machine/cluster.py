@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from m6.errors import UserError, nearest
 from m6.shipped import CONFIGS, shipped_file
-from m6.validation import Section, parse_json, validate
+from m6.validation import Section, read_model
 
 CLUSTERS = CONFIGS / "clusters"
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -194,12 +194,4 @@ def load_cluster(path: Path) -> Cluster:
     Raises:
         UserError: a missing file, broken JSON, or a key or value that is wrong; the message names it.
     """
-    path = shipped_file(path, "cluster")
-    try:
-        return validate(Cluster, parse_json(path.read_text(encoding="utf-8")), "")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None
+    return read_model(Cluster, shipped_file(path, "cluster"))

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat
 
 from m6.errors import UserError
 from m6.files import write_json
-from m6.validation import Section, parse_json, validate
+from m6.validation import Section, read_model
 
 StepPart = Literal["matmul", "experts", "elementwise", "launch", "exchange", "reduction", "update", "host"]
 """The parts of a step that have a fitted factor."""
@@ -141,14 +141,9 @@ def load_profile(path: Path) -> Profile:
     Raises:
         UserError: the file is missing, or a key or value is wrong; the message names it.
     """
-    try:
-        return validate(Profile, parse_json(path.read_text(encoding="utf-8")), "")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; `m6 plan calibrate --out {path}` makes it") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None
+    if not path.exists():
+        raise UserError(f"{path}: no such file; `m6 plan calibrate --out {path}` makes it")
+    return read_model(Profile, path)
 
 
 def save_profile(profile: Profile, path: Path) -> None:

@@ -11,7 +11,8 @@ from m6.config.run import load_config
 from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.planning.loss.fitting import fit, fit_law
-from m6.planning.loss.law import Coefficients, Range, Scale, ScalingLaw, load_law
+from m6.planning.loss.law import Coefficients, Range, Scale, ScalingLaw
+from m6.validation import read_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TRUTH = Coefficients(floor=1.8, a=1.2, alpha=0.25, gamma=0.3, b=2.5, beta=0.4)
@@ -84,7 +85,7 @@ def law() -> ScalingLaw:
 
 def test_a_law_is_read_as_it_was_written(tmp_path: Path):
     (tmp_path / "law.json").write_text(law().model_dump_json())
-    assert load_law(tmp_path / "law.json") == law()
+    assert read_model(ScalingLaw, tmp_path / "law.json") == law()
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,10 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, change: dict[str, ob
     path = tmp_path / "law.json"
     path.write_text(json.dumps(json.loads(law().model_dump_json()) | change))
     with pytest.raises(UserError, match=r"law\.json: ") as error:
-        load_law(path)
+        read_model(ScalingLaw, path)
     assert message in str(error.value)
 
 
 def test_a_missing_file(tmp_path: Path):
     with pytest.raises(UserError, match=r"none\.json: no such file"):
-        load_law(tmp_path / "none.json")
+        read_model(ScalingLaw, tmp_path / "none.json")
