@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.precision import FP32
 from m6.planning.cost.work import Matmul
 
@@ -47,3 +49,18 @@ class MuonMatrices:
         at_once = min(self.in_parameter, max(1, MUON_BATCH_ELEMENTS // (short * long)))
         # The normed matrix in fp32, before and after a product in ``width``, and two products of it with itself.
         return at_once * (short * long * (FP32 + 2 * width) + 2 * short * short * width)
+
+
+def muon_products_s(
+    matrices: Iterable[MuonMatrices], layout: ParallelLayout, dtype: str, matmul_s: Callable[[Matmul], float]
+) -> float:
+    """Seconds of the products of a step, which ZeRO stages 1 and 2 share out with the partitions.
+
+    They belong to the update, whose measured factor covers them.
+    """
+    seconds = 0.0
+    for part in matrices:
+        replicas = layout.dp_size // layout.ep_size if part.of_experts else layout.dp_size
+        share = part.number / (replicas if layout.zero_stage > 0 else 1)
+        seconds += share * sum(matmul_s(product) for product in part.products(dtype))
+    return seconds

@@ -16,7 +16,7 @@ from m6.config.run import RunConfig
 from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.parameter_counts import ParameterCounts
+from m6.planning.cost.muon import muon_products_s
 from m6.planning.cost.partition import balanced_share
 from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.work import BlockWork, Matmul, work_of
@@ -311,6 +311,8 @@ class TimeModel:
         # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
         copies = moved * counts.local / device_bandwidth(self.nodes, self.profile)
+        by_muon = counts.muon if self.config.deepspeed.optimizer_type == "Muon" else ()
+        products = muon_products_s(by_muon, layout, self.dtype, self._matmul_s)
         if not layout.offload_optimizer:
             optimizer = self.config.deepspeed.optimizer_type
             measured = self.profile.update_s_per_parameter.get(optimizer)
@@ -319,27 +321,14 @@ class TimeModel:
                 if measured is None
                 else measured / core_share(self.nodes)
             )
-            return owned * each + self._muon_products_s(layout, counts) + copies, host
+            return owned * each + products + copies, host
         down = owned * (4 if steps == 1 else 2 * steps + 4)
         up = owned * (width if steps == 1 else width + 2 * steps)
         if layout.offload_params:
             up += owned * 4 * steps
         update = self.host.update_s(owned, self.config.deepspeed.optimizer_type)
-        copies += self._muon_products_s(layout, counts)  # of partitions in host memory, too, the device computes them
+        copies += products  # of partitions in host memory, too, the device computes them
         return copies, host + (down + up) / self.host.copy_bytes_per_s + update
-
-    def _muon_products_s(self, layout: ParallelLayout, counts: ParameterCounts) -> float:
-        """Seconds of the products of Muon, which ZeRO stages 1 and 2 share out with the partitions.
-
-        They belong to the update, whose measured factor covers them."""
-        if self.config.deepspeed.optimizer_type != "Muon":
-            return 0.0
-        seconds = 0.0
-        for part in counts.muon:
-            replicas = layout.dp_size // layout.ep_size if part.of_experts else layout.dp_size
-            share = part.number / (replicas if layout.zero_stage > 0 else 1)
-            seconds += share * sum(self._matmul_s(product) for product in part.products(self.dtype))
-        return seconds
 
     def _streamed_experts(self, layout: ParallelLayout) -> int:
         return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)
