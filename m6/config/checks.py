@@ -29,8 +29,8 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         raise UserError(
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
-    if config.m6.training.deterministic == "any_world":
-        refusal = tree_refusal(accumulation * world_size, world_size, config.m6.training.ep_size)
+    if config.m6.training.deterministic is not None:
+        refusal = tree_refusal(accumulation * world_size, world_size, ep_size)
         if refusal is not None:
             raise UserError(f"train_batch_size {config.deepspeed.train_batch_size}: {refusal}")
     if config.m6.moe is not None:

@@ -53,7 +53,7 @@ class RunConfig:
         return None if settings is None or settings.policy == "deepspeed" else settings
 
     @property
-    def together(self) -> int:
+    def ranks_per_part(self) -> int:
         """Neighbouring ranks that share a contiguous part of a step, see ``m6.training.train_step``."""
         return 1 if self.m6.training.deterministic is None else self.m6.training.ep_size
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from m6.checkpoints.discovery import open_newest, open_together
 from m6.checkpoints.initial import open_initial_weights
-from m6.checkpoints.loading import make_processor
 from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
@@ -26,7 +25,6 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
-from m6.tokenizers.image import load_image_tokenizer
 from m6.training.checkpointing import Checkpointer, check_same_sums, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
@@ -36,7 +34,7 @@ from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy
 from m6.training.reporting.outcome import StepOutcome
-from m6.training.reporting.samples import SampleGrids
+from m6.training.reporting.samples import open_sample_grids
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep, micro_batch_number
@@ -85,7 +83,7 @@ class Trainer:
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
         self.trackers = Trackers(run, self.settings.logging, config.document) if runtime.is_main else None
-        self.sample_grids = self._open_sample_grids()
+        self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / "samples", runtime)
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
 
@@ -170,7 +168,7 @@ class Trainer:
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
         numbers = (
-            micro_batch_number(self.runtime, self.accumulation, step, index, self.config.together)
+            micro_batch_number(self.runtime, self.accumulation, step, index, self.config.ranks_per_part)
             for step in range(self.step, self.settings.training.total_steps)
             for index in range(self.accumulation)
         )
@@ -182,14 +180,6 @@ class Trainer:
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
         self.train_step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, self.stage)
-
-    def _open_sample_grids(self) -> SampleGrids | None:
-        settings, image_tokenizer = self.settings.samples, self.settings.data.image_tokenizer
-        if settings is None or image_tokenizer is None:
-            return None
-        processor = make_processor(self.config, self.data.tokenizer)
-        decoding, folder = self.settings.objectives.decodings[0], self.run.root / "samples"
-        return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), decoding, folder, self.runtime)
 
     def _resume(self) -> None:
         for problem in self.problems:

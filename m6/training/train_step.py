@@ -34,18 +34,18 @@ _SEED_STRIDE = (
 )
 
 
-def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int, together: int = 1) -> int:
+def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
     """Returns the global number of a rank's micro-batch in a step.
 
     Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
     has the same micro-batches on any number of ranks.
 
     Args:
-        together: neighbouring ranks that have a contiguous part together, in which they take turns. The micro-batches
+        ranks_per_part: neighbouring ranks that share a contiguous part, in which they take turns. The micro-batches
             that they compute at the same time are then the same on any number of ranks.
     """
-    group, place = divmod(runtime.rank, together)
-    return (step * runtime.world_size + group * together) * accumulation + index * together + place
+    part, place = divmod(runtime.rank, ranks_per_part)
+    return (step * runtime.world_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
 
 
 class TrainStep:
@@ -138,7 +138,7 @@ class TrainStep:
 
     def _seed(self, step: int, index: int) -> int:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
-        number = micro_batch_number(self.runtime, self.accumulation, step, index, self.config.together)
+        number = micro_batch_number(self.runtime, self.accumulation, step, index, self.config.ranks_per_part)
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
     def _loss(self, batch: MicroBatch, output: M6Output, target_weight: float, sums: StepSums) -> Tensor:

@@ -57,13 +57,13 @@ class AnyWorldEngine(Engine):
     def update(self) -> Update:
         """See ``Engine.update``."""
         gradients = self._sum()
-        offloaded_squares = 0.0
+        squares = 0.0
         if self.offloaded is not None:
             self.offloaded.runtime.put_gradients(gradients[len(self._trained) :])
-            offloaded_squares = self.offloaded.measure()
-        self._give_gradients(gradients[: len(self._trained)], offloaded_squares)
+            squares = self.offloaded.measure()
+        self._give_gradients(gradients[: len(self._trained)], squares)
         self._deepspeed.set_gradient_accumulation_boundary(True)
-        return super().update()
+        return self._update(squares)
 
     def _sum(self) -> list[Tensor]:
         """The gradients of the global batch, in the order of ``_take_gradients``."""
@@ -75,7 +75,8 @@ class AnyWorldEngine(Engine):
             split = of_experts and self._same_experts is not None
             chosen = [index for index in range(len(branch)) if self._is_expert(index) == of_experts]
             order, group = ((groups, 1), self._same_experts) if split else ((groups, size), None)
-            found |= dict(zip(chosen, sum_over_ranks([branch[index] for index in chosen], order, group), strict=True))
+            sums = sum_over_ranks([branch[index] for index in chosen], order, group, self._device)
+            found |= dict(zip(chosen, sums, strict=True))
         return [found[index] for index in range(len(branch))]
 
     def _is_expert(self, index: int) -> bool:

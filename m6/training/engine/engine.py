@@ -135,7 +135,10 @@ class Engine:
 
     def update(self) -> Update:
         """Clips the gradients by their norm and updates the weights, or skips the step if a gradient is not finite."""
-        squares = 0.0 if self.offloaded is None else self.offloaded.measure()
+        return self._update(0.0 if self.offloaded is None else self.offloaded.measure())
+
+    def _update(self, squares: float) -> Update:
+        """Updates with gradients of offloaded experts that have this sum of squares."""
         loss_scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         if self._loss_scale is None:
             norm = clip_gradients(self.module, self._max_norm, self._expert_group, squares)

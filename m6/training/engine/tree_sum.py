@@ -73,7 +73,9 @@ class BranchSum:
         return total
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], order: tuple[int, int], group: dist.ProcessGroup | None) -> list[Tensor]:
+def sum_over_ranks(
+    tensors: Sequence[Tensor], order: tuple[int, int], group: dist.ProcessGroup | None, device: torch.device
+) -> list[Tensor]:
     """Adds tensors up over the ranks of a group, in the order of the tree.
 
     Each rank gets a part of every rank's elements, adds them up, and sends the sum to all. That takes as many bytes as
@@ -84,23 +86,24 @@ def sum_over_ranks(tensors: Sequence[Tensor], order: tuple[int, int], group: dis
         order: (groups, group_size): the ranks of ``group`` in rows of ``group_size``. Columns are added pairwise, then
             the sums of the columns in order.
         group: None: all ranks.
+        device: on which the group exchanges tensors.
 
     Returns:
-        tensors of the same shapes.
+        tensors of the same shapes, on the devices of ``tensors``.
     """
     ranks = order[0] * order[1]
     if ranks == 1:
         return list(tensors)
     found: list[Tensor] = []
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
         part = _tree(received.view(*order, -1))
         dist.all_gather(list(padded.chunk(ranks)), part, group=group)
         sums = padded[: len(flat)].split([tensor.numel() for tensor in bucket])
-        found += [total.view_as(tensor) for total, tensor in zip(sums, bucket, strict=True)]
+        found += [total.view_as(tensor).to(tensor.device) for total, tensor in zip(sums, bucket, strict=True)]
     return found
 
 

@@ -44,6 +44,7 @@ class GradientNoise:
         self._squares = None
         if not self._possible or (step + 1) % self._interval:
             return contextlib.nullcontext()
+        self._squares = torch.zeros((), dtype=torch.float64, device=next(self._engine.module.parameters()).device)
         hooks = contextlib.ExitStack()
         for parameter in self._engine.module.parameters():
             if parameter.requires_grad:
@@ -52,8 +53,8 @@ class GradientNoise:
 
     def _add(self, gradient: Tensor) -> None:
         # A hook of a parameter is called once in each backward pass, before gradients are added up or reduced.
-        squares = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double().square()
-        self._squares = squares if self._squares is None else self._squares + squares
+        assert self._squares is not None
+        self._squares += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double().square()
 
     def measure(self, update: Update) -> None:
         """Computes the estimates if the step was watched; every rank calls it."""

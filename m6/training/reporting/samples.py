@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from m6.checkpoints.loading import make_processor
+from m6.config.run import RunConfig
 from m6.config.sections import SampleSettings
 from m6.decoding import Decoding
 from m6.files import atomic_path
@@ -12,8 +14,9 @@ from m6.generation.grid import in_rows, picture_grid
 from m6.generation.pipeline import paint
 from m6.generation.sampling import Sampling
 from m6.runs.processes import Runtime
-from m6.tokenizers.image import ImageTokenizer
+from m6.tokenizers.image import ImageTokenizer, load_image_tokenizer
 from m6.tokenizers.processor import M6Processor
+from m6.tokenizers.text import M6Tokenizer
 from m6.training.engine.engine import Engine
 
 
@@ -64,3 +67,12 @@ class SampleGrids:
         with atomic_path(file) as temporary:
             grid.save(temporary, format="PNG")
         return file
+
+
+def open_sample_grids(config: RunConfig, tokenizer: M6Tokenizer, folder: Path, runtime: Runtime) -> SampleGrids | None:
+    """The grids that a run asks for, in ``folder``; None if it asks for none."""
+    settings, image_tokenizer = config.m6.samples, config.m6.data.image_tokenizer
+    if settings is None or image_tokenizer is None:
+        return None
+    processor, decoding = make_processor(config, tokenizer), config.m6.objectives.decodings[0]
+    return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), decoding, folder, runtime)
