@@ -8,7 +8,6 @@ It needs the data of the configuration, by default that of scripts/smoke.sh.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -71,9 +70,8 @@ def attempt(config: Path, run: Path, ranks: int, overrides: tuple[str, ...], kil
 
 def last_step(run: Path) -> int:
     """The last step of which the run has logged a line."""
-    metrics = RunDirectory(run).metrics
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+    directory = RunDirectory(run)
+    return max((entry["step"] for entry in directory.read_metrics()), default=0) if directory.metrics.exists() else 0
 
 
 def main() -> None:

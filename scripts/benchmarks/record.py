@@ -31,7 +31,8 @@ class Recorder:
         self._name, self._title = name, title
         script = Path(sys.argv[0]).resolve().relative_to(ROOT)
         self.circumstances: dict[str, Any] = {
-            "command": shlex.join(["python", str(script), *sys.argv[1:]]),
+            # A path into this repository stands as in the README, whatever folder the repository lies in.
+            "command": shlex.join(["python", str(script), *sys.argv[1:]]).replace(f"{ROOT}/", ""),
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "hardware": hardware(torch.device("cpu")),
             "threads": torch.get_num_threads(),
