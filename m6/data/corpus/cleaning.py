@@ -29,7 +29,7 @@ def clean_part(work: Work, part: int) -> Tally:
     with DocumentWriter(work.documents(part)) as writer:
 
         def letters_of_kept() -> Iterator[str]:
-            for row in read_part(recipe, work.plan, planned):
+            for row in read_part(recipe, work.plan, planned, work.fetched(part)):
                 if (cleaned := _clean(row, recipe, filters, tally)) is not None:
                     compared = compared_form(cleaned.text)
                     order = digest(f"{cleaned.text}\n{cleaned.id}")

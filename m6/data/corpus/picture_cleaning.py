@@ -32,7 +32,7 @@ def clean_pictures(work: Work, part: int) -> Tally:
     filters = None if is_named else recipe.input(planned.input).picture_filters or recipe.picture_filters
     tally = Tally()
     with DocumentWriter(work.documents(part)) as documents, PictureWriter(work.pictures, part) as pictures:
-        for row in read_part(recipe, work.plan, planned):
+        for row in read_part(recipe, work.plan, planned, work.fetched(part)):
             if (cleaned := _clean(row, recipe, filters, tally)) is None:
                 continue
             row, decoded = cleaned

@@ -6,13 +6,15 @@ does some of the parts, and what is written depends on the parts alone: the numb
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from m6 import files
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures
+from m6.data.corpus.remote import is_remote, list_remote
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
 from m6.data.sources.folders import METADATA
@@ -36,12 +38,20 @@ class _Entry(BaseModel):
 
 
 class InputFile(_Entry):
-    """A file that is read. ``modified_ns`` saves reading it again only to see that it has not changed."""
+    """A file that is read.
+
+    Attributes:
+        path: of a file here, or a URL.
+        modified_ns: saves reading a file here again only to see that it has not changed.
+        sha256: of the contents; of a URL, of what its store says of it.
+        name: of a URL, below the input's folder; None for a file here.
+    """
 
     path: str
     bytes: int
     modified_ns: int
     sha256: str
+    name: str | None = None
 
 
 class Part(_Entry):
@@ -76,9 +86,9 @@ class Plan(_Entry):
     files: list[InputFile]
     parts: list[Part]
 
-    def paths(self, part: Part) -> list[Path]:
+    def files_of(self, part: Part) -> list[InputFile]:
         """Returns the files of a part."""
-        return [Path(self.files[number].path) for number in part.files]
+        return [self.files[number] for number in part.files]
 
     def kind(self, part: Part) -> SourceKind:
         """Returns what the rows of a part hold."""
@@ -120,7 +130,9 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
     for settings in recipe.inputs:
         path = Path(settings.source)
         is_own = settings.source not in BUILT_IN and not settings.source.startswith("hf:") and path.exists()
-        if not is_own or _is_picture_folder(path):
+        if is_remote(settings.source):
+            _add_files(plan, settings, _remote_files(settings.source))
+        elif not is_own or _is_picture_folder(path):
             source = open_source(settings, recipe)
             if source.kind not in ("text", "image_text"):
                 raise UserError(
@@ -131,7 +143,7 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
             plan.inputs[settings.called] = PlannedInput(kind=source.kind, own_splits=own, origin=source.origin())
             plan.parts.append(Part(input=settings.called))
         else:
-            _add_files(plan, settings, path, read_before)
+            _add_files(plan, settings, _local_files(path, read_before))
     for named in recipe.decontamination.sets:
         if not (found := files_of(named.path)):
             raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
@@ -166,7 +178,7 @@ def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
     )
 
 
-def suffix_of(path: Path, suffixes: tuple[str, ...] = _FORMS) -> str | None:
+def suffix_of(path: PurePath, suffixes: tuple[str, ...] = _FORMS) -> str | None:
     """Returns the form of a file that can be read; None for another file."""
     return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 
@@ -182,31 +194,68 @@ def _is_picture_folder(path: Path) -> bool:
     return not others and any(name.endswith(tuple(PICTURE_SUFFIXES)) for name in names)
 
 
-def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dict[str, InputFile]) -> None:
-    if settings.licence is None:
-        raise UserError(f'inputs: "{settings.called}" has no licence; it is recorded in the manifest: add "licence"')
+@dataclass(frozen=True)
+class _Found:
+    """A file of an input: its name, its entry in the plan, and why it is not opened."""
+
+    name: PurePath
+    entry: InputFile
+    unreadable: str | None
+
+
+def _local_files(path: Path, read_before: dict[str, InputFile]) -> list[_Found]:
     folder = path.parent if path.is_file() else path
     readable = files_of(path, _FORMS)
     if not readable:
         raise UserError(f"{path}: expected pictures, or files {', '.join(_FORMS)}")
-    kinds = {_kind_of(file, settings) for file in readable}
+    found = []
+    for file in readable:
+        reason = unreadable_reason(folder, file)
+        unread = InputFile(path=str(file), bytes=0, modified_ns=0, sha256="")
+        found.append(_Found(file, unread if reason else _checked_file(file, read_before), reason))
+    return found
+
+
+def _remote_files(url: str) -> list[_Found]:
+    listed = list_remote(url)
+    readable = [file for file in listed if suffix_of(file.name) is not None]
+    if not readable or any(file.name.name.lower() in METADATA for file in listed):
+        raise UserError(
+            f"{url}: expected files {', '.join(_FORMS)}; "
+            "a folder of pictures must be on this machine, or be packed to .tar"
+        )
+    return [
+        _Found(
+            file.name,
+            InputFile(path=file.url, bytes=file.bytes, modified_ns=0, sha256=file.key, name=str(file.name)),
+            file.problem,
+        )
+        for file in readable
+    ]
+
+
+def _add_files(plan: Plan, settings: InputSettings, found: list[_Found]) -> None:
+    if settings.licence is None:
+        raise UserError(f'inputs: "{settings.called}" has no licence; it is recorded in the manifest: add "licence"')
+    kinds = {_kind_of(file.name, settings) for file in found}
     if len(kinds) > 1:
-        raise UserError(f'{path}: "{settings.called}" has files of texts and of pictures: name them as two inputs')
+        raise UserError(
+            f'{settings.source}: "{settings.called}" has files of texts and of pictures: name them as two inputs'
+        )
     splits: set[Split | None] = set()
     checksums: list[tuple[str, str]] = []
     texts: list[int] = []
-    for file in readable:
+    for file in found:
         number = len(plan.files)
-        if reason := unreadable_reason(folder, file):
-            plan.files.append(InputFile(path=str(file), bytes=0, modified_ns=0, sha256=""))
-            plan.parts.append(Part(input=settings.called, files=[number], unreadable=reason))
+        plan.files.append(file.entry)
+        if file.unreadable is not None:
+            plan.parts.append(Part(input=settings.called, files=[number], unreadable=file.unreadable))
             continue
-        plan.files.append(_checked_file(file, read_before))
-        checksums.append((file.name, plan.files[-1].sha256))
-        if suffix_of(file) in TEXTS:
+        checksums.append((file.name.name, file.entry.sha256))
+        if suffix_of(file.name) in TEXTS:
             texts.append(number)
         else:
-            splits.add(split_of_name(file.name.split(".")[0]))
+            splits.add(split_of_name(file.name.name.split(".")[0]))
             plan.parts.append(Part(input=settings.called, files=[number]))
     for begin in range(0, len(texts), _FILES_OF_A_PART):
         plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _FILES_OF_A_PART]))
@@ -227,7 +276,7 @@ def _add_files(plan: Plan, settings: InputSettings, path: Path, read_before: dic
     )
 
 
-def _kind_of(file: Path, settings: InputSettings) -> SourceKind:
+def _kind_of(file: PurePath, settings: InputSettings) -> SourceKind:
     has_pictures = suffix_of(file) in TARS or (suffix_of(file) in TABLES and settings.image_column is not None)
     return "image_text" if has_pictures else "text"
 

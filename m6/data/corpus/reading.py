@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,6 +25,7 @@ from m6.data.corpus.plan import (
     suffix_of,
 )
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings
+from m6.data.corpus.remote import fetch
 from m6.data.corpus.web import read_archive
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.documents import Documents
@@ -31,23 +34,51 @@ from m6.data.sources.local import split_of_name
 from m6.data.sources.tables import picture_row, text_rows
 
 
-def read_part(recipe: CorpusRecipe, plan: Plan, part: Part) -> Iterator[Row]:
+def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> Iterator[Row]:
     """Yields the documents of a part in an order that never changes, longer ones cut to ``document_chars``.
 
     The id of a document has the name of its file.
+
+    Args:
+        recipe: the recipe.
+        plan: its plan.
+        part: what is read.
+        fetched: a folder of this part alone, which holds its remote files while they are read.
     """
-    paths = plan.paths(part)
     if part.input in plan.sets:
         named = next(each for each in recipe.decontamination.picture_sets if each.name == part.input)
-        for path in paths:
-            yield from read_pictures(path, part.input, named.image_column)
+        for file in plan.files_of(part):
+            yield from read_pictures(Path(file.path), part.input, named.image_column)
         return
     settings = recipe.input(part.input)
-    if not paths:
+    if not part.files:
         yield from open_source(settings, recipe).rows()
         return
-    root = Path(settings.source)
-    folder = root if root.is_dir() else root.parent
+    with _here(settings, plan, part, fetched) as (folder, paths):
+        yield from _rows_of(folder, paths, recipe, settings, part)
+
+
+@contextmanager
+def _here(settings: InputSettings, plan: Plan, part: Part, fetched: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """The input's folder and the files of the part on this machine; remote ones are fetched, and removed afterwards."""
+    files = plan.files_of(part)
+    remote = [(file, fetched / file.name) for file in files if file.name is not None]
+    if not remote:
+        root = Path(settings.source)
+        yield (root if root.is_dir() else root.parent), [Path(file.path) for file in files]
+        return
+    try:
+        if part.unreadable is None:
+            for file, path in remote:
+                fetch(file.path, file.sha256, path)
+        yield fetched, [path for _, path in remote]
+    finally:
+        shutil.rmtree(fetched, ignore_errors=True)
+
+
+def _rows_of(
+    folder: Path, paths: list[Path], recipe: CorpusRecipe, settings: InputSettings, part: Part
+) -> Iterator[Row]:
     names = [f"{part.input}/{path.relative_to(folder).as_posix()}" for path in paths]
     if part.unreadable is not None:
         yield from (Row(name, None, problem=part.unreadable) for name in names)

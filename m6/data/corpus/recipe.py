@@ -72,7 +72,9 @@ class InputSettings(Section):
         ValueError: a file, a folder or a data set of the Hub without a name.
     """
 
-    source: str = Field(description="as in m6 data build: a built-in name, a file, a folder, or hf:NAME[:SPLIT]")
+    source: str = Field(
+        description="a built-in name, a file, a folder, hf:NAME[:SPLIT], or a URL such as s3://bucket/folder"
+    )
     name: str | None = Field(None, pattern=r"^\w[\w-]*$", description="name in the manifest; required for own data")
     licence: str | None = Field(None, description="licence of own data; required for it")
     text_column: str = Field("text", description="own data: the column of texts")

@@ -48,6 +48,10 @@ class Work:
         """The cleaned documents of a part."""
         return self.folder / "clean" / f"{part:05d}.parquet"
 
+    def fetched(self, part: int) -> Path:
+        """The remote files of a part while they are read."""
+        return self.folder / "fetched" / f"{part:05d}"
+
     @property
     def pictures(self) -> Path:
         """Keys and thumbnails of the pictures of all parts, and the near duplicates among them."""

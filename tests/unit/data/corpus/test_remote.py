@@ -1,0 +1,179 @@
+"""Inputs behind URLs: the same corpus as from a folder, nothing left behind, and clear messages."""
+
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+
+from m6.data.corpus.launch import make_corpus
+from m6.data.corpus.output import load_record
+from m6.data.corpus.plan import make_plan
+from m6.data.corpus.remote import list_remote
+from m6.data.corpus.stages import run_task
+from m6.data.corpus.work import prepare, work_folder
+from m6.data.manifest import Manifest
+from m6.errors import UserError
+from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Path:
+    """Tables and text files, in folders of a folder."""
+    folder = tmp_path / "web"
+    for number in range(3):
+        write_lines(folder / f"part{number}" / "page.jsonl", [text_of((number, n), 120 + n) for n in range(8)])
+    for number in range(5):
+        (folder / "books").mkdir(exist_ok=True)
+        (folder / "books" / f"{number}.txt").write_text(text_of(("book", number), 300), encoding="utf-8")
+    (folder / "notes.csv").write_text("not read", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def memory():
+    store = fsspec.filesystem("memory")
+    yield store
+    store.rm("/", recursive=True)
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    """All rows of a data folder with their splits."""
+    manifest = Manifest.load(folder)
+    return [
+        row | {"split": split}
+        for source in manifest.sources
+        for split in ("train", "validation", "test")
+        for file in manifest.files(source, split)
+        for row in pq.read_table(file).to_pylist()
+    ]
+
+
+def recipe(out: Path, source: str):
+    shares = {"validation_share": 0.2, "test_share": 0.2}
+    return recipe_of(out, own("web", source), **shares)
+
+
+def test_a_url_gives_the_corpus_of_its_folder(web: Path, tmp_path: Path, memory):
+    expected = rows(built(recipe(tmp_path / "here", str(web))))
+    assert len(expected) > 20
+    memory.put(str(web), "/store/web", recursive=True)
+    assert rows(built(recipe(tmp_path / "there", "memory://store/web"))) == expected
+    assert not list(work_folder(tmp_path / "there").rglob("page.jsonl"))
+
+
+def test_processes_and_a_web_server(web: Path, tmp_path: Path):
+    expected = rows(built(recipe(tmp_path / "here", str(web))))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(web))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = recipe(tmp_path / "there", f"http://127.0.0.1:{server.server_address[1]}/")
+        make_corpus(settings, "local", 2)
+        server.shutdown()
+    assert rows(settings.out) == expected
+
+
+def test_one_file(web: Path, tmp_path: Path):
+    found = rows(built(recipe(tmp_path / "there", f"file://{web}/part1/page.jsonl")))
+    assert {row["id"].split(":")[0] for row in found} == {"web/page.jsonl"}
+    [file] = list_remote(f"file://{web}/part1/page.jsonl")
+    assert (str(file.name), file.bytes) == ("page.jsonl", (web / "part1" / "page.jsonl").stat().st_size)
+
+
+def test_only_the_part_that_is_read_lies_here(web: Path, tmp_path: Path, memory):
+    memory.put(str(web), "/store/web", recursive=True)
+    settings = recipe(tmp_path / "there", "memory://store/web")
+    work = prepare(work_folder(settings.out), make_plan(settings))
+    run_task(work.folder, "clean", 0, 2)
+    assert not any((work.folder / "fetched").iterdir())
+
+
+def test_a_file_that_changes_or_goes(web: Path, tmp_path: Path, memory):
+    memory.put(str(web), "/store/web", recursive=True)
+    settings = recipe(tmp_path / "there", "memory://store/web")
+    work = prepare(work_folder(settings.out), make_plan(settings))
+    memory.pipe("/store/web/part1/page.jsonl", b'{"text": "another"}\n')
+    with pytest.raises(UserError, match=r"unit \d: memory:///store/web/part1/page.jsonl has changed since"):
+        run_task(work.folder, "clean", 0, 1)
+    with pytest.raises(UserError, match=r"other inputs: memory:///store/web/part1/page\.jsonl has changed"):
+        prepare(work_folder(settings.out), make_plan(settings))
+    memory.rm("/store/web/part2/page.jsonl")
+    with pytest.raises(UserError, match=r"page\.jsonl cannot be copied: FileNotFoundError"):
+        run_task(work.folder, "clean", 2, 3)
+    assert not list(work.folder.rglob("*.tmp*"))
+
+
+def test_a_key_that_climbs_out_of_its_folder_is_counted_and_not_copied(web: Path, tmp_path: Path, memory):
+    memory.put(str(web), "/store/web", recursive=True)
+    memory.store["/store/web/../../climbs.jsonl"] = memory.store["/store/web/part0/page.jsonl"]
+    settings = recipe(tmp_path / "there", "memory://store/web")
+    built(settings)
+    removed = json.dumps(load_record(settings.out).model_dump(mode="json"))
+    assert "file name climbs out of its folder" in removed
+    assert not list(tmp_path.rglob("climbs.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("memry://store/web", 'memry://store/web: unknown protocol; did you mean "memory"'),
+        ("memory://store/none", "memory://store/none: no such file or folder, or it is empty"),
+        ("http://127.0.0.1:9/web/", "http://127.0.0.1:9/web/ cannot be listed: "),
+    ],
+)
+def test_urls_that_cannot_be_read(source: str, message: str, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        make_plan(recipe(tmp_path / "out", source))
+    assert message in str(caught.value)
+
+
+def test_a_folder_of_pictures_must_be_packed(tmp_path: Path, memory):
+    memory.pipe({"/store/pictures/a.png": b"", "/store/pictures/metadata.jsonl": b"{}"})
+    with pytest.raises(UserError, match=r"a folder of pictures must be on this machine, or be packed to \.tar"):
+        make_plan(recipe(tmp_path / "out", "memory://store/pictures"))
+
+
+def test_a_missing_plug_in_is_named(monkeypatch):
+    def missing(url: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(UserError, match="s3://bucket/web: Install s3fs to access S3"):
+        list_remote("s3://bucket/web")
+
+
+def test_a_connection_that_breaks_is_named_and_the_same_command_goes_on(web: Path, tmp_path: Path, memory, monkeypatch):
+    memory.put(str(web), "/store/web", recursive=True)
+    settings = recipe(tmp_path / "there", "memory://store/web")
+    whole = type(memory).get_file
+
+    def broken(self: object, path: str, target: str) -> None:
+        if path.endswith("part2/page.jsonl"):
+            Path(target).write_bytes(b'{"text": "ha')
+            raise OSError("connection lost")
+        whole(self, path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "get_file", broken)
+        with pytest.raises(UserError, match=r"part2/page\.jsonl cannot be copied: OSError: connection lost"):
+            built(settings)
+    assert not list((work_folder(settings.out) / "fetched").rglob("*.jsonl"))
+    assert rows(built(settings)) == rows(built(recipe(tmp_path / "here", str(web))))
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(web: Path, tmp_path: Path, memory, monkeypatch):
+    memory.put(str(web), "/store/web", recursive=True)
+    whole = type(memory).ls
+
+    def broken(self: object, path: str, *rest: object, **named: object) -> object:
+        if path.endswith("part1"):
+            raise PermissionError("not yours")
+        return whole(self, path, *rest, **named)
+
+    monkeypatch.setattr(type(memory), "ls", broken)
+    with pytest.raises(UserError, match="memory://store/web cannot be listed: PermissionError: not yours"):
+        list_remote("memory://store/web")
