@@ -1,10 +1,14 @@
 """Inputs behind URLs: the same corpus as from a folder, nothing left behind, and clear messages."""
 
 import json
+import multiprocessing
+import os
+import signal
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pyarrow.parquet as pq
@@ -66,14 +70,33 @@ def test_a_url_gives_the_corpus_of_its_folder(web: Path, tmp_path: Path, memory)
     assert not list(work_folder(tmp_path / "there").rglob("page.jsonl"))
 
 
-def test_processes_and_a_web_server(web: Path, tmp_path: Path):
+class Deadly(SimpleHTTPRequestHandler):
+    """A web server that kills a process of the pool, once, when a certain file is asked for."""
+
+    killed: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        if self.path.endswith("part1/page.jsonl") and not self.killed:
+            self.killed.append(multiprocessing.active_children()[0].pid)
+            os.kill(self.killed[0], signal.SIGKILL)
+        super().do_GET()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_web_server_and_a_process_that_is_killed(web: Path, tmp_path: Path):
     expected = rows(built(recipe(tmp_path / "here", str(web))))
-    handler = partial(SimpleHTTPRequestHandler, directory=str(web))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Deadly, directory=str(web))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         settings = recipe(tmp_path / "there", f"http://127.0.0.1:{server.server_address[1]}/")
+        with pytest.raises(
+            UserError, match='a process of stage "clean" died, probably out of memory; the same command'
+        ):
+            make_corpus(settings, "local", 2)
         make_corpus(settings, "local", 2)
         server.shutdown()
+    assert Deadly.killed
     assert rows(settings.out) == expected
 
 
