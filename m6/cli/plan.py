@@ -132,20 +132,41 @@ def frontier(
     profile: ProfileFile = None,
     stage: Stage = "real",
     memory_fraction: Fraction = MEMORY_FRACTION,
-    out: Annotated[Path | None, typer.Option(help="PNG to draw")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.01, help="show the loss predicted within so many days by number of devices")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="PNG to draw: step time over memory, or with --days loss over days")
+    ] = None,
 ) -> None:
-    """Lists the Pareto-optimal layouts in step time, device memory, host memory and number of devices."""
+    """Lists the Pareto-optimal layouts in step time, device memory, host memory and number of devices.
+
+    With --days it shows what each number of devices learns, by its fastest layout.
+    """
+    from m6.planning.loss.outlook import days_table, learned_by_days, loss_line, predicted_loss
     from m6.planning.reports import layout_table
     from m6.planning.search.frontier import device_counts
     from m6.planning.search.frontier import frontier as find
-    from m6.plots.frontier import draw_frontier
+    from m6.plots.frontier import draw_frontier, draw_losses
 
     make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     planner = make(None)
     plans = find(lambda part: make(part.num_devices), planner.cluster, device_counts(planner.cluster))
-    print(layout_table(planner, plans))
+    if days is None:
+        print(layout_table(planner, plans))
+        if out is not None:
+            print(draw_frontier(plans, out))
+        return
+    fastest: dict[int, float] = {}
+    for plan in plans:
+        seconds, devices = plan.time.total, plan.layout.world_size
+        fastest[devices] = min(seconds, fastest.get(devices, seconds))
+    curves = learned_by_days(planner.config, dict(sorted(fastest.items())), days)
+    print(days_table(curves, days))
+    steps = days * 86400 / min(fastest.values())
+    print(f"\nAfter {days:g} days on the fastest: {loss_line(predicted_loss(planner.config, steps))}")
     if out is not None:
-        print(draw_frontier(plans, out))
+        print(draw_losses(curves, out))
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 from m6.formatting import markdown_table
 from m6.planning.cost.step_time import StepTime, TimeModel
+from m6.planning.loss.outlook import loss_document, loss_line, predicted_loss
 from m6.planning.search.job_files import signal_lead_s
 from m6.planning.search.planner import Planner, PricedLayout
 from m6.planning.search.stages import stage_steps
@@ -108,6 +109,7 @@ def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
         "device_gb": max(stage.device_gb for stage in stages),
         "host_gb": max(stage.host_gb for stage in stages),
         "jobs": None if None in jobs else sum(filter(None, jobs)),
+        "loss": loss_document(predicted_loss(planner.config, planner.config.m6.training.total_steps)),
         "stages": [asdict(stage) for stage in stages],
     }
 
@@ -142,7 +144,8 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     table = markdown_table(columns, rows, "lrrrrrrrrrl")
     return (
         f"{table}\n\n{total['samples'] / 1e6:,.1f} M samples, {total['tokens'] / 1e9:,.1f} B tokens with padding. "
-        "Exposed and hidden: communication and host work, as shares of the step."
+        "Exposed and hidden: communication and host work, as shares of the step.\n\n"
+        + loss_line(predicted_loss(planner.config, planner.config.m6.training.total_steps))
     )
 
 

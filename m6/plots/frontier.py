@@ -1,4 +1,4 @@
-"""Plot of the step time of plans over their device memory."""
+"""Plots of what plans cost and give: step time over device memory, loss over days."""
 
 from __future__ import annotations
 
@@ -33,6 +33,30 @@ def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
                 label=f"{count} devices",
             )
         axes.set(xlabel="device memory, GB", ylabel="seconds a step", yscale="log", title="large: states on the host")
+        axes.legend()
+        save_figure(figure, out)
+    return out
+
+
+def draw_losses(curves: dict[int, list[tuple[float, float]]], out: Path) -> Path:
+    """Draws predicted loss over days as a PNG, with one line per number of devices.
+
+    Args:
+        curves: (days, loss in nats a token) by number of devices.
+        out: the PNG to write.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with plotting() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for devices, points in curves.items():
+            days, losses = zip(*points, strict=True)
+            axes.plot(days, losses, marker="o", label=f"{devices} devices")
+        axes.set(xlabel="days", ylabel="predicted loss, nats a token", xscale="log")
         axes.legend()
         save_figure(figure, out)
     return out

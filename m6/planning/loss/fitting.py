@@ -76,9 +76,20 @@ def fit(scales: Sequence[Scale], losses: Sequence[float], start: Coefficients | 
 
 
 def fit_law(
-    scales: Sequence[Scale], losses: Sequence[float], origin: str, measure: str, resamples: int = 200, seed: int = 0
+    scales: Sequence[Scale],
+    losses: Sequence[float],
+    fill: float,
+    origin: str,
+    measure: str,
+    resamples: int = 200,
+    seed: int = 0,
 ) -> ScalingLaw:
-    """The law of these runs, with fits of ``resamples`` draws of them with replacement."""
+    """The law of these runs, with fits of ``resamples`` draws of them with replacement.
+
+    Args:
+        scales, losses: as in :func:`fit`.
+        fill, origin, measure: as in :class:`ScalingLaw`.
+    """
     best = fit(scales, losses)
     random, number = np.random.default_rng(seed), len(scales)
     resampled = []
@@ -98,6 +109,7 @@ def fit_law(
         parameters=covered([scale.parameters for scale in scales]),
         expansion=covered([scale.expansion for scale in scales]),
         tokens=covered([scale.tokens for scale in scales]),
+        fill=fill,
         fit=best,
         resampled=resampled,
         residual=float(np.sqrt(np.sum(np.square(errors)) / degrees)),

@@ -104,6 +104,7 @@ class ScalingLaw(Section):
         measure: what the loss is.
         runs: how many it was fitted to.
         parameters, expansion, tokens: ranges of the runs, in the units of :class:`Scale`.
+        fill: share of the runs' positions that held tokens; the others were padding.
         fit: of all runs.
         resampled: of runs drawn with replacement (bootstrap).
         residual: standard deviation of log(measured / fitted) over the runs.
@@ -115,6 +116,7 @@ class ScalingLaw(Section):
     parameters: Range
     expansion: Range
     tokens: Range
+    fill: float = Field(gt=0, le=1)
     fit: Coefficients
     resampled: list[Coefficients] = Field(min_length=1)
     residual: float = Field(ge=0)

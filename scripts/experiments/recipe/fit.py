@@ -1,6 +1,6 @@
-"""Fits the scaling law to ladder.csv, writes it for `m6 plan`, and prints the tables of ladder.md.
+"""Fits the scaling law to ladder.csv, writes it for `m6 plan`, and prints the page ladder.md.
 
-python scripts/experiments/recipe/fit.py [--out configs/scaling/law.json] [--plot ladder.png]
+python scripts/experiments/recipe/fit.py > scripts/experiments/recipe/ladder.md
 """
 
 from __future__ import annotations
@@ -24,6 +24,21 @@ from m6.planning.loss.law import Scale, ScalingLaw  # noqa: E402
 from m6.plots.style import plotting, save_figure  # noqa: E402
 
 MEASURE = "validation loss of language modelling in nats a token"
+HEAD = """# The ladder
+
+Losses of [{count} runs](ladder.csv) with the recipe, and the law that is fitted to them:
+
+L = {floor:.3f} + {a:.3f} (N X^{gamma:.3f})^-{alpha:.3f} + {b:.3f} D^-{beta:.3f}
+
+L: {measure}. N: active parameters in millions, without embeddings and patches. X: experts
+over the experts that a token visits. D: tokens in millions, without padding. The sum is that of Hoffmann et al.
+(arXiv 2203.15556), the power of X is after Clark et al. (arXiv 2202.01169).
+
+Median error {median:.2%}, largest {largest:.2%}. `m6 plan` predicts from [this law](../../../configs/scaling/law.json);
+its 95 % interval comes from {resamples} fits of runs drawn with replacement, and from the errors of single runs.
+
+![loss over compute](ladder.png)
+"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class Run:
     rung: Rung
     scale: Scale
     loss: float
+    positions: int
 
 
 def finished() -> list[Run]:
@@ -41,8 +57,10 @@ def finished() -> list[Run]:
     found = []
     for row in ResultTable(TABLE, KEY).rows():
         rung = known[row["run"]]
-        model = load_config(HERE / "small.json", rung.overrides()).model
-        found.append(Run(rung, Scale.of(model, int(row["tokens_seen"])), float(row["language_modelling"])))
+        config = load_config(HERE / "small.json", rung.overrides())
+        scale = Scale.of(config.model, int(row["tokens_seen"]))
+        positions = rung.steps * config.deepspeed.train_batch_size * config.m6.data.sequence_length
+        found.append(Run(rung, scale, float(row["language_modelling"]), positions))
     return found
 
 
@@ -83,11 +101,19 @@ def table(runs: list[Run], law: ScalingLaw) -> str:
 
 def draw(runs: list[Run], law: ScalingLaw, out: Path) -> None:
     """Loss over compute, one panel per number of experts, with the fit as lines."""
-    experts = sorted({run.rung.experts for run in runs})
+    experts, widths = sorted({run.rung.experts for run in runs}), sorted({run.rung.width for run in runs})
     with plotting() as pyplot:
-        figure, panels = pyplot.subplots(1, len(experts), figsize=(3.4 * len(experts), 3.6), sharey=True, squeeze=False)
+        figure, panels = pyplot.subplots(
+            1,
+            len(experts),
+            figsize=(3.4 * len(experts), 3.6),
+            sharex=True,
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
         for axes, number in zip(panels[0], experts, strict=True):
-            for width in sorted({run.rung.width for run in runs}):
+            for color, width in enumerate(widths):
                 points = sorted(
                     (run.scale.flops, run.loss, law.fit.loss(run.scale))
                     for run in runs
@@ -96,12 +122,13 @@ def draw(runs: list[Run], law: ScalingLaw, out: Path) -> None:
                 if not points:
                     continue
                 flops, losses, fitted = zip(*points, strict=True)
-                line = axes.plot(flops, fitted, linewidth=1)[0]
-                axes.scatter(flops, losses, s=16, color=line.get_color(), label=f"width {width}")
+                axes.plot(flops, fitted, linewidth=1, color=f"C{color}")
+                axes.scatter(flops, losses, s=16, color=f"C{color}", label=f"width {width}")
             axes.set(xscale="log", xlabel="FLOPs", title=f"{number} experts" if number else "dense")
         panels[0][0].set(ylabel="language modelling, nats a token")
-        panels[0][-1].legend()
-        figure.tight_layout()
+        figure.legend(
+            *panels[0][experts.index(HELD_OUT.experts)].get_legend_handles_labels(), loc="outside right center"
+        )
         save_figure(figure, out)
 
 
@@ -115,22 +142,28 @@ def main() -> None:
     law = fit_law(
         [run.scale for run in runs],
         [run.loss for run in runs],
+        sum(run.scale.tokens for run in runs) / sum(run.positions for run in runs),
         "scripts/experiments/recipe/ladder.md",
         MEASURE,
     )
     write_json(arguments.out, law.model_dump(mode="json"))
-    print(table(runs, law))
     errors = [abs(law.fit.loss(run.scale) / run.loss - 1) for run in runs]
-    print(f"\nmedian error {statistics.median(errors):.2%}, largest {max(errors):.2%}; {law.fit}\n")
+    spread = {"median": statistics.median(errors), "largest": max(errors)}
+    print(HEAD.format(count=len(runs), measure=MEASURE, resamples=len(law.resampled), **law.fit.model_dump(), **spread))
+    print(table(runs, law), end="\n\n")
     rows = [[name, f"{error:+.2%}"] for largest in (False, True) for name, error in left_out(runs, largest)]
     print(markdown_table(["left out of the fit", "largest error of its runs"], rows, "lr"))
     steps = HELD_OUT.steps
     tokens = statistics.fmean(run.scale.tokens / run.rung.steps for run in runs) * steps
     scale = Scale.of(load_config(HERE / "small.json", HELD_OUT.overrides()).model, tokens)
-    print(f"\n{HELD_OUT}: predicted {law.predict(scale)} nats, {scale.flops:.2e} FLOPs, beyond: {law.beyond(scale)}")
+    beyond = ", ".join(f"{name} {factor:.2g} times" for name, factor in law.beyond(scale).items())
+    print(f"\n## A larger run\n\n{HELD_OUT}, {scale.flops:.2e} FLOPs, beyond the runs of the fit in {beyond}.")
+    print(f"Predicted from the other runs: {law.predict(scale)} nats.")
     for run in everything:
         if run.rung == HELD_OUT:
-            print(f"trained: {run.loss:.3f} nats, error {law.fit.loss(run.scale) / run.loss - 1:+.2%}")
+            print(
+                f"Trained: {run.loss:.3f} nats; the prediction is off by {law.fit.loss(run.scale) / run.loss - 1:+.2%}."
+            )
     draw(runs, law, arguments.plot)
 
 

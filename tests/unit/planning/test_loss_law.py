@@ -48,7 +48,7 @@ def test_a_single_wrong_run_does_not_bend_the_fit():
 
 
 def test_the_interval_holds_the_truth_and_says_what_is_extrapolated():
-    law = fit_law(SCALES, noisy(0.005), "here", "loss", resamples=20)
+    law = fit_law(SCALES, noisy(0.005), 0.4, "here", "loss", resamples=20)
     found = law.predict(LARGER)
     assert found.low < TRUTH.loss(LARGER) < found.high
     assert found.loss == pytest.approx(TRUTH.loss(LARGER), rel=0.01)
@@ -80,7 +80,7 @@ def test_the_scale_of_a_model():
 def law() -> ScalingLaw:
     covered = Range(low=1.0, high=2.0)
     ranges = {"parameters": covered, "expansion": covered, "tokens": covered}
-    return ScalingLaw(origin="x", measure="y", runs=7, **ranges, fit=TRUTH, resampled=[TRUTH], residual=0.01)
+    return ScalingLaw(origin="x", measure="y", runs=7, **ranges, fill=0.4, fit=TRUTH, resampled=[TRUTH], residual=0.01)
 
 
 def test_a_law_is_read_as_it_was_written(tmp_path: Path):

@@ -27,6 +27,7 @@ def law(largest: float) -> ScalingLaw:
         parameters=covered,
         expansion=Range(low=1, high=1e6),
         tokens=covered,
+        fill=0.5,
         fit=FIT,
         resampled=[FIT],
         residual=0.01,
@@ -40,7 +41,7 @@ def known(monkeypatch):
 
 def test_the_loss_is_that_of_the_model_and_of_all_its_tokens(known):
     config = load_config(CONFIGS / "m6_base.json", ("train_batch_size=128",))
-    scale = Scale.of(config.model, 500 * 128 * config.m6.data.sequence_length)
+    scale = Scale.of(config.model, 0.5 * 500 * 128 * config.m6.data.sequence_length)
     assert predicted_loss(config, 500).loss == pytest.approx(FIT.loss(scale))
 
 
@@ -51,7 +52,7 @@ def test_an_extrapolation_is_marked_with_its_factors(monkeypatch):
     monkeypatch.setattr(outlook, "shipped_law", lambda: law(1e4))
     prediction = predicted_loss(config, 10)
     line = loss_line(prediction)
-    factor = 10 * config.deepspeed.train_batch_size * config.m6.data.sequence_length / 1e4
+    factor = 0.5 * 10 * config.deepspeed.train_batch_size * config.m6.data.sequence_length / 1e4
     assert prediction.beyond["tokens"] == pytest.approx(factor)
     assert "**extrapolation** beyond the 7 runs of here: parameters " in line
     assert f"parameters {prediction.beyond['parameters']:,.0f} times, " in line
