@@ -1,11 +1,14 @@
 """``m6 data corpus`` and ``m6 data report``: a corpus from a recipe, and the page about it."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from m6.cli.options import Overrides
+
+if TYPE_CHECKING:
+    from m6.evaluation.caption_matcher import CaptionMatcher
 
 
 def corpus(
@@ -22,7 +25,7 @@ def corpus(
     from m6.data.corpus.recipe import load_recipe
 
     settings = load_recipe(recipe, tuple(overrides or ()))
-    launched = make_corpus(settings, executor, tasks)
+    launched = make_corpus(settings, executor, tasks, open_scorer)
     if launched.jobs:
         for stage, job in launched.jobs.items():
             typer.echo(f"{stage}: job {job}")
@@ -35,6 +38,13 @@ def corpus(
             f"  {name}: {tally.documents:,} documents read, {tally.kept:,} kept in {tally.rows:,} rows; "
             f"removed: {removed or 'none'}"
         )
+
+
+def open_scorer(run: Path) -> "CaptionMatcher":
+    """Opens a recipe's ``matching_model``; the tasks of the corpus get this function."""
+    from m6.evaluation.caption_matcher import CaptionMatcher  # with torch, which most recipes do not need
+
+    return CaptionMatcher(run)
 
 
 def report(

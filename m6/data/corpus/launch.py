@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from m6.data.corpus.local import run_locally
+from m6.data.corpus.matching import OpenScorer
 from m6.data.corpus.minhash import require_datatrove
 from m6.data.corpus.output import is_built
 from m6.data.corpus.plan import PLAN_NAME, load_plan, make_plan
@@ -32,7 +33,9 @@ class Launched:
     jobs: dict[str, str] = field(default_factory=dict)
 
 
-def make_corpus(recipe: CorpusRecipe, executor: Executor, num_tasks: int) -> Launched:
+def make_corpus(
+    recipe: CorpusRecipe, executor: Executor, num_tasks: int, open_scorer: OpenScorer | None = None
+) -> Launched:
     """Makes a corpus, or continues one that was interrupted.
 
     The same recipe and inputs give the same bytes for any number of tasks and either executor.
@@ -41,10 +44,11 @@ def make_corpus(recipe: CorpusRecipe, executor: Executor, num_tasks: int) -> Lau
         recipe: the recipe.
         executor: processes of this machine, or arrays of Slurm jobs.
         num_tasks: tasks of a stage.
+        open_scorer: opens the recipe's ``matching_model``; for a recipe that has one.
 
     Raises:
-        UserError: an input is missing, ``recipe.out`` or the work folder belongs to something else, or a stage failed
-            because of a user's mistake.
+        UserError: an input or the model is missing, ``recipe.out`` or the work folder belongs to something else, or a
+            stage failed because of a user's mistake.
     """
     require_datatrove()
     out = recipe.out.resolve()
@@ -53,10 +57,13 @@ def make_corpus(recipe: CorpusRecipe, executor: Executor, num_tasks: int) -> Lau
     with FolderLock(out.with_name(f"{out.name}.lock"), out):
         known = load_plan(folder / PLAN_NAME) if (folder / PLAN_NAME).exists() else None
         plan = make_plan(recipe, known)
+        if recipe.matching_model is not None:
+            assert open_scorer is not None
+            plan.scorer = open_scorer(recipe.matching_model).identity
         if is_built(out, plan):
             remove(folder)
             return Launched(out, was_built=True)
-        work = prepare(folder, plan)
+        work = prepare(folder, plan, open_scorer)
         if executor == "slurm":
             from m6.data.corpus.slurm import submit
 

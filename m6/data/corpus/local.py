@@ -28,14 +28,15 @@ def run_locally(work: Work, num_tasks: int) -> None:
     """
     if num_tasks == 1:
         for stage in unfinished(work):
-            run_task(work.folder, stage.name, 0, 1)
+            run_task(work.folder, stage.name, 0, 1, work.open_scorer)
         return
     # Spawn, because a fork of a process with threads (pyarrow has some) may deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_tasks, mp_context=context, initializer=_end_with_parent) as pool:
         for stage in unfinished(work):
             tasks = min(num_tasks, stage.units(work))
-            futures = [pool.submit(run_task, work.folder, stage.name, task, tasks) for task in range(tasks)]
+            given = (tasks, work.open_scorer)
+            futures = [pool.submit(run_task, work.folder, stage.name, task, *given) for task in range(tasks)]
             try:
                 for future in as_completed(futures):
                     future.result()

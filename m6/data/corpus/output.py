@@ -174,7 +174,8 @@ def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
             assert row.group is not None
             yield row, rules.split(row.group, row.split)
         else:
-            copy_of = (int(kept_part[number]), int(kept_row[number]))
+            instead = (int(kept_part[number]), int(kept_row[number]))
+            copy_of = None if instead == (part, number) else instead
             tally.remove(*REASONS[int(status[number])], row.id, row.text, row.image, copy_of)
 
 

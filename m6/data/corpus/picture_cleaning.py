@@ -29,7 +29,7 @@ def clean_pictures(work: Work, part: int) -> Tally:
     """
     recipe, planned = work.recipe, work.plan.parts[part]
     is_named = planned.input in work.plan.sets
-    filters = None if is_named else recipe.input(planned.input).picture_filters or recipe.picture_filters
+    filters = None if is_named else recipe.picture_filters_of(planned.input)
     tally = Tally()
     with DocumentWriter(work.documents(part)) as documents, PictureWriter(work.pictures, part) as pictures:
         for row in read_part(recipe, work.plan, planned, work.fetched(part)):

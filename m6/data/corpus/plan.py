@@ -77,10 +77,15 @@ class PlannedInput(_Entry):
 
 
 class Plan(_Entry):
-    """The parts of all inputs in order, then those of the named sets of pictures."""
+    """The parts of all inputs in order, then those of the named sets of pictures.
+
+    Attributes:
+        scorer: checksum of the model that compares pictures with captions.
+    """
 
     format: Literal[1] = 1
     recipe: dict[str, Any]
+    scorer: str | None = None
     inputs: dict[str, PlannedInput]
     sets: list[str] = []
     files: list[InputFile]
@@ -100,7 +105,7 @@ class Plan(_Entry):
 
     def manifest_recipe(self) -> dict[str, Any]:
         """Returns what the manifest says of the recipe."""
-        return {"corpus": self.recipe}
+        return {"corpus": self.recipe} if self.scorer is None else {"corpus": self.recipe, "scorer": self.scorer}
 
     def contents(self) -> dict[str, Any]:
         """Returns all but the times of the files: equal contents are the same corpus."""

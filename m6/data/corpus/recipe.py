@@ -63,6 +63,12 @@ class PictureFilterSettings(Section):
         10,
         description="pictures that are kept of one caption, among all inputs; 0: all, for captions that are labels",
     )
+    min_match: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="least probability, by matching_model, that a caption describes its picture; 0: it is not asked",
+    )
 
 
 class InputSettings(Section):
@@ -145,7 +151,8 @@ class CorpusRecipe(Section):
     """A corpus of texts, of pictures with captions, or of both.
 
     Raises:
-        ValueError: two inputs or sets of pictures have the same name, or the shares leave nothing to train on.
+        ValueError: two inputs or sets of pictures have the same name, the shares leave nothing to train on, or a
+            threshold has no model, or a model no threshold.
     """
 
     out: Path = Field(description="the data folder to make; OUT.work beside it holds what is not finished")
@@ -164,6 +171,11 @@ class CorpusRecipe(Section):
         16,
         description="units in which near duplicates of pictures are searched; each keeps 6 kB / buckets for a picture",
     )
+    matching_model: Path | None = Field(
+        None,
+        description="a run that was fine-tuned on image_text_matching; with picture_filters.min_match it compares "
+        "pictures with their captions",
+    )
     near_duplicates: NearDuplicateSettings = NearDuplicateSettings()
     decontamination: DecontaminationSettings = DecontaminationSettings()
     validation_share: float = Field(0.01, ge=0, lt=1, description="share of the groups held out for validation")
@@ -179,6 +191,17 @@ class CorpusRecipe(Section):
             raise ValueError(
                 f"validation_share {self.validation_share} and test_share {self.test_share} leave nothing to train on"
             )
+        thresholds = [self.picture_filters_of(each.called).min_match for each in self.inputs]
+        if any(thresholds) and self.matching_model is None:
+            raise ValueError(
+                f"picture_filters.min_match is {max(thresholds):g}, but there is no matching_model that says how well "
+                "a caption fits"
+            )
+        if self.matching_model is not None and not any(thresholds):
+            raise ValueError(
+                "matching_model would compare nothing: picture_filters.min_match is 0 for all inputs; set it, such as "
+                "to 0.5"
+            )
         return self
 
     def identity(self) -> dict[str, Any]:
@@ -188,6 +211,10 @@ class CorpusRecipe(Section):
     def input(self, name: str) -> InputSettings:
         """Returns the input that the manifest calls ``name``."""
         return next(each for each in self.inputs if each.called == name)
+
+    def picture_filters_of(self, name: str) -> PictureFilterSettings:
+        """Returns the thresholds of the pictures of the input that the manifest calls ``name``."""
+        return self.input(name).picture_filters or self.picture_filters
 
 
 def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> CorpusRecipe:

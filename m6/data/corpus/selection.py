@@ -3,7 +3,8 @@
 Of equal or similar documents that one is kept which its source put into the test split, else into the validation split;
 else the longest text, or the picture of most pixels; else the one with the least digest of contents and id. Of copies
 of a picture of a named set none is. Of the pictures with one caption so many are kept as the recipe says, in the same
-order.
+order. A picture whose caption does not describe it comes after all others: it is removed itself, but no copy for its
+sake.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from m6.data.corpus.documents import Ranking, read_ranking
+from m6.data.corpus.matching import mismatched
 from m6.data.corpus.minhash import find_clusters
 from m6.data.corpus.picture_copies import picture_pairs
 from m6.data.corpus.plan import Part
@@ -25,16 +27,18 @@ from m6.data.corpus.work import Work
 from m6.errors import UserError
 from m6.files import atomic_path
 
-KEPT, EXACT, NEAR, NAMED, REPEATED = 0, 1, 2, 3, 4
+KEPT, EXACT, NEAR, NAMED, REPEATED, MISMATCHED = range(6)
 REASONS = {
     EXACT: ("duplicates", "exact duplicate"),
     NEAR: ("duplicates", "near duplicate"),
     NAMED: ("decontamination", "shows a picture of a named set"),
     REPEATED: ("captions", "caption repeats too often"),
+    MISMATCHED: ("matching", "caption does not describe the picture"),
 }
 """Stage and reason of a removed document."""
 _NO_LIMIT = np.iinfo(np.int64).max
 _NO_CLUSTER = -1
+_LAST = 4  # after the values of ``Ranking.held_out``
 
 
 def choose(ranking: Ranking, clusters: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -116,9 +120,12 @@ def select(work: Work) -> Tally:
     joined = Ranking(
         **{field.name: np.concatenate([getattr(each, field.name) for each in rankings]) for field in fields(Ranking)}
     )
+    fits_not = np.concatenate([mismatched(work, part, len(each.key)) for part, each in enumerate(rankings)])
+    joined.held_out[fits_not] = _LAST
     status, kept = choose(joined, _clusters(work, offsets, joined.key))
     is_named = np.repeat([part.input in work.plan.sets for part in work.plan.parts], np.diff(offsets))
     status[is_named[kept] & ~is_named] = NAMED
+    status[(status == KEPT) & fits_not] = MISMATCHED
     limits = np.repeat([_caption_limit(work, part) for part in work.plan.parts], np.diff(offsets))
     repeated, instead = repeated_captions(np.flatnonzero((status == KEPT) & ~is_named), joined, limits)
     status[repeated], kept[repeated] = REPEATED, instead
@@ -168,8 +175,7 @@ def joined_pairs(pairs: NDArray[np.int64], keys: NDArray[np.uint64]) -> tuple[ND
 def _caption_limit(work: Work, part: Part) -> int:
     if part.input in work.plan.sets or work.plan.kind(part) == "text":
         return _NO_LIMIT
-    filters = work.recipe.input(part.input).picture_filters or work.recipe.picture_filters
-    return filters.max_caption_repeats or _NO_LIMIT
+    return work.recipe.picture_filters_of(part.input).max_caption_repeats or _NO_LIMIT
 
 
 def _refuse_empty(work: Work, documents: NDArray[np.int64]) -> None:

@@ -17,6 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from m6 import files
+from m6.data.corpus.matching import OpenScorer
 from m6.data.corpus.recipe import SlurmSettings
 from m6.data.corpus.stages import Stage, run_task, unfinished
 from m6.data.corpus.work import Work
@@ -36,13 +37,13 @@ class StageStep(PipelineStep):
     name = "m6"
     type = "corpus"
 
-    def __init__(self, folder: Path, stage: str) -> None:
+    def __init__(self, folder: Path, stage: str, open_scorer: OpenScorer | None) -> None:
         super().__init__()
-        self.folder, self.stage = folder, stage
+        self.folder, self.stage, self.open_scorer = folder, stage, open_scorer
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         """Makes the units of this task."""
-        run_task(self.folder, self.stage, rank, world_size)
+        run_task(self.folder, self.stage, rank, world_size, self.open_scorer)
 
 
 class _Executor(SlurmPipelineExecutor):
@@ -105,7 +106,7 @@ def _not_ended(jobs: Any) -> list[str]:
 def _executor(work: Work, stage: Stage, tasks: int, settings: SlurmSettings, before: _Executor | None) -> _Executor:
     hours, minutes = divmod(settings.time_limit_min, 60)
     return _Executor(
-        pipeline=[StageStep(work.folder, stage.name)],
+        pipeline=[StageStep(work.folder, stage.name, work.open_scorer)],
         tasks=tasks,
         time=f"{hours}:{minutes:02d}:00",
         partition=settings.partition,

@@ -1,6 +1,7 @@
 """The stages of a corpus in order, and the units of each, which tasks share.
 
 clean      a part      read, check, normalise, filter; signatures of texts, keys of pictures
+match      a part      how well captions describe their pictures, by a trained model
 pairs      a bucket    texts whose signatures agree; pictures whose keys meet and that show the same
 select     one         clusters, and the document of each that is kept
 held_out   a part      n-grams of validation and test documents, and of the named sets
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m6.data.corpus.cleaning import clean_part
+from m6.data.corpus.matching import OpenScorer, score_part
 from m6.data.corpus.minhash import write_pairs
 from m6.data.corpus.output import finish, index_held_out, join_index, write_part
 from m6.data.corpus.picture_cleaning import clean_pictures
@@ -71,6 +73,7 @@ def _one(work: Work) -> int:
 
 STAGES: tuple[Stage, ...] = (
     Stage("clean", _parts, _clean_part),
+    Stage("match", lambda work: work.num_parts if work.recipe.matching_model else 0, score_part),
     Stage("pairs", lambda work: sum(_buckets(work)), _write_pairs),
     Stage("select", _one, lambda work, _: select(work)),
     Stage("held_out", lambda work: work.num_parts + len(work.recipe.decontamination.sets), index_held_out),
@@ -80,14 +83,20 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-def run_task(folder: Path, name: str, task: int, num_tasks: int) -> None:
+def run_task(folder: Path, name: str, task: int, num_tasks: int, open_scorer: OpenScorer | None = None) -> None:
     """Makes the units of a stage that belong to one task and are not complete: every ``num_tasks``-th.
+
+    Args:
+        folder, open_scorer: as in ``Work``.
+        name: of the stage.
+        task: number of the task.
+        num_tasks: tasks of the stage.
 
     Raises:
         UserError: a stage before this one is not complete; or a unit failed because of a user's mistake. The message
             names the stage and the unit.
     """
-    work = Work(folder)
+    work = Work(folder, open_scorer)
     position = [stage.name for stage in STAGES].index(name)
     for before in STAGES[:position]:
         if missing := work.missing(before.name, before.units(work)):

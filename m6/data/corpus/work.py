@@ -11,11 +11,13 @@ a unit always writes the same bytes: one that was interrupted is done again, and
 from __future__ import annotations
 
 import shutil
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from m6 import files
+from m6.data.corpus.matching import OpenScorer, PictureScorer
 from m6.data.corpus.plan import PLAN_NAME, Plan, load_plan
 from m6.data.corpus.recipe import CorpusRecipe
 from m6.data.corpus.tally import Tally
@@ -28,13 +30,14 @@ class Work:
 
     Args:
         folder: a work folder that ``prepare`` made.
+        open_scorer: opens the recipe's ``matching_model``; for a recipe that has one.
 
     Raises:
         UserError: there is no plan.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, open_scorer: OpenScorer | None = None) -> None:
+        self.folder, self.open_scorer = folder, open_scorer
         self.plan = load_plan(folder / PLAN_NAME)
         out = folder.with_name(folder.name.removesuffix(".work"))
         self.recipe = validate(CorpusRecipe, self.plan.recipe | {"out": str(out)}, "recipe")
@@ -56,6 +59,34 @@ class Work:
     def pictures(self) -> Path:
         """Keys and thumbnails of the pictures of all parts, and the near duplicates among them."""
         return self.folder / "pictures"
+
+    def scores(self, part: int) -> Path:
+        """How well the captions of a part describe their pictures."""
+        return self.folder / "match" / f"{part:05d}.npy"
+
+    def min_match(self, part: int) -> float:
+        """The least of these scores that is kept; 0: none is asked for."""
+        planned = self.plan.parts[part]
+        if planned.input in self.plan.sets or self.plan.kind(planned) == "text":
+            return 0.0
+        return self.recipe.picture_filters_of(planned.input).min_match
+
+    @cached_property
+    def scorer(self) -> PictureScorer:
+        """The model that compares pictures with captions.
+
+        Raises:
+            UserError: it is missing, or another one than when the corpus was begun.
+        """
+        assert self.open_scorer is not None
+        assert self.recipe.matching_model is not None
+        scorer = self.open_scorer(self.recipe.matching_model)
+        if scorer.identity != self.plan.scorer:
+            raise UserError(
+                f"matching_model {self.recipe.matching_model} has changed since {self.folder} was begun; remove the "
+                "folder to begin anew"
+            )
+        return scorer
 
     def decisions(self, part: int) -> Path:
         """Which documents of a part are copies, and of what."""
@@ -92,8 +123,12 @@ def work_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.work")
 
 
-def prepare(folder: Path, plan: Plan) -> Work:
+def prepare(folder: Path, plan: Plan, open_scorer: OpenScorer | None = None) -> Work:
     """Begins a work folder, or continues the one of the same plan.
+
+    Args:
+        folder, open_scorer: as in ``Work``.
+        plan: what is made in it.
 
     Raises:
         UserError: the folder belongs to another recipe, or an input has changed since.
@@ -105,7 +140,7 @@ def prepare(folder: Path, plan: Plan) -> Work:
             raise UserError(f"{folder} was begun with {_difference(begun, plan)}; remove it to begin anew")
     else:
         files.write_text(file, plan.model_dump_json(indent=2) + "\n")
-    return Work(folder)
+    return Work(folder, open_scorer)
 
 
 def remove(folder: Path) -> None:
@@ -121,6 +156,8 @@ def _difference(begun: Plan, plan: Plan) -> str:
     for key in sorted({*begun.recipe, *plan.recipe}):
         if begun.recipe.get(key) != plan.recipe.get(key):
             return f"another recipe: its {key} differs"
+    if begun.scorer != plan.scorer:
+        return "another checkpoint of its matching_model"
     before = {file.path: file.sha256 for file in begun.files}
     for file in plan.files:
         if file.path not in before:

@@ -39,6 +39,32 @@ def chance(relevant: NDArray[np.bool_], k: int) -> float:
     return float(np.mean([1 - math.comb(n - int(r), k) / math.comb(n, k) for r in relevant.sum(axis=1)]))
 
 
+def match_pairs(
+    model: M6ForConditionalGeneration,
+    processor: M6Processor,
+    pictures: Sequence[np.ndarray],
+    captions: Sequence[str],
+    max_tokens: int,
+) -> NDArray[np.float64]:
+    """Returns log p(match) - log p(no match) of N pictures with their captions, [N].
+
+    Args:
+        model: fine-tuned on the objective image_text_matching, in evaluation mode.
+        processor: processor of the model.
+        pictures: N pictures, uint8 [image_size, image_size, 3].
+        captions: N texts.
+        max_tokens: length to which training cuts a text.
+    """
+    tokenizer = processor.tokenizer
+    sources = [tokenizer.encode_ids(caption, max_tokens) for caption in captions]
+    answers = [tokenizer.encode_ids(answer) for answer in (MATCH, NO_MATCH)]
+    examples = [Example(source_ids=source, target_ids=answer) for source in sources for answer in answers]
+    repeated = [picture for picture in pictures for _ in answers]
+    scores = target_log_likelihoods(model, processor, examples, repeated).view(len(pictures), 2)
+    # The difference of the two answers cancels how likely the model finds any answer for a pair.
+    return (scores[:, 0] - scores[:, 1]).numpy()
+
+
 def match_by_model(
     model: M6ForConditionalGeneration,
     processor: M6Processor,
@@ -46,28 +72,10 @@ def match_by_model(
     captions: Sequence[str],
     max_tokens: int,
 ) -> NDArray[np.float64]:
-    """Returns log p(match) - log p(no match) of every pair of a picture and a caption.
-
-    Args:
-        model: fine-tuned on the objective image_text_matching, in evaluation mode.
-        processor: processor of the model.
-        pictures: N pictures, uint8 [image_size, image_size, 3].
-        captions: M texts.
-        max_tokens: length to which training cuts a text.
-
-    Returns:
-        [N, M].
-    """
-    tokenizer = processor.tokenizer
-    sources = [tokenizer.encode_ids(caption, max_tokens) for caption in captions]
-    answers = [tokenizer.encode_ids(answer) for answer in (MATCH, NO_MATCH)]
-    examples = [
-        Example(source_ids=source, target_ids=answer) for _ in pictures for source in sources for answer in answers
-    ]
-    repeated = [picture for picture in pictures for _ in range(len(sources) * len(answers))]
-    scores = target_log_likelihoods(model, processor, examples, repeated).view(len(pictures), len(captions), 2)
-    # The difference of the two answers cancels how likely the model finds any answer for a pair.
-    return (scores[:, :, 0] - scores[:, :, 1]).numpy()
+    """Returns what ``match_pairs`` says of every pair of N pictures and M captions, [N, M]."""
+    every_picture = [picture for picture in pictures for _ in captions]
+    scores = match_pairs(model, processor, every_picture, [*captions] * len(pictures), max_tokens)
+    return scores.reshape(len(pictures), len(captions))
 
 
 def match_by_neighbour(neighbour_captions: Sequence[str], captions: Sequence[str]) -> NDArray[np.float64]:

@@ -35,6 +35,12 @@ def test_shipped_recipes_are_valid(file: Path):
         ),
         ({"filters": {"min_charz": 3}}, 'filters.min_charz: unknown key; did you mean "min_chars"?'),
         ({"filters": {"min_chinese_share": 2}}, "filters.min_chinese_share: input should be less than or equal to 1"),
+        ({"picture_filters": {"min_match": 0.5}}, "min_match is 0.5, but there is no matching_model"),
+        ({"matching_model": "run"}, "matching_model would compare nothing: picture_filters.min_match is 0"),
+        (
+            {"matching_model": "run", "picture_filters": {"min_match": 0.5}},
+            "run: neither a run nor an exported model",
+        ),
         ({"validation_share": 0.5, "test_share": 0.5}, "leave nothing to train on"),
         ({"decontamination": {"sets": [{"name": "q", "path": "empty"}]}}, "decontamination.sets: empty: expected"),
     ],
