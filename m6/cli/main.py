@@ -232,6 +232,10 @@ def submit(
     plan = submission.plan_submission(
         config, tuple(overrides or ()), job, run or Path("runs") / config.stem, chain, array, init
     )
+    if plan.config.m6.elastic is not None:
+        from m6.planning.replan import check_bounds
+
+        check_bounds(plan.config, plan.ranks_per_node)
     jobs = [] if dry_run else submission.submit(plan)
     print(shlex.join(plan.command), *jobs, sep="\n")
 
@@ -278,6 +282,7 @@ def _mount_commands() -> None:
     from m6.cli.generate import generate
     from m6.cli.pictures import evaluate_pictures
     from m6.cli.plan import app as plan_app
+    from m6.cli.replan import replan
     from m6.cli.serve import serve
     from m6.cli.tasks import evaluate_tasks
     from m6.cli.verify import verify
@@ -289,6 +294,7 @@ def _mount_commands() -> None:
     app.command()(serve)
     app.command()(downstream)
     app.command()(verify)
+    plan_app.command()(replan)
     data_app.command()(tokenizer)
     data_app.command()(codes)
     data_app.command()(corpus)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
+from m6.config.elastic import ElasticSettings
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
@@ -130,6 +131,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
     if settings.lora is not None:
         _check_lora(settings.lora, model, settings)
+    if settings.elastic is not None:
+        _check_elastic(settings.elastic, settings, deepspeed)
     _check_pictures(settings)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
 
@@ -239,6 +242,19 @@ def _check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> Non
         # DeepSpeed 0.19.8 demands a trained expert on each rank where experts are divided.
         raise UserError(
             f'm6.lora.targets: m6.training.ep_size is {run.training.ep_size}, which needs "experts" among them'
+        )
+
+
+def _check_elastic(settings: ElasticSettings, run: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    if "gradient_accumulation_steps" in deepspeed.keys:
+        raise UserError(
+            "gradient_accumulation_steps: with m6.elastic it follows from the batch sizes and the ranks of each "
+            "attempt; leave it out"
+        )
+    if run.training.deterministic is not None and "ep_size" in (settings.may_change or ()):
+        raise UserError(
+            'm6.elastic.may_change: "ep_size" changes the sums that m6.training.deterministic "any_world" keeps; leave '
+            "it out"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from m6.config.elastic import ElasticSettings
 from m6.config.offload import OffloadSettings
 from m6.data.objective_settings import ObjectivesSettings
 from m6.data.pretraining import DataSettings
@@ -226,6 +227,11 @@ class M6Settings(Section):
         None,
         description="run or exported model whose weights this run starts from (`m6 finetune --init`); absent: random "
         "initial weights",
+    )
+    elastic: ElasticSettings | None = Field(
+        None,
+        description="bounds within which each attempt of a Slurm job plans its layout anew; absent: the layout is the "
+        "JSON's",
     )
     evaluation: EvaluationSettings = EvaluationSettings()
     samples: SampleSettings | None = Field(None, description="pictures of fixed captions during training; absent: none")

@@ -58,13 +58,15 @@ class JobDescription(Section):
         """Number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
-    def options(self) -> list[str]:
-        """Returns the options of sbatch for these resources."""
+    def options(self, bounds: tuple[int, int] | None = None) -> list[str]:
+        """Returns the options of sbatch for these resources.
+
+        Args:
+            bounds: fewest and most nodes, of which Slurm gives what is free; None: exactly ``nodes``.
+        """
         # "B:" sends the signal to the batch script only, which forwards it to the ranks.
         options = [
-            f"--nodes={self.nodes}",
-            f"--ntasks-per-node={self.ranks_per_node}",
-            f"--cpus-per-task={self.cpus_per_rank}",
+            *(self._tasks() if bounds is None else self._tasks_between(*bounds)),
             f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",  # 0: all memory of a node
             f"--time={self.time_limit_min}",
             f"--signal=B:USR2@{self.signal_lead_s}",
@@ -77,6 +79,15 @@ class JobDescription(Section):
             if value := getattr(self, name):
                 options.append(f"--{name}={value}")
         return options
+
+    def _tasks(self) -> list[str]:
+        tasks = [f"--ntasks-per-node={self.ranks_per_node}", f"--cpus-per-task={self.cpus_per_rank}"]
+        return [f"--nodes={self.nodes}", *tasks]
+
+    def _tasks_between(self, fewest: int, most: int) -> list[str]:
+        # With tasks per node Slurm 22.05 takes the tasks on the fewest nodes for those of the job, and gives no more
+        # nodes than these need. With one large task a node it gives all that are free; the job divides the task.
+        return [f"--nodes={fewest}-{most}", f"--cpus-per-task={self.ranks_per_node * self.cpus_per_rank}"]
 
 
 def load_job(path: Path) -> JobDescription:

@@ -12,6 +12,7 @@ from pathlib import Path
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import UserError
 from m6.runs.directory import RunDirectory
+from m6.runs.layouts import measured_steps, read_layouts
 
 
 def describe_status(root: Path) -> str:
@@ -29,6 +30,7 @@ def describe_status(root: Path) -> str:
     attempts = sorted((root / "slurm" / "attempts").glob("[0-9]*"))
     if attempts:
         lines.append(("attempts", f"{len(attempts)}, the last in {attempts[-1]}"))
+    lines += [("layout", layout) for layout in _layouts(root)]
     progress = _read_json(root / "progress")
     if progress:
         age = _age(time.time() - progress["time"])
@@ -48,6 +50,19 @@ def describe_status(root: Path) -> str:
     lines.append(("disk", f"{disk.free / 2**30:,.1f} GiB free of {disk.total / 2**30:,.1f}"))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _layouts(root: Path) -> list[str]:
+    """The layouts of a run whose nodes change, the oldest first."""
+    records = read_layouts(root)
+    described = []
+    for record, measured in zip(records, measured_steps(root, records), strict=True):
+        outcome = "failed" if record.failed else "not measured" if measured is None else f"{measured:.3g} measured"
+        described.append(
+            f"from step {record.step}, {record.nodes} of {record.available} nodes: {record.description}: "
+            f"{record.predicted_s:.3g} s a step predicted, {outcome} ({record.reason})"
+        )
+    return described
 
 
 def _state(root: Path) -> str:

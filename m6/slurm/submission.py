@@ -34,6 +34,7 @@ class Submission:
         options: options of sbatch. A job that replaces one of these later needs the same options.
         placement: further options of sbatch that a replacement does not need: dependency and array.
         jobs: number of jobs to submit; each waits for the one before.
+        ranks_per_node: processes on a node.
     """
 
     config: RunConfig
@@ -42,6 +43,7 @@ class Submission:
     options: list[str]
     placement: list[str]
     jobs: int
+    ranks_per_node: int
 
     @property
     def command(self) -> list[str]:
@@ -80,7 +82,13 @@ def plan_submission(
         from m6.checkpoints.initial import load_finetuning_config
 
         config = load_finetuning_config(config_path, init.absolute(), overrides)
-    check_world_size(config, job.world_size)
+    elastic = config.m6.elastic
+    if elastic is None:
+        check_world_size(config, job.world_size)
+    elif not elastic.min_nodes <= job.nodes <= elastic.max_nodes:
+        raise UserError(
+            f"{job_path}: nodes is {job.nodes}, but m6.elastic goes from {elastic.min_nodes} to {elastic.max_nodes}"
+        )
     run = Path(os.path.abspath(run))  # the job scripts use the same form: without "..", symbolic links are kept
     _check_run(config, run, job)
     if chain > 1 and array:
@@ -93,17 +101,17 @@ def plan_submission(
     options = [
         f"--job-name=m6_{run.name}",
         f"--comment={run}",
-        *job.options(),
+        *job.options(None if elastic is None else (elastic.min_nodes, elastic.max_nodes)),
         f"--output={str(run).replace('%', '%%')}/slurm/%x_{'%A_%a' if array else '%j'}.log",
         "--open-mode=append",
         "--no-requeue" if is_consecutive else "--requeue",
-        f"--export=ALL,M6_ROOT={snapshot},RUN_DIR={run}",
+        f"--export=ALL,M6_ROOT={snapshot},RUN_DIR={run},M6_RANKS_PER_NODE={job.ranks_per_node}",
     ]
     # singleton: jobs with the same name and user run one after the other.
     placement = ["--dependency=singleton"]
     if array:
         placement.append(f"--array=1-{array}%1")
-    return Submission(config, run, snapshot, options, placement, jobs=chain)
+    return Submission(config, run, snapshot, options, placement, chain, job.ranks_per_node)
 
 
 def submit(submission: Submission) -> list[str]:

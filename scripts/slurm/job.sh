@@ -32,6 +32,8 @@ source "$M6_ROOT/scripts/slurm/lib/settings.sh"
 source "$M6_ROOT/scripts/slurm/lib/attempts.sh"
 # shellcheck source=scripts/slurm/lib/preflight.sh
 source "$M6_ROOT/scripts/slurm/lib/preflight.sh"
+# shellcheck source=scripts/slurm/lib/layout.sh
+source "$M6_ROOT/scripts/slurm/lib/layout.sh"
 # shellcheck source=scripts/slurm/lib/step.sh
 source "$M6_ROOT/scripts/slurm/lib/step.sh"
 # shellcheck source=scripts/slurm/lib/watchdog.sh
@@ -53,7 +55,7 @@ on_term() { # scancel, or Slurm takes the job back
 }
 
 train() {
-    local words
+    local words failed=
     CONFIG=$1
     shift
     settings
@@ -71,8 +73,11 @@ train() {
         if ! preflight; then
             replace_nodes
         fi
+        choose_layout "$failed" "$@"
         record_attempt
-        run_step python -u -m m6 "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@"
+        run_step python -u -m m6 "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@" \
+            "${LAYOUT_OPTIONS[@]+"${LAYOUT_OPTIONS[@]}"}"
+        failed=--failed
         exit_if_over
         if [[ -e $M6_ATTEMPT_DIR/mistake ]]; then
             give_up "$(<"$M6_ATTEMPT_DIR/mistake")"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -331,3 +333,33 @@ def random_kills(make_run: MakeRun) -> tuple[ClusterRun, list[kills.Kill]]:
     run = _long(make_run, "random_kills")
     run.submit()
     return run, kills.kill_at_random(run, KILLS, seed=0)
+
+
+def elastic(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
+    """4 nodes, then 1 after a preemption, then 2 after the signal before a time limit; and the run without Slurm."""
+    machine = json.loads((ROOT / "configs" / "clusters" / "cpu_laptop.json").read_text(encoding="utf-8"))
+    link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4, "source": "the loopback device"}
+    machine["nodes"][0] |= {"count": 4, "devices_per_node": 1, "links": {"network": link}}
+    changes = {"m6__training__deterministic": "any_world"}
+    alone = make_run("elastic_alone", **changes)
+    description = alone.folder / "cpu_nodes.json"
+    description.write_text(json.dumps(machine), encoding="utf-8")
+    run = make_run("elastic", **changes, m6__elastic={"max_nodes": 4, "cluster": str(description)})
+    command = [sys.executable, "-m", "m6", "pretrain", str(alone.config), "--run-dir", str(alone.root)]
+    with (alone.folder / "elastic_alone.log").open("w") as log:
+        ended = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def go_on(nodes: int) -> None:
+        run.wait_until(lambda: run.cluster.state(run.job) == "PENDING", "the queue")
+        run.cluster.run("scontrol", "update", f"JobId={run.job}", f"NumNodes={nodes}-{nodes}")
+
+    run.submit(nodes=4)
+    run.wait_for_step(MIDDLE)
+    run.cluster.run("scontrol", "requeue", run.job)
+    go_on(1)
+    run.wait_for_step(2 * MIDDLE)
+    run.ask_to_stop()
+    go_on(2)
+    run.wait_for_end()
+    ended.wait(600)
+    return run, alone

@@ -38,7 +38,7 @@ LEVELS = {
         {"machine", "loss"},
         {"cost"},
         {"search"},
-        {"booking", "reports", "prediction"},
+        {"booking", "reports", "prediction", "replan"},
         {"shipped", "least_devices"},
     ),
 }

@@ -21,19 +21,25 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         UserError: the run does not fit ``world_size``.
     """
     check_world_size(config, world_size)
+    return ParallelLayout(world_size, **choices_of(config))
+
+
+def choices_of(config: RunConfig) -> dict[str, Any]:
+    """What a run's JSON says of its layout, by the names of ``ParallelLayout``: all but the number of ranks."""
     zero = config.deepspeed.keys.get("zero_optimization", {})
     moe = None if config.m6.moe is None else config.model.moe_config()
-    return ParallelLayout(
-        world_size=world_size,
-        ep_size=config.m6.training.ep_size,
-        zero_stage=config.deepspeed.zero_stage,
-        micro_batch_size=config.deepspeed.micro_batch_size,
-        checkpointing=config.m6.training.activation_checkpointing,
-        offload_optimizer=_offloads(zero.get("offload_optimizer")),
-        offload_params=_offloads(zero.get("offload_param")),
-        stream_experts=config.expert_store is not None,
-        ranks_per_node=0 if moe is None else moe.ranks_per_node or 0,
-    )
+    return {
+        "ep_size": config.m6.training.ep_size,
+        "tp_size": 1,
+        "pp_size": 1,
+        "zero_stage": config.deepspeed.zero_stage,
+        "micro_batch_size": config.deepspeed.micro_batch_size,
+        "checkpointing": config.m6.training.activation_checkpointing,
+        "offload_optimizer": _offloads(zero.get("offload_optimizer")),
+        "offload_params": _offloads(zero.get("offload_param")),
+        "stream_experts": config.expert_store is not None,
+        "ranks_per_node": 0 if moe is None else moe.ranks_per_node or 0,
+    }
 
 
 def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:

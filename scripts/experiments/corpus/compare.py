@@ -27,13 +27,14 @@ TABLE = HERE / "raw_or_filtered.csv"
 KEY = ("set", "seed")
 SETS = {"raw": "data/zh_raw", "filtered": "data/zh_corpus"}
 SETTINGS = [
+    "torch_autocast.enabled=false",  # processors without 16-bit products would be slower with it
     "m6.data.tokenizer=data/zh_corpus/tokenizer",
     "m6.data.sources=null",
     "m6.model.image_vocab_size=0",
     *(f"m6.objectives.{name}.weight=0" for name in ("text_denoising", "image_captioning", "image_text_denoising")),
-    "m6.training.total_steps=600",
-    "m6.schedule.warmup_steps=60",
-    "m6.evaluation.interval_steps=600",
+    "m6.training.total_steps=400",
+    "m6.schedule.warmup_steps=40",
+    "m6.evaluation.interval_steps=400",
     "m6.evaluation.num_batches=200",
 ]
 

@@ -46,7 +46,7 @@ check_disk() {
 
 on_every_node() { bounded srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 "${SRUN_OPTIONS[@]}" "$@"; }
 
-on_every_rank() { bounded srun --ntasks="$SLURM_NTASKS" "${SRUN_OPTIONS[@]}" "$@"; }
+on_every_rank() { bounded srun --ntasks="$((SLURM_NNODES * RANKS_PER_NODE))" --ntasks-per-node="$RANKS_PER_NODE" "${SRUN_OPTIONS[@]}" "$@"; }
 
 bounded() { # ends with the command, at its time limit, or when Slurm asks to stop
     [[ -z $STOP_ASKED ]] || return 0 # `timeout` can leave its command behind if a signal meets its first instructions

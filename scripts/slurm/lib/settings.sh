@@ -23,6 +23,11 @@ settings() {
 
     export MASTER_ADDR
 
+    RANKS_PER_NODE=${M6_RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}}
+    # A job of any number of nodes asks for one task on each.
+    if [[ -n ${M6_RANKS_PER_NODE:-} && -z ${SLURM_NTASKS_PER_NODE:-} && -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+        SLURM_CPUS_PER_TASK=$((SLURM_CPUS_PER_TASK / RANKS_PER_NODE))
+    fi
     # srun stopped taking this over from the job in Slurm 22.05.
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}

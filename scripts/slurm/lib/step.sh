@@ -7,7 +7,8 @@ run_step() { # run_step COMMAND...
     STEP_STARTED=$(date +%s)
     [[ -z $STOP_ASKED ]] || return 0
     # In the background, for a trap would not run while srun is in the foreground. In --output, %% stands for a percent sign.
-    srun --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 --wait=60 --output="${M6_ATTEMPT_DIR//%/%%}/rank_%5t.log" \
+    srun --nodes="$STEP_NODES" --ntasks="$((STEP_NODES * RANKS_PER_NODE))" \
+        --ntasks-per-node="$RANKS_PER_NODE" --kill-on-bad-exit=1 --wait=60 --output="${M6_ATTEMPT_DIR//%/%%}/rank_%5t.log" \
         "${SRUN_OPTIONS[@]}" bash "$M6_ROOT/scripts/slurm/lib/rank.sh" "$@" &
     STEP_PID=$!
     pass_on_stop # one that came before the line above

@@ -33,7 +33,7 @@ def preflight(folder: Path, **environment: str) -> str:
     (programs / "scontrol").write_text("#!/usr/bin/env bash\nprintf '%s\\n' n1 n2\n")
     for program in programs.iterdir():
         program.chmod(0o755)
-    job = {"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+    job = {"SLURM_NNODES": "2", "RANKS_PER_NODE": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "1"}
     result = subprocess.run(
         ["bash", "-c", SCRIPT],
         env={

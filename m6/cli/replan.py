@@ -1,0 +1,56 @@
+"""``m6 plan replan``: what the job scripts ask before each attempt at a run with ``m6.elastic``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from m6.cli.options import ConfigFile, Overrides, ProfileFile
+
+
+def replan(
+    config: ConfigFile,
+    run: Annotated[Path, typer.Option("--run-dir", help="folder of the run; its slurm/layouts.jsonl gets a line")],
+    nodes: Annotated[int, typer.Option(min=1, help="nodes of the job")],
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks of a node")],
+    out: Annotated[
+        Path | None, typer.Option(help="file for the number of nodes, and a line KEY=VALUE for each setting")
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="the attempt before failed: without a step, its layout is not used again")
+    ] = False,
+    init: Annotated[Path | None, typer.Option("--init", help="as in m6 finetune")] = None,
+    profile: ProfileFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Chooses the layout of a run with m6.elastic for the nodes of a job, and records why."""
+    from m6.checkpoints.discovery import complete_checkpoints
+    from m6.config.run import load_config
+    from m6.files import write_text
+    from m6.planning.machine.profile import load_profile
+    from m6.planning.replan import node_of, settings_of
+    from m6.planning.replan import replan as choose
+    from m6.runs.layouts import measured_steps, read_layouts, write_layouts
+
+    if init is None:
+        settings = load_config(config, tuple(overrides or ()))
+    else:
+        from m6.checkpoints.initial import load_finetuning_config
+
+        settings = load_finetuning_config(config, init, tuple(overrides or ()))
+    history = read_layouts(run)
+    measured = measured_steps(run, history)
+    if failed and history and measured[-1] is None:
+        history[-1].failed = True
+    rates = None if profile is None else load_profile(profile)
+    decision = choose(settings, node_of(settings, ranks_per_node), nodes, history, measured, rates)
+    saved = complete_checkpoints(run / "checkpoints")
+    step = int(saved[-1].name.removeprefix("step_")) if saved else 0
+    (run / "slurm").mkdir(parents=True, exist_ok=True)
+    write_layouts(run, [*history, decision.record(time.time(), step, nodes)])
+    if out is not None:
+        write_text(out, "".join(f"{line}\n" for line in (decision.nodes, *settings_of(settings, decision.layout))))
+    typer.echo(f"{decision.nodes} of {nodes} nodes: {decision.layout}: {decision.reason}")

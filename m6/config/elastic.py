@@ -1,0 +1,43 @@
+"""The section ``"m6": {"elastic": ...}``: what may change when a Slurm job comes back with other nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, PositiveInt, model_validator
+
+from m6.validation import Section
+
+Changeable = Literal["ep_size", "zero_stage", "checkpointing", "ranks_per_node"]
+CHANGEABLE: tuple[Changeable, ...] = get_args(Changeable)
+
+
+class ElasticSettings(Section):
+    """Bounds within which each attempt of a Slurm job plans its layout anew.
+
+    Raises:
+        ValueError: the bounds leave no number of nodes.
+    """
+
+    min_nodes: PositiveInt = Field(1, description="fewest nodes; the job waits for these")
+    max_nodes: PositiveInt = Field(description="most nodes that are asked for")
+    may_change: list[Changeable] | None = Field(
+        None,
+        description="what a new layout may change beside the number of ranks and of micro-batches a rank: "
+        "activation checkpointing, the exchange between nodes, and so on; absent: all that keeps the sums of "
+        "m6.training.deterministic. Global batch, micro-batch, data order and schedule always stay",
+    )
+    min_gain: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.05, description="least share of a step that another layout must save; else the one before stays"
+    )
+    cluster: Path | None = Field(
+        None,
+        description="description of a node and the network, as for `m6 plan --cluster`; absent: that of the machine",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ElasticSettings:
+        if self.min_nodes > self.max_nodes:
+            raise ValueError(f"min_nodes {self.min_nodes} is above max_nodes {self.max_nodes}")
+        return self

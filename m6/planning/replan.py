@@ -1,0 +1,246 @@
+"""The layout of a run on the nodes that its job has now.
+
+Rubick (arXiv 2408.08586) plans a job again whenever its resources change, by a performance model that it fits to the
+job's own measurements. Here the model is the planner's, and the factors of its parts are fitted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from m6.config.elastic import CHANGEABLE, ElasticSettings
+from m6.config.run import RunConfig
+from m6.errors import UserError
+from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.machine.detection import detect_cluster
+from m6.planning.machine.fitting import fit_factors
+from m6.planning.machine.profile import Profile
+from m6.planning.search.configuration import choices_of, configure
+from m6.planning.search.feasibility import Feasibility
+from m6.planning.search.planner import Planner
+from m6.runs.layouts import LayoutRecord
+
+_SETTINGS = (
+    ("train_micro_batch_size_per_gpu",),
+    ("zero_optimization",),
+    ("m6", "training", "ep_size"),
+    ("m6", "training", "activation_checkpointing"),
+    ("m6", "moe", "ranks_per_node"),
+)
+"""The keys of a run's JSON that a layout of a run with ``m6.elastic`` sets."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A layout, and why it was chosen.
+
+    Attributes:
+        nodes: nodes that it uses.
+        predicted_s: seconds of a step: measured if the run has had this layout, else predicted.
+        parts: predicted seconds by part, without fitted factors.
+    """
+
+    nodes: int
+    layout: ParallelLayout
+    predicted_s: float
+    parts: dict[str, float]
+    reason: str
+
+    def record(self, time: float, step: int, available: int) -> LayoutRecord:
+        """What RUN/slurm/layouts.jsonl says of it."""
+        return LayoutRecord(
+            time=time,
+            step=step,
+            available=available,
+            nodes=self.nodes,
+            layout=asdict(self.layout),
+            description=str(self.layout),
+            reason=self.reason,
+            predicted_s=self.predicted_s,
+            parts=self.parts,
+        )
+
+
+def replan(
+    config: RunConfig,
+    node: Cluster,
+    available: int,
+    history: Sequence[LayoutRecord] = (),
+    measured: Sequence[float | None] = (),
+    profile: Profile | None = None,
+) -> Decision:
+    """Chooses the fastest layout for at most ``available`` nodes; it may leave nodes idle.
+
+    Args:
+        config: a run with ``m6.elastic``.
+        node: a cluster of one type of nodes; how many it has does not matter.
+        available: nodes of the job.
+        history: the run's layouts so far.
+        measured: seconds of a step of each, None if there are none.
+        profile: of the machine.
+
+    Raises:
+        UserError: there are fewer nodes than ``min_nodes``, or no layout fits; the message says what would do.
+    """
+    settings = _settings(config)
+    if available < settings.min_nodes:
+        raise UserError(f"m6.elastic.min_nodes is {settings.min_nodes}, but the job has {available} nodes")
+    found, refusals = _layouts(config, node, available, _learned(profile or Profile(), history, measured))
+    if not found:
+        raise UserError(
+            f"m6.elastic: no layout of {settings.min_nodes} to {min(available, settings.max_nodes)} nodes fits: "
+            + "; ".join(f"{nodes}: {reason}" for nodes, reason in refusals.items())
+        )
+    known = {ParallelLayout(**r.layout): s for r, s in zip(history, measured, strict=True) if s is not None}
+    failed = {ParallelLayout(**record.layout) for record in history if record.failed} - known.keys()
+    tried = [each for each in found if each.layout not in failed] or found
+    timed = [(known.get(each.layout, each.predicted_s), each) for each in tried]
+    best_s, best = min(timed, key=lambda pair: (pair[0], pair[1].nodes))
+    chosen_s, chosen, reason = best_s, best, "the fastest that fits"
+    if history:
+        before = ParallelLayout(**history[-1].layout)
+        stays = [(seconds, each) for seconds, each in timed if each.layout == before]
+        if before in failed:
+            reason = f"the fastest that fits and has not failed, as {before} did"
+        elif not stays:
+            reason = f"the fastest that fits; {before} does not fit these nodes"
+        elif best_s > stays[0][0] * (1 - settings.min_gain):
+            (chosen_s, chosen), reason = stays[0], "as before"
+            if best.layout != before:
+                reason += f"; {best.layout} would save only {1 - best_s / chosen_s:.1%} of a step"
+        else:
+            reason = f"saves {1 - best_s / stays[0][0]:.0%} of a step against {before}"
+    return Decision(chosen.nodes, chosen.layout, chosen_s, chosen.parts, reason)
+
+
+def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:
+    """The ``key.path=value`` overrides that give a run this layout."""
+    document = configure(config, layout)
+    found = []
+    for path in _SETTINGS:
+        value: Any = document
+        for key in path:
+            value = None if value is None else value.get(key)
+        if value is not None or (path[:2] == ("m6", "moe") and config.m6.moe is not None):
+            found.append(f"{'.'.join(path)}={json.dumps(value)}")
+    return found
+
+
+def possible_nodes(config: RunConfig, ranks_per_node: int) -> list[int]:
+    """The numbers of nodes, within the bounds, on which the code can run the run; memory is not asked."""
+    settings, feasibility = _settings(config), Feasibility(config)
+    fixed = _fixed(config)
+
+    def runs(nodes: int) -> bool:
+        world = nodes * ranks_per_node
+        stages = [fixed["zero_stage"]] if "zero_stage" in fixed else range(4)
+        sizes = [fixed["ep_size"]] if "ep_size" in fixed else [n for n in range(1, world + 1) if world % n == 0]
+        given = {name: value for name, value in fixed.items() if name not in ("zero_stage", "ep_size")}
+        layouts = (ParallelLayout(world, ep_size=e, zero_stage=z, **given) for e in sizes for z in stages)
+        return any(feasibility.refusal(layout) is None for layout in layouts)
+
+    return [nodes for nodes in range(settings.min_nodes, settings.max_nodes + 1) if runs(nodes)]
+
+
+def check_bounds(config: RunConfig, ranks_per_node: int) -> None:
+    """Raises UserError if no number of nodes within the bounds can run the run; the message names the nearest."""
+    settings = _settings(config)
+    if possible_nodes(config, ranks_per_node):
+        return
+    wider = settings.model_copy(update={"min_nodes": 1, "max_nodes": 2 * settings.max_nodes})
+    elsewhere = replace(config, m6=config.m6.model_copy(update={"elastic": wider}))
+    nearest = min(
+        possible_nodes(elsewhere, ranks_per_node),
+        key=lambda nodes: min(abs(nodes - settings.min_nodes), abs(nodes - settings.max_nodes)),
+        default=None,
+    )
+    batch, micro_batch = config.deepspeed.train_batch_size, config.deepspeed.micro_batch_size
+    raise UserError(
+        f"m6.elastic: no number of nodes from {settings.min_nodes} to {settings.max_nodes} with {ranks_per_node} ranks "
+        f"each can run it: ranks x train_micro_batch_size_per_gpu {micro_batch} must divide train_batch_size {batch}, "
+        "and ep_size the ranks" + ("" if nearest is None else f"; {nearest} could")
+    )
+
+
+def _layouts(
+    config: RunConfig, node: Cluster, available: int, profile: Profile
+) -> tuple[list[Decision], dict[int, str]]:
+    """The fastest layouts of each number of nodes, and why others have none."""
+    settings, found, refusals = _settings(config), [], {}
+    per_node, feasibility = node.nodes[0].devices_per_node, Feasibility(config)
+    for nodes in range(settings.min_nodes, min(available, settings.max_nodes) + 1):
+        planner = Planner(
+            config,
+            node.resized(nodes * per_node),
+            profile,
+            sharing=config.last_sharing,
+            forced=_fixed(config),
+            feasibility=feasibility,
+        )
+        unfitted = planner.changed(profile=profile.model_copy(update={"factors": {}}))
+        try:
+            result = planner.search()
+            best = result.best  # raises UserError if nothing fits the memory
+        except UserError as error:
+            refusals[nodes] = str(error)
+            continue
+        plans = [best, *(plan for plan in result.plans if plan.layout != best.layout)]
+        found += [
+            Decision(nodes, plan.layout, plan.time.total, unfitted.time(plan.layout).parts(), "") for plan in plans
+        ]
+    return found, refusals
+
+
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    """The choices that must stay, by the names of ``ParallelLayout``."""
+    allowed = _settings(config).may_change
+    if allowed is None:
+        # The sums of "any_world" depend on the experts of a rank.
+        kept = () if config.m6.training.deterministic is None else ("ep_size",)
+        allowed = [name for name in CHANGEABLE if name not in kept]
+    own = choices_of(config)
+    return {name: own[name] for name in DIMENSIONS if name not in allowed}
+
+
+def _learned(profile: Profile, history: Sequence[LayoutRecord], measured: Sequence[float | None]) -> Profile:
+    """``profile`` with the factors of the parts of a step that fit the run's own measurements."""
+    seen = [(r.parts, seconds) for r, seconds in zip(history, measured, strict=True) if seconds is not None]
+    if not seen:
+        return profile
+    parts, times = zip(*seen, strict=True)
+    return profile.model_copy(update={"factors": fit_factors(parts, times)})
+
+
+def _settings(config: RunConfig) -> ElasticSettings:
+    if config.m6.elastic is None:
+        raise UserError("m6.elastic is missing: it says between which numbers of nodes the run may change")
+    return config.m6.elastic
+
+
+def node_of(config: RunConfig, ranks_per_node: int) -> Cluster:
+    """The nodes of the job: as ``m6.elastic.cluster`` describes them, or like this machine.
+
+    Raises:
+        UserError: the description is missing, has no network, or has other ranks on a node.
+    """
+    settings = _settings(config)
+    if settings.cluster is None:
+        found = detect_cluster(ranks_per_node)
+        if settings.max_nodes > 1 and found.nodes[0].links.network is None:
+            raise UserError(
+                f"m6.elastic.cluster is missing: {found.nodes[0].device.name} is known without a network; describe "
+                "your nodes as in configs/clusters"
+            )
+        return found
+    cluster = load_cluster(settings.cluster)
+    per_node = cluster.nodes[0].devices_per_node
+    if len(cluster.nodes) > 1 or per_node != ranks_per_node:
+        raise UserError(
+            f"m6.elastic.cluster {settings.cluster}: expected one type of nodes with {ranks_per_node} devices, the "
+            f"ranks of a node of this job; found {', '.join(str(each.devices_per_node) for each in cluster.nodes)}"
+        )
+    return cluster

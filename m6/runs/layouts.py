@@ -1,0 +1,88 @@
+"""RUN/slurm/layouts.jsonl: the layouts of a run whose nodes change, why each was chosen, and how fast it was."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from m6.errors import UserError
+from m6.files import write_text
+from m6.runs.directory import RunDirectory
+
+LAYOUTS_NAME = "slurm/layouts.jsonl"
+
+
+class LayoutRecord(BaseModel):
+    """A layout that an attempt began with.
+
+    Attributes:
+        time: when it was chosen, in seconds since 1970.
+        step: of the newest checkpoint at that time.
+        available: nodes that the job had.
+        nodes: nodes that the layout uses.
+        layout: the fields of ``m6.planning.cost.layout.ParallelLayout``.
+        description: the layout in words.
+        reason: why it was chosen.
+        predicted_s: predicted seconds of a step.
+        parts: these seconds by part, without what was learned from the run's own measurements.
+        failed: whether the attempt failed before its first step.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    time: float
+    step: int
+    available: int
+    nodes: int
+    layout: dict[str, Any]
+    description: str
+    reason: str
+    predicted_s: float
+    parts: dict[str, float]
+    failed: bool = False
+
+
+def read_layouts(run: Path) -> list[LayoutRecord]:
+    """Reads the records of a run, the oldest first; empty if it has none.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    file = run / LAYOUTS_NAME
+    if not file.exists():
+        return []
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(LayoutRecord.model_validate_json(line))
+        except ValidationError as error:
+            raise UserError(f"{file}, line {number}: {error.errors()[0]['msg']}; remove the line") from None
+    return records
+
+
+def write_layouts(run: Path, records: list[LayoutRecord]) -> None:
+    """Replaces the records of a run."""
+    lines = [json.dumps(record.model_dump(), ensure_ascii=False) + "\n" for record in records]
+    write_text(run / LAYOUTS_NAME, "".join(lines))
+
+
+def measured_steps(run: Path, records: list[LayoutRecord]) -> list[float | None]:
+    """Returns the median seconds of a step under each record, without waits for data and checkpoints.
+
+    None for a record without a finished interval of steps. The first interval of an attempt, which compiles and
+    allocates, counts only if it is the only one.
+    """
+    directory = RunDirectory(run)
+    entries = directory.read_metrics() if directory.metrics.exists() else []
+    steps = [entry for entry in entries if "step_time_s" in entry]
+    found: list[float | None] = []
+    for number, record in enumerate(records):
+        end = records[number + 1].time if number + 1 < len(records) else float("inf")
+        own = [entry for entry in steps if record.time <= entry["time"] < end]
+        times = [entry["step_time_s"] - entry["data_wait_s"] - entry["checkpoint_stall_s"] for entry in own]
+        found.append(statistics.median(times[1:] or times) if times else None)
+    return found

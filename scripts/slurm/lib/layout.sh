@@ -1,0 +1,25 @@
+# The layout of an attempt. A run with m6.elastic plans it for the nodes that passed preflight, and may leave some idle.
+#
+# shellcheck shell=bash disable=SC2034  # the other parts read them
+
+choose_layout() { # choose_layout FAILED [OPTIONS OF m6 pretrain]: FAILED is --failed after an attempt that failed, else empty
+    local options=(${1:+"$1"}) chosen settings line
+    shift
+    STEP_NODES=$SLURM_JOB_NUM_NODES LAYOUT_OPTIONS=()
+    [[ -z $STOP_ASKED ]] || return 0
+    grep -q '"elastic"' "$CONFIG" || return 0
+    while (($#)); do # what matters for the layout
+        [[ $1 != --set && $1 != --init && $1 != --profile ]] || options+=("$1" "$2")
+        shift
+    done
+    if ! chosen=$(python -m m6 plan replan "$CONFIG" --run-dir "$RUN_DIR" --nodes "$SLURM_JOB_NUM_NODES" \
+        --ranks-per-node "$RANKS_PER_NODE" --out "$M6_ATTEMPT_DIR/layout" "${options[@]+"${options[@]}"}" 2>&1); then
+        give_up "no layout: ${chosen##*error: }"
+    fi
+    log "layout: $chosen"
+    mapfile -t settings <"$M6_ATTEMPT_DIR/layout"
+    STEP_NODES=${settings[0]}
+    for line in "${settings[@]:1}"; do
+        LAYOUT_OPTIONS+=(--set "$line")
+    done
+}

@@ -1,0 +1,203 @@
+"""The layout of a run on the nodes it has: against all plans, with its own measurements, failures and bounds."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.run import RunConfig, load_config, parse_config
+from m6.errors import UserError
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.replan import Decision, check_bounds, node_of, possible_nodes, replan, settings_of
+from m6.planning.search.configuration import layout_of
+from m6.planning.search.planner import Planner
+from m6.runs.directory import RunDirectory
+from m6.runs.layouts import LayoutRecord, measured_steps, read_layouts, write_layouts
+from tests.fixtures.command import m6, user_error
+from tests.fixtures.plans import CONFIGS, small_base
+from tests.fixtures.tiny_run import write_tiny_config
+
+NODE = load_cluster(Path("a100_80g_x128"))
+
+
+def run(**elastic: Any) -> RunConfig:
+    """m6_base with 256 samples a step in micro-batches of 4: 64 micro-batches."""
+    document = small_base(256).document
+    document["train_micro_batch_size_per_gpu"] = 4
+    document["m6"]["elastic"] = {"max_nodes": 4, **elastic}
+    return parse_config(document)
+
+
+def record(decision: Decision, **changes: Any) -> LayoutRecord:
+    return decision.record(time=0.0, step=0, available=4).model_copy(update=changes)
+
+
+def every_plan(config: RunConfig, nodes: int) -> dict[ParallelLayout, float]:
+    """Seconds of every layout of up to ``nodes`` nodes that fits and keeps micro-batch and offloading."""
+    found = {}
+    for count in {1, 2, 4} & set(range(1, nodes + 1)):  # 3 nodes do not divide the batch
+        planner = Planner(config, NODE.resized(8 * count))
+        for plan in planner.search(num_plans=100_000).plans:
+            layout = plan.layout
+            if layout.micro_batch_size == 4 and not (layout.offload_optimizer or layout.offload_params):
+                found[layout] = plan.time.total
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_the_fastest_of_all_layouts(nodes: int):
+    decision, plans = replan(run(), NODE, nodes), every_plan(run(), nodes)
+    assert plans[decision.layout] == pytest.approx(decision.predicted_s)
+    # Among layouts within 1 % the planner takes the simplest.
+    assert decision.predicted_s <= 1.01 * min(plans.values())
+    assert decision.nodes == math.ceil(decision.layout.world_size / 8) <= nodes
+    assert decision.layout.world_size != 24, "24 ranks do not divide 64 micro-batches"
+
+
+def test_what_may_not_change_stays():
+    kept = replan(run(may_change=[]), NODE, 4).layout
+    assert (kept.ep_size, kept.zero_stage, kept.checkpointing, kept.ranks_per_node) == (1, 2, True, 0)
+    free = replan(run(may_change=["zero_stage"]), NODE, 4).layout
+    assert (free.ep_size, free.checkpointing, free.ranks_per_node) == (1, True, 0)
+
+
+def test_any_world_keeps_the_experts_of_a_rank():
+    document = run().document
+    document["m6"]["training"] |= {"deterministic": "any_world", "ep_size": 2}
+    document["zero_optimization"] = {"stage": 1}
+    document["m6"]["moe"].pop("balance_scope", None)
+    for nodes in (1, 2, 3, 4):
+        layout = replan(parse_config(document), NODE, nodes).layout
+        assert layout.ep_size == 2
+        assert layout.zero_stage <= 1
+    document["m6"]["elastic"]["may_change"] = ["ep_size"]
+    with pytest.raises(UserError, match=r'm6\.elastic\.may_change: "ep_size" changes the sums'):
+        parse_config(document)
+
+
+def test_a_layout_stays_until_another_saves_enough():
+    first = replan(run(), NODE, 2)
+    again = replan(run(), NODE, 2, [record(first)], [None])
+    assert (again.layout, again.reason) == (first.layout, "as before")
+    more = replan(run(), NODE, 4, [record(first)], [None])
+    assert more.nodes == 4
+    assert "saves" in more.reason
+    assert str(first.layout) in more.reason
+    stubborn = replan(run(min_gain=0.99), NODE, 4, [record(first)], [None])
+    assert stubborn.layout == first.layout
+    assert "would save only" in stubborn.reason
+    fewer = replan(run(), NODE, 1, [record(more)], [None])
+    assert fewer.nodes == 1
+    assert "does not fit these nodes" in fewer.reason
+
+
+def test_it_learns_from_what_the_run_measured():
+    """An exchange that is ten times slower than the planner thinks moves the choice to layouts that exchange less."""
+    first = replan(run(may_change=["ep_size"]), NODE, 4)
+    assert first.layout.ep_size > 1, "else there would be nothing to learn"
+    truth = {layout: slow_exchange(layout) for layout in every_plan(run(), 4)}
+    history, measured, choice = [], [], first
+    for _ in range(3):
+        history, measured = [*history, record(choice)], [*measured, truth[choice.layout]]
+        choice = replan(run(may_change=["ep_size"]), NODE, 4, history, measured)
+    # One measurement does not tell which part of a step is slow, so the best need not be found at once.
+    assert choice.layout.ep_size < first.layout.ep_size
+    assert truth[choice.layout] < 0.85 * truth[first.layout]
+    assert choice.predicted_s == truth[choice.layout], "known layouts have their own measurement"
+
+
+def slow_exchange(layout: ParallelLayout) -> float:
+    parts = Planner(run(), NODE.resized(layout.world_size)).time(layout).parts()
+    return sum(seconds * (10 if name == "exchange" else 1) for name, seconds in parts.items())
+
+
+def test_layouts_that_failed_are_not_used_again():
+    first = replan(run(), NODE, 2)
+    second = replan(run(), NODE, 2, [record(first, failed=True)], [None])
+    assert second.layout != first.layout
+    assert "has not failed" in second.reason
+    # One that has worked before is not blamed, and one without an alternative is tried again.
+    worked = replan(run(), NODE, 2, [record(first), record(first, failed=True)], [first.predicted_s, None])
+    assert worked.layout == first.layout
+    only = run(may_change=[], min_nodes=2, max_nodes=2)
+    alone = replan(only, NODE, 2)
+    assert replan(only, NODE, 2, [record(alone, failed=True)], [None]).layout == alone.layout
+
+
+def test_bounds_that_nothing_meets_name_what_would():
+    assert possible_nodes(run(), 8) == [1, 2, 4]
+    with pytest.raises(
+        UserError, match=r"from 3 to 3 with 8 ranks each can run it: .* divide train_batch_size 256.*; 2 could"
+    ):
+        check_bounds(run(min_nodes=3, max_nodes=3), 8)
+    check_bounds(run(), 8)
+    with pytest.raises(UserError, match=r"m6\.elastic\.min_nodes is 2, but the job has 1 nodes"):
+        replan(run(min_nodes=2), NODE, 1)
+    with pytest.raises(UserError, match=r"no layout of 3 to 3 nodes fits: 3: train_batch_size 256 is not a multiple"):
+        replan(run(min_nodes=3, max_nodes=3), NODE, 3)
+    with pytest.raises(UserError, match="min_nodes 5 is above max_nodes 4"):
+        run(min_nodes=5)
+    document = run().document | {"gradient_accumulation_steps": 1}
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps: with m6\.elastic it follows"):
+        parse_config(document)
+
+
+def test_settings_give_the_layout_and_leave_the_run(tmp_path: Path):
+    config = run()
+    (tmp_path / "run.json").write_text(json.dumps(config.document))
+    for nodes in (1, 2, 4):
+        layout = replan(config, NODE, nodes).layout
+        changed = load_config(tmp_path / "run.json", tuple(settings_of(config, layout)))
+        assert layout_of(changed, layout.world_size) == layout
+    # Both are the same run: it resumes under either.
+    folder = RunDirectory(tmp_path / "run")
+    folder.open(config, 8)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    folder.check(changed)
+
+
+def test_what_a_step_took_under_each_layout(tmp_path: Path):
+    decision = replan(run(), NODE, 1)
+    records = [record(decision, time=time) for time in (10.0, 20.0, 30.0)]
+    (tmp_path / "slurm").mkdir()
+    write_layouts(tmp_path, records)
+    assert read_layouts(tmp_path) == records
+    lines = [
+        {"step": step, "time": time, "step_time_s": seconds, "data_wait_s": 0.25, "checkpoint_stall_s": 0.0}
+        for step, (time, seconds) in enumerate([(11, 9.25), (12, 1.25), (13, 2.25), (14, 3.25), (25, 5.25)])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured_steps(tmp_path, records) == [2.0, 5.0, None]
+    with (tmp_path / "slurm" / "layouts.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(UserError, match=r"layouts\.jsonl, line 4: Field required; remove the line"):
+        read_layouts(tmp_path)
+
+
+def test_the_command_of_the_job_scripts(tmp_path: Path):
+    cluster = json.loads((CONFIGS / "clusters" / "a100_80g_x128.json").read_text())
+    cluster["nodes"][0]["devices_per_node"] = 1
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    elastic = {"max_nodes": 4, "cluster": str(tmp_path / "cluster.json")}
+    config = write_tiny_config(tmp_path, m6__elastic=elastic)
+    run_dir, out = tmp_path / "run", tmp_path / "layout"
+    where = ("plan", "replan", config, "--run-dir", run_dir, "--ranks-per-node", 1, "--out", out)
+    outcome = m6(*where, "--nodes", 3, "--set", "m6.training.seed=5")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.startswith(f"{out.read_text().splitlines()[0]} of 3 nodes: ")
+    (first,) = read_layouts(run_dir)
+    assert m6(*where, "--nodes", 3, "--failed").code == 0
+    assert [(each.failed, each.available) for each in read_layouts(run_dir)] == [(True, 3), (False, 3)]
+    assert read_layouts(run_dir)[1].layout != first.layout
+    assert "m6.elastic is missing" in user_error(*where, "--nodes", 3, "--set", "m6.elastic=null")
+    assert "1 devices, the ranks" not in outcome.stdout
+    message = user_error(*where[:6], 2, "--nodes", 3)
+    assert "expected one type of nodes with 2 devices, the ranks of a node of this job; found 1" in message
+
+
+def test_a_machine_without_a_known_network_needs_a_description():
+    with pytest.raises(UserError, match=r"m6\.elastic\.cluster is missing: CPU core is known without a network"):
+        node_of(run(), 1)
