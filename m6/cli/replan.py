@@ -17,7 +17,11 @@ def replan(
     nodes: Annotated[int, typer.Option(min=1, help="nodes of the job")],
     ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks of a node")],
     out: Annotated[
-        Path | None, typer.Option(help="file for the number of nodes, and a line KEY=VALUE for each setting")
+        Path | None,
+        typer.Option(
+            help="file for three numbers (nodes, nodes worth a new start, seconds for which these must be idle) and "
+            "lines KEY=VALUE"
+        ),
     ] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="the attempt before failed: without a step, its layout is not used again")
@@ -52,5 +56,9 @@ def replan(
     (run / "slurm").mkdir(parents=True, exist_ok=True)
     write_layouts(run, [*history, decision.record(time.time(), step, nodes)])
     if out is not None:
-        write_text(out, "".join(f"{line}\n" for line in (decision.nodes, *settings_of(settings, decision.layout))))
+        assert settings.m6.elastic is not None
+        grow_after_s = settings.m6.elastic.grow_after_s
+        grow_at = 0 if grow_after_s is None else decision.grow_at
+        lines = (decision.nodes, grow_at, grow_after_s or 0, *settings_of(settings, decision.layout))
+        write_text(out, "".join(f"{line}\n" for line in lines))
     typer.echo(f"{decision.nodes} of {nodes} nodes: {decision.layout}: {decision.reason}")

@@ -31,6 +31,11 @@ class ElasticSettings(Section):
     min_gain: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05, description="least share of a step that another layout must save; else the one before stays"
     )
+    grow_after_s: PositiveInt | None = Field(
+        None,
+        description="for how long enough nodes for a faster layout must be idle, in seconds, before the job saves and "
+        "starts again with them; absent: it takes them at its next start. Slurm may then start other jobs first",
+    )
     cluster: Path | None = Field(
         None,
         description="description of a node and the network, as for `m6 plan --cluster`; absent: that of the machine",

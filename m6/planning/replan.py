@@ -42,6 +42,7 @@ class Decision:
         nodes: nodes that it uses.
         predicted_s: seconds of a step: measured if the run has had this layout, else predicted.
         parts: predicted seconds by part, without fitted factors.
+        grow_at: fewest nodes, more than the job has, on which a faster layout would be chosen; 0 if there are none.
     """
 
     nodes: int
@@ -49,6 +50,7 @@ class Decision:
     predicted_s: float
     parts: dict[str, float]
     reason: str
+    grow_at: int = 0
 
     def record(self, time: float, step: int, available: int) -> LayoutRecord:
         """What RUN/slurm/layouts.jsonl says of it."""
@@ -89,11 +91,12 @@ def replan(
     settings = _settings(config)
     if available < settings.min_nodes:
         raise UserError(f"m6.elastic.min_nodes is {settings.min_nodes}, but the job has {available} nodes")
-    found, refusals = _layouts(config, node, available, _learned(profile or Profile(), history, measured))
+    everything, refusals = _layouts(config, node, _learned(profile or Profile(), history, measured))
+    found = [each for each in everything if each.nodes <= available]
     if not found:
         raise UserError(
             f"m6.elastic: no layout of {settings.min_nodes} to {min(available, settings.max_nodes)} nodes fits: "
-            + "; ".join(f"{nodes}: {reason}" for nodes, reason in refusals.items())
+            + "; ".join(f"{nodes}: {reason}" for nodes, reason in refusals.items() if nodes <= available)
         )
     known = {ParallelLayout(**r.layout): s for r, s in zip(history, measured, strict=True) if s is not None}
     failed = {ParallelLayout(**record.layout) for record in history if record.failed} - known.keys()
@@ -114,7 +117,9 @@ def replan(
                 reason += f"; {best.layout} would save only {1 - best_s / chosen_s:.1%} of a step"
         else:
             reason = f"saves {1 - best_s / stays[0][0]:.0%} of a step against {before}"
-    return Decision(chosen.nodes, chosen.layout, chosen_s, chosen.parts, reason)
+    worth = chosen_s * (1 - settings.min_gain)
+    faster = [each.nodes for each in everything if each.nodes > available and each.predicted_s < worth]
+    return Decision(chosen.nodes, chosen.layout, chosen_s, chosen.parts, reason, min(faster, default=0))
 
 
 def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:
@@ -166,13 +171,11 @@ def check_bounds(config: RunConfig, ranks_per_node: int) -> None:
     )
 
 
-def _layouts(
-    config: RunConfig, node: Cluster, available: int, profile: Profile
-) -> tuple[list[Decision], dict[int, str]]:
-    """The fastest layouts of each number of nodes, and why others have none."""
+def _layouts(config: RunConfig, node: Cluster, profile: Profile) -> tuple[list[Decision], dict[int, str]]:
+    """The fastest layouts of each number of nodes within the bounds, and why others have none."""
     settings, found, refusals = _settings(config), [], {}
     per_node, feasibility = node.nodes[0].devices_per_node, Feasibility(config)
-    for nodes in range(settings.min_nodes, min(available, settings.max_nodes) + 1):
+    for nodes in range(settings.min_nodes, settings.max_nodes + 1):
         planner = Planner(
             config,
             node.resized(nodes * per_node),

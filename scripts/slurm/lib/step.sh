@@ -13,12 +13,14 @@ run_step() { # run_step COMMAND...
     STEP_PID=$!
     pass_on_stop # one that came before the line above
     watch_step &
-    local watchdog=$!
+    local watchdog=$! growth
+    watch_growth &
+    growth=$!
     while kill -0 "$STEP_PID" 2>/dev/null; do # `wait` returns whenever a trap has run
         wait "$STEP_PID" || true
     done
     STEP_PID=
-    kill "$watchdog" $REPEATER 2>/dev/null || true
+    kill "$watchdog" "$growth" $REPEATER 2>/dev/null || true
     log "the step has ended at step $(newest_checkpoint) (newest checkpoint), after $(($(date +%s) - STEP_STARTED)) s"
 }
 

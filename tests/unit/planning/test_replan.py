@@ -57,6 +57,14 @@ def test_the_fastest_of_all_layouts(nodes: int):
     assert decision.layout.world_size != 24, "24 ranks do not divide 64 micro-batches"
 
 
+def test_how_many_nodes_would_be_worth_a_new_start():
+    assert replan(run(), NODE, 1).grow_at == 2
+    assert replan(run(), NODE, 2).grow_at == 4
+    assert replan(run(), NODE, 3).grow_at == 4
+    assert replan(run(), NODE, 4).grow_at == 0
+    assert replan(run(min_gain=0.99), NODE, 1).grow_at == 0
+
+
 def test_what_may_not_change_stays():
     kept = replan(run(may_change=[]), NODE, 4).layout
     assert (kept.ep_size, kept.zero_stage, kept.checkpointing, kept.ranks_per_node) == (1, 2, True, 0)
@@ -187,7 +195,9 @@ def test_the_command_of_the_job_scripts(tmp_path: Path):
     where = ("plan", "replan", config, "--run-dir", run_dir, "--ranks-per-node", 1, "--out", out)
     outcome = m6(*where, "--nodes", 3, "--set", "m6.training.seed=5")
     assert outcome.code == 0, outcome.stderr
-    assert outcome.stdout.startswith(f"{out.read_text().splitlines()[0]} of 3 nodes: ")
+    nodes, grow_at, grow_after_s = out.read_text().splitlines()[:3]
+    assert outcome.stdout.startswith(f"{nodes} of 3 nodes: ")
+    assert (grow_at, grow_after_s) == ("0", "0"), "not asked for"
     (first,) = read_layouts(run_dir)
     assert m6(*where, "--nodes", 3, "--failed").code == 0
     assert [(each.failed, each.available) for each in read_layouts(run_dir)] == [(True, 3), (False, 3)]
