@@ -125,6 +125,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         _check_overlap(settings, deepspeed, model)
     if settings.training.deterministic is not None:
         _check_deterministic(settings, deepspeed)
+    _check_communication(settings, deepspeed)
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
@@ -177,6 +178,25 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
         raise UserError(
             f'{name}: m6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank; use '
             '"step" or "loss_plateau"'
+        )
+
+
+def _check_communication(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    settings.communication.check(deepspeed)
+    if not settings.communication.compresses:
+        return
+    name = f'm6.communication.gradients "{settings.communication.gradients}"'
+    if settings.training.deterministic is not None:
+        raise UserError(
+            f'{name}: what is sent depends on the number of ranks, against m6.training.deterministic "any_world"; use '
+            '"all_reduce"'
+        )
+    if settings.lora is not None:
+        raise UserError(f'{name}: adapters of m6.lora have too few gradients to compress; use "all_reduce"')
+    if settings.pseudo_to_real is not None:
+        raise UserError(
+            f"{name}: gradients of shared layers that are not sent yet belong to no layer of the Real model; leave "
+            'm6.pseudo_to_real out, or use "all_reduce"'
         )
 
 

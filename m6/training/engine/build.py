@@ -14,6 +14,7 @@ from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
 from m6.runs.processes import Runtime
 from m6.training.engine.any_world import AnyWorldEngine
+from m6.training.engine.compressed import CompressedEngine
 from m6.training.engine.engine import Engine
 from m6.training.engine.matrices import layouts_in_zero
 from m6.training.engine.muon import Muon
@@ -82,5 +83,11 @@ def build_engine(
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if engine_type is None:
-        engine_type = Engine if config.m6.training.deterministic is None else AnyWorldEngine
+        engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)
+
+
+def _engine_type(config: RunConfig) -> type[Engine]:
+    if config.m6.communication.compresses:
+        return CompressedEngine
+    return Engine if config.m6.training.deterministic is None else AnyWorldEngine
