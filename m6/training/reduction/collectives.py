@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.planning.cost.gradient_bytes import gathered_bytes, ring_bytes
-from m6.training.engine.tree_sum import buckets
+from m6.training.reduction.buckets import buckets
 
 
 class CountedCollectives:
