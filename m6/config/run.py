@@ -164,6 +164,11 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
             f"{name}: with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory, in an order "
             "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
         )
+    if deepspeed.optimizer_type in ("Lamb", "Lars") and deepspeed.zero_stage == 1:
+        raise UserError(
+            f"{name}: at zero_optimization.stage 1 optimizer.type {deepspeed.optimizer_type} adds up norms of the "
+            "parts of tensors, which other numbers of ranks cut elsewhere; use stage 0"
+        )
     if settings.offload is not None and settings.offload.update == "backward":
         raise UserError(
             f'{name}: m6.offload.update "backward" uses each gradient at once and keeps none to add up in order; use '

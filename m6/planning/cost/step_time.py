@@ -26,8 +26,9 @@ from m6.planning.machine.profile import Profile
 
 # Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
 # the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update; Muon reads
-# gradient and momentum twice, writes both, scales the weight, adds the update, and norms and rounds it before.
-_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56}
+# gradient and momentum twice, writes both, scales the weight, adds the update, and norms and rounds it before. LAMB and
+# LARS are operators by themselves: LAMB reads or writes 26 numbers, LARS 16.
+_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56, "Lamb": 104, "Lars": 64}
 # Bytes that ZeRO stages 1 to 3 also move for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
 # for every micro-batch; into the partition, for the norm in fp64 and for the scaling.
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
