@@ -88,7 +88,7 @@ def conservation() -> None:
             rest = torch.stack(on_all_ranks(reducer.residuals.get(key, torch.zeros_like(each)))).sum(dim=0)
             torch.testing.assert_close(sent[key] + rest, each, rtol=0, atol=1e-12)
             assert (rest != 0).any() == (key in COMPRESSED[name])  # the test has teeth: something was left out
-        due = 5 * sent_bytes(TENSORS.values(), settings, settings.density_of(0), dist.get_world_size())
+        due = 5 * sent_bytes(list(TENSORS.values()), settings, settings.density_of(0), dist.get_world_size())
         assert in_fp32(collectives.sent_bytes, name, due)
 
 

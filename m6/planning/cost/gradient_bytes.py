@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from m6.config.communication import CommunicationSettings
@@ -84,27 +84,49 @@ def sends_whole(settings: CommunicationSettings, density: float, ranks: int) -> 
     return ranks == 1 or density >= 1 or (settings.gradients == "top_k" and density * ranks >= 1)
 
 
-def sent_bytes(tensors: Iterable[GradientTensor], settings: CommunicationSettings, density: float, ranks: int) -> float:
-    """Bytes that a rank sends in one step for gradients that all ranks have.
+@dataclass(frozen=True)
+class Messages:
+    """What a rank sends in one step for gradients that all ranks have.
+
+    Attributes:
+        all_reduced: bytes of its all-reduces.
+        gathered: bytes that it contributes to all-gathers.
+    """
+
+    all_reduced: int
+    gathered: int = 0
+
+    def sent_bytes(self, ranks: int) -> float:
+        """Bytes that leave each of so many ranks."""
+        return ring_bytes(self.all_reduced, ranks) + gathered_bytes(self.gathered, ranks)
+
+
+def messages(
+    tensors: Sequence[GradientTensor], settings: CommunicationSettings, density: float, ranks: int
+) -> Messages:
+    """The messages of a step by the run's reducer.
 
     Args:
         density: of the step, see ``CommunicationSettings.density_of``.
     """
-    found = list(tensors)
     if sends_whole(settings, density, ranks):
-        return sum(ring_bytes(tensor.numel * FP32, ranks) for tensor in found)
-    whole = sum(tensor.numel for tensor in found if not is_compressed(tensor, settings))
-    compressed = [tensor for tensor in found if is_compressed(tensor, settings)]
-    num_bytes = ring_bytes(whole * FP32, ranks)
+        return Messages(sum(tensor.numel for tensor in tensors) * FP32)
+    whole = sum(tensor.numel for tensor in tensors if not is_compressed(tensor, settings))
+    compressed = [tensor for tensor in tensors if is_compressed(tensor, settings)]
     if settings.gradients == "top_k":
         kept = sum(kept_count(tensor.numel, density) for tensor in compressed)
-        return num_bytes + gathered_bytes(kept * (INDEX_BYTES + FP32), ranks)
+        return Messages(whole * FP32, kept * (INDEX_BYTES + FP32))
     if settings.gradients == "chunks":
         chunks = sum(math.ceil(tensor.numel / settings.chunk_elements) for tensor in compressed)
         kept = kept_count(chunks, density) if chunks else 0
-        return num_bytes + ring_bytes((chunks + kept * settings.chunk_elements) * FP32, ranks)
+        return Messages((whole + chunks + kept * settings.chunk_elements) * FP32)
     factors = 0
     for tensor in compressed:
         number, rows, columns = tensor.matrices
         factors += number * min(settings.rank or 0, rows, columns) * (rows + columns)
-    return num_bytes + ring_bytes(factors * FP32, ranks)
+    return Messages((whole + factors) * FP32)
+
+
+def sent_bytes(tensors: Sequence[GradientTensor], settings: CommunicationSettings, density: float, ranks: int) -> float:
+    """Bytes that a rank sends in one step, see ``messages``."""
+    return messages(tensors, settings, density, ranks).sent_bytes(ranks)

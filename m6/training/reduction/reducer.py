@@ -94,7 +94,7 @@ class Reducer:
 
     def bytes_due(self, step: int) -> tuple[float, float]:
         """Bytes that a rank sends in a step by the closed form, and those of an all-reduce."""
-        ranks, tensors = self._collectives.ranks, self._tensors.values()
+        ranks, tensors = self._collectives.ranks, list(self._tensors.values())
         due = sent_bytes(tensors, self._settings, self._settings.density_of(step), ranks)
         return due, sent_bytes(tensors, self._settings, 1.0, ranks)
 
