@@ -49,17 +49,16 @@ class _UntilTarget(Trainer):
     """Stops when the mean loss of the last steps is at most the target."""
 
     losses: list[float]
-
-    @property
-    def has_reached(self) -> bool:
-        """Over equally many samples whatever the batch: single losses of small batches scatter more."""
-        window = WINDOW_SAMPLES // self.config.deepspeed.train_batch_size
-        return len(self.losses) >= window and statistics.mean(self.losses[-window:]) <= TARGET
+    reached: int | None = None
 
     def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
         outcome = super().run_step(micro_batches)
         self.losses.append(outcome.loss)
-        self.stop_flag.raised |= self.has_reached
+        # Over equally many samples whatever the batch: single losses of small batches scatter more.
+        window = WINDOW_SAMPLES // self.config.deepspeed.train_batch_size
+        if len(self.losses) >= window and statistics.mean(self.losses[-window:]) <= TARGET and self.reached is None:
+            self.reached = len(self.losses)
+            self.stop_flag.raised = True  # the loop makes one step more
         return outcome
 
 
@@ -92,7 +91,7 @@ def _trained(optimizer: str, batch: int, seed: int, runtime: Runtime) -> dict[st
     shutil.rmtree(root)
     return {
         "lr": f"{lr:.4g}",
-        "steps": len(trainer.losses) if trainer.has_reached else "",
+        "steps": "" if trainer.reached is None else trainer.reached,
         "noise_scale": "" if scale is None else f"{scale:.1f}",
     }
 
