@@ -9,6 +9,8 @@ import csv
 import itertools
 import statistics
 
+from matplotlib.ticker import NullFormatter
+
 from m6.formatting import markdown_table
 from m6.plots.style import plotting, save_figure
 from scripts.experiments.gradient_bytes.train import FOLDER, REDUCERS, RESULTS, WINDOW
@@ -101,6 +103,7 @@ def draw(rows: Rows, seeds: list[int]) -> None:
             panel.set(xlabel=name, ylim=(2.5, 4.5))
         for panel in panels[1:]:
             panel.set_xscale("log")
+            panel.xaxis.set_minor_formatter(NullFormatter())
         panels[0].set(ylabel="training loss, nats a target")
         panels[0].legend(frameon=False)
         save_figure(figure, FOLDER / "curves.png")
