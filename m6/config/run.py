@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from m6.config.batch_ramp import BatchSizes
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
@@ -45,6 +46,11 @@ class RunConfig:
     deepspeed: DeepSpeedSettings
     model: M6Config
     document: dict[str, Any]
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of each step."""
+        return BatchSizes(self.m6.training.batch_ramp, self.deepspeed.train_batch_size)
 
     @property
     def expert_store(self) -> OffloadSettings | None:
@@ -126,6 +132,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if settings.training.deterministic is not None:
         _check_deterministic(settings, deepspeed)
     _check_communication(settings, deepspeed)
+    if settings.training.batch_ramp:
+        _check_batch_ramp(settings, deepspeed)
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
@@ -202,6 +210,21 @@ def _check_communication(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
         raise UserError(
             f"{name}: gradients of shared layers that are not sent yet belong to no layer of the Real model; leave "
             'm6.pseudo_to_real out, or use "all_reduce"'
+        )
+
+
+def _check_batch_ramp(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    name = "m6.training.batch_ramp"
+    BatchSizes(settings.training.batch_ramp, deepspeed.train_batch_size).check(settings.training.total_steps)
+    if settings.training.deterministic is not None:
+        raise UserError(
+            f'{name}: "deterministic": "any_world" has one tree of sums for all steps; leave one of them out'
+        )
+    if settings.offload is not None:
+        raise UserError(f"{name}: m6.offload plans the memory of one number of micro-batches; leave one of them out")
+    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
+        raise UserError(
+            f"{name}: DeepSpeed's offload_optimizer is made for one number of micro-batches; leave one of them out"
         )
 
 

@@ -72,8 +72,8 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
     # Fake ranks gather nothing: the step is the plain one, without the partial sums of "deterministic" and without the
-    # residuals of m6.communication.
-    training = config.m6.training.model_copy(update={"deterministic": None})
+    # residuals of m6.communication. It has the largest batch.
+    training = config.m6.training.model_copy(update={"deterministic": None, "batch_ramp": []})
     plain = {"training": training, "communication": CommunicationSettings()}
     config = replace(config, m6=config.m6.model_copy(update=plain))
     begin = time.perf_counter()
@@ -87,7 +87,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         assert isinstance(engine, _MeasuredEngine)
         weights = engine.state_bytes()["weights"]  # before a step: stage 3 then keeps small weights gathered
         batches = [fake_batch(config, shape, world)] * accumulation
-        train_step = TrainStep(engine, config, runtime, accumulation, stage)
+        train_step = TrainStep(engine, config, runtime, stage)
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state
         world.watch(engine.module)
         world.collectives.clear()  # only the second step is reported: the first one also allocates and initializes

@@ -31,6 +31,8 @@ def compression_line(planner: Planner, best: PricedLayout) -> str:
     line = f"Gradients that all ranks have are summed in {whole:.4g} s, {whole / total:.1%} of a step. "
     if saved < _WORTH:
         return f"{line}Fewer bytes for them (m6.communication) are worth nothing: at most {max(0.0, saved):.1%}."
-    change = f"-{saved:.0%} by {fastest.gradients}"
-    needs = " It needs ZeRO 0 or 1." if layout.zero_stage == 2 else ""
-    return f"{line}Fewer bytes (m6.communication) would take {change}; what that costs in steps is not priced.{needs}"
+    needs = " at ZeRO 0 or 1" if layout.zero_stage == 2 else ""
+    return (
+        f"{line}Fewer bytes (m6.communication) would shorten it by {saved:.0%} with {fastest.gradients}{needs}; the "
+        "steps that this costs are not priced."
+    )

@@ -112,9 +112,12 @@ class Engine:
             seeds: one seed per micro-batch, for dropout.
         """
         last = len(micro_batches) - 1
+        # DeepSpeed's own count of micro-batches knows no batch that grows.
+        self._deepspeed.set_gradient_accumulation_boundary(last == 0)
         for index in self._each(micro_batches, loss, seeds):
             if index < last:
                 self._deepspeed.step()  # before the last micro-batch, DeepSpeed only counts
+                self._deepspeed.set_gradient_accumulation_boundary(index + 1 == last)
 
     def _each(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Iterator[int]:
         """Yields the index of each micro-batch after its backward pass."""

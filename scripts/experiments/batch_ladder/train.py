@@ -28,7 +28,7 @@ from scripts.experiments.experiment import ResultTable, code_version
 FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER.parent / "prototyping" / "config.json"
 BATCHES = {"AdamW": (8, 16, 32, 64, 128), "Lamb": (8, 32, 128)}
-TARGET, WINDOW_SAMPLES = 2.9, 512
+TARGET, WINDOW_SAMPLES = 3.0, 256
 MAX_STEPS = 1000
 # At a batch of 16; it grows with the square root of the batch.
 RATES = {"AdamW": 0.004, "Lamb": 0.03}
@@ -37,7 +37,9 @@ SETTINGS = (
     "m6.moe=null",
     "m6.model.ffn_hidden_size=256",
     f"m6.training.total_steps={MAX_STEPS}",
-    "m6.schedule.warmup_steps=20",
+    "m6.model.num_layers=2",
+    "m6.data.sequence_length=64",
+    "m6.schedule.warmup_steps=10",
     "m6.schedule.final_lr_ratio=1.0",  # after the warm-up the rate is constant
     f"m6.evaluation.interval_steps={MAX_STEPS}",
     f"m6.checkpoint.interval_steps={MAX_STEPS}",

@@ -84,5 +84,5 @@ def test_the_verdict():
     fast, slow = planner(2.5e10, "train_batch_size=2048"), planner(1.25e8)
     assert "are worth nothing: at most" in compression_line(fast, best_of(fast))
     line = compression_line(slow, best_of(slow))
-    assert "Fewer bytes (m6.communication) would take -" in line
+    assert "Fewer bytes (m6.communication) would shorten it by" in line
     assert "worth nothing" not in line
