@@ -41,6 +41,15 @@ class _MuonParams(_AdamWParams):
     adamw_lr: PositiveFloat | None = None
 
 
+class _LambParams(_AdamWParams):
+    eps: PositiveFloat = 1e-6
+
+
+class _LarsParams(_OptimizerParams):
+    momentum: Rate = 0.9
+    trust_coefficient: PositiveFloat = 0.001
+
+
 class _AdafactorParams(_OptimizerParams):
     beta2_decay: float = Field(-0.8, le=0)
     clipping_threshold: float = Field(1.0, ge=1)
@@ -50,6 +59,8 @@ _OPTIMIZER_PARAMS: dict[str, type[_OptimizerParams]] = {
     "AdamW": _AdamWParams,
     "Adafactor": _AdafactorParams,
     "Muon": _MuonParams,
+    "Lamb": _LambParams,
+    "Lars": _LarsParams,
 }
 OPTIMIZERS = tuple(_OPTIMIZER_PARAMS)
 
@@ -298,6 +309,11 @@ def _optimizer_params(section: _Optimizer, stage: int, precision: str) -> dict[s
     if section.type == "Muon" and stage == 3:
         raise UserError(
             "optimizer.type Muon needs zero_optimization.stage 0, 1 or 2, found 3, where no rank has a whole matrix"
+        )
+    if section.type in ("Lamb", "Lars") and stage == 3:
+        raise UserError(
+            f"optimizer.type {section.type} needs zero_optimization.stage 0, 1 or 2, found 3, where no rank finds the "
+            "norm of a whole tensor"
         )
     return validate(_OPTIMIZER_PARAMS[section.type], section.params, "optimizer.params").model_dump()
 

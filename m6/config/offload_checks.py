@@ -44,8 +44,11 @@ def check_offload(
         reason = (
             "offloaded experts are stored in the precision of their computation: use bf16 instead of torch_autocast"
         )
-    elif settings.optimizer is None and deepspeed.optimizer_type == "Muon":
-        reason = "offloaded experts cannot be updated by Muon: set m6.offload.optimizer to AdamW, Adafactor or SGD"
+    elif settings.optimizer is None and deepspeed.optimizer_type in ("Muon", "Lamb", "Lars"):
+        reason = (
+            f"offloaded experts cannot be updated by {deepspeed.optimizer_type}: set m6.offload.optimizer to AdamW, "
+            "Adafactor or SGD"
+        )
     elif not settings.master_weights and deepspeed.precision == "fp32":
         reason = '"master_weights": false is for 16-bit experts, but the run is in fp32; use bf16 or fp16'
     elif pseudo_switch == "gradient_correlation":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from m6.config.batch_ramp import BatchSizes
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.elastic import ElasticSettings
 from m6.config.offload import OffloadSettings
@@ -46,6 +47,11 @@ class RunConfig:
     deepspeed: DeepSpeedSettings
     model: M6Config
     document: dict[str, Any]
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of each step."""
+        return BatchSizes(self.m6.training.batch_ramp, self.deepspeed.train_batch_size)
 
     @property
     def expert_store(self) -> OffloadSettings | None:
@@ -126,6 +132,9 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         _check_overlap(settings, deepspeed, model)
     if settings.training.deterministic is not None:
         _check_deterministic(settings, deepspeed)
+    _check_communication(settings, deepspeed)
+    if settings.training.batch_ramp:
+        _check_batch_ramp(settings, deepspeed)
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
         _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
@@ -166,6 +175,11 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
             f"{name}: with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory, in an order "
             "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
         )
+    if deepspeed.optimizer_type in ("Lamb", "Lars") and deepspeed.zero_stage == 1:
+        raise UserError(
+            f"{name}: at zero_optimization.stage 1 optimizer.type {deepspeed.optimizer_type} adds up norms of the "
+            "parts of tensors, which other numbers of ranks cut elsewhere; use stage 0"
+        )
     if settings.offload is not None and settings.offload.update == "backward":
         raise UserError(
             f'{name}: m6.offload.update "backward" uses each gradient at once and keeps none to add up in order; use '
@@ -180,6 +194,40 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
         raise UserError(
             f'{name}: m6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank; use '
             '"step" or "loss_plateau"'
+        )
+
+
+def _check_communication(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    settings.communication.check(deepspeed)
+    if not settings.communication.compresses:
+        return
+    name = f'm6.communication.gradients "{settings.communication.gradients}"'
+    if settings.training.deterministic is not None:
+        raise UserError(
+            f'{name}: what is sent depends on the number of ranks, against m6.training.deterministic "any_world"; use '
+            '"all_reduce"'
+        )
+    if settings.lora is not None:
+        raise UserError(f'{name}: adapters of m6.lora have too few gradients to compress; use "all_reduce"')
+    if settings.pseudo_to_real is not None:
+        raise UserError(
+            f"{name}: gradients of shared layers that are not sent yet belong to no layer of the Real model; leave "
+            'm6.pseudo_to_real out, or use "all_reduce"'
+        )
+
+
+def _check_batch_ramp(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    name = "m6.training.batch_ramp"
+    BatchSizes(settings.training.batch_ramp, deepspeed.train_batch_size).check(settings.training.total_steps)
+    if settings.training.deterministic is not None:
+        raise UserError(
+            f'{name}: "deterministic": "any_world" has one tree of sums for all steps; leave one of them out'
+        )
+    if settings.offload is not None:
+        raise UserError(f"{name}: m6.offload plans the memory of one number of micro-batches; leave one of them out")
+    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
+        raise UserError(
+            f"{name}: DeepSpeed's offload_optimizer is made for one number of micro-batches; leave one of them out"
         )
 
 

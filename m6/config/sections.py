@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from m6.config.batch_ramp import BatchRampStage
+from m6.config.communication import CommunicationSettings
 from m6.config.elastic import ElasticSettings
 from m6.config.offload import OffloadSettings
 from m6.data.objective_settings import ObjectivesSettings
@@ -34,6 +36,11 @@ class TrainingSettings(Section):
         None,
         description="any_world: the weights after each step are the same to the bit on any number of ranks; absent: "
         "only on the same number",
+    )
+    batch_ramp: list[BatchRampStage] = Field(
+        [],
+        description="batches of the first steps, which grow; after them every step has train_batch_size. The schedule "
+        "counts steps",
     )
     activation_checkpointing: bool = Field(
         False, description="recompute each block in the backward pass instead of keeping its activations"
@@ -211,6 +218,7 @@ class M6Settings(Section):
     objectives: ObjectivesSettings
     training: TrainingSettings
     schedule: ScheduleSettings = ScheduleSettings()
+    communication: CommunicationSettings = CommunicationSettings()
     pseudo_to_real: PseudoToRealSettings | None = Field(
         None,
         description="first stage in which layers share weights (M6-10T, arXiv 2110.03888); absent: the Real model is "

@@ -74,7 +74,8 @@ class Checkpointer:
         dist.barrier()  # no rank writes before the main rank has removed old records
         if (folder / MANIFEST).exists():  # a run that stops right after it resumed has nothing new to save
             return time.perf_counter() - begin
-        pieces = [_copy_to_host(fragment.owned()) for fragment in engine.fragments()]
+        fragments = (*engine.fragments(), *engine.residual_fragments())
+        pieces = [_copy_to_host(fragment.owned()) for fragment in fragments]
         state = {**state, "step": step, **engine.counters()}
         # Not a daemon: a process that exits must first finish its checkpoint.
         self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
@@ -145,6 +146,7 @@ def restore(engine: Engine, reader: CheckpointReader) -> None:
         UserError: the checkpoint belongs to another model or optimizer.
     """
     _fill(engine, reader, engine.fragments())
+    engine.load_residuals(reader)
     engine.load_counters(reader.state, reader.state["step"])
 
 

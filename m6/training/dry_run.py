@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m6.config.checks import check_world_size
+from m6.config.communication import CommunicationSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
@@ -70,9 +71,11 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         )
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
-    # Fake ranks gather nothing: the step is the plain one, without the partial sums of "deterministic".
-    training = config.m6.training.model_copy(update={"deterministic": None})
-    config = replace(config, m6=config.m6.model_copy(update={"training": training}))
+    # Fake ranks gather nothing: the step is the plain one, without the partial sums of "deterministic" and without the
+    # residuals of m6.communication. It has the largest batch.
+    training = config.m6.training.model_copy(update={"deterministic": None, "batch_ramp": []})
+    plain = {"training": training, "communication": CommunicationSettings()}
+    config = replace(config, m6=config.m6.model_copy(update=plain))
     begin = time.perf_counter()
     # A row without padding: the largest memory that any batch of the run needs.
     shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
@@ -84,7 +87,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         assert isinstance(engine, _MeasuredEngine)
         weights = engine.state_bytes()["weights"]  # before a step: stage 3 then keeps small weights gathered
         batches = [fake_batch(config, shape, world)] * accumulation
-        train_step = TrainStep(engine, config, runtime, accumulation, stage)
+        train_step = TrainStep(engine, config, runtime, stage)
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state
         world.watch(engine.module)
         world.collectives.clear()  # only the second step is reported: the first one also allocates and initializes

@@ -37,7 +37,7 @@ from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.samples import open_sample_grids
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import TrainStep, micro_batch_number
+from m6.training.train_step import TrainStep, micro_batch_numbers
 
 
 class Trainer:
@@ -67,7 +67,6 @@ class Trainer:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.profile = profile or Profile()
         check_world_size(config, runtime.world_size)
-        self.accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
         self.data = open_data(config)
         on_main_rank(runtime, self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
@@ -142,7 +141,8 @@ class Trainer:
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
             noise = self.train_step.noise.finish()
-            self._track({**entry, **health, **noise, **self.stage_metrics.finish(self.engine)})
+            traffic = self.engine.traffic()
+            self._track({**entry, **health, **noise, **traffic, **self.stage_metrics.finish(self.engine)})
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
@@ -167,19 +167,16 @@ class Trainer:
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
-        numbers = (
-            micro_batch_number(self.runtime, self.accumulation, step, index, self.config.ranks_per_part)
-            for step in range(self.step, self.settings.training.total_steps)
-            for index in range(self.accumulation)
-        )
+        steps = range(self.step, self.settings.training.total_steps)
+        numbers = (number for step in steps for number in micro_batch_numbers(self.config, self.runtime, step))
         # One loader for the whole attempt: its workers prepare the next steps during the current one.
         loader = iter(self.data.loader(numbers, self.settings.data.num_workers))
-        while True:
-            yield [next(loader) for _ in range(self.accumulation)]
+        for step in steps:
+            yield [next(loader) for _ in micro_batch_numbers(self.config, self.runtime, step)]
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
-        self.train_step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, self.stage)
+        self.train_step = TrainStep(self.engine, self.config, self.runtime, self.stage)
 
     def _resume(self) -> None:
         for problem in self.problems:

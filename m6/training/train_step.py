@@ -48,15 +48,23 @@ def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: in
     return (step * runtime.world_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
 
 
+def micro_batch_numbers(config: RunConfig, runtime: Runtime, step: int) -> list[int]:
+    """The global numbers of a rank's micro-batches in a step; the batches of the steps before decide the first."""
+    micro, sizes = config.deepspeed.micro_batch_size, config.batch_sizes
+    first, accumulation = sizes.before(step) // micro, sizes.of(step) // (micro * runtime.world_size)
+    parts = config.ranks_per_part
+    return [first + micro_batch_number(runtime, accumulation, 0, index, parts) for index in range(accumulation)]
+
+
 class TrainStep:
     """Runs forward, backward and the update of one global batch."""
 
-    def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, accumulation: int, stage: Stage) -> None:
-        self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
+    def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, stage: Stage) -> None:
+        self.engine, self.config, self.runtime = engine, config, runtime
         self.stage = stage
         self._exact = config.m6.training.deterministic is not None
         self.health = ExpertHealth(engine.module)
-        self.noise = GradientNoise(config, engine, accumulation * runtime.world_size)
+        self.noise = GradientNoise(config, engine)
         # In the order of the forward pass, which is also the order of the router statistics.
         self.sparse = {
             f"layers.{index}.{name}": module
@@ -79,23 +87,23 @@ class TrainStep:
                 arrive during the step count. The outcome holds the requests of all ranks.
         """
         begin = time.perf_counter()
+        micro_batch_count = len(micro_batches) * self.runtime.world_size
         target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
         learning_rate = self._learning_rate(step)
         sums = StepSums(self.runtime.device, self._exact)
 
         def loss(batch: MicroBatch, output: M6Output) -> Tensor:
-            return self._loss(batch, output, target_weight, sums)
+            return self._loss(batch, output, target_weight, micro_batch_count, sums)
 
         self.engine.begin_step(learning_rate)
         with self.noise.watch(step):
-            seeds = [self._seed(step, index) for index in range(len(micro_batches))]
+            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.runtime, step)]
             self.engine.accumulate(micro_batches, loss, seeds)
         update = self.engine.update()
-        self.noise.measure(update)
+        self.noise.measure(update, micro_batch_count)
         nonfinite_routers = self._finish_routers(update.skipped)
         # The requests travel with the sums: one collective for both.
         result = sums.reduce(read_requests())
-        micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
             result=result,
             loss=result.weighted_loss_sum / target_weight,
@@ -136,12 +144,13 @@ class TrainStep:
         peak: float = self.config.deepspeed.optimizer_params["lr"]
         return peak * factor
 
-    def _seed(self, step: int, index: int) -> int:
+    def _seed(self, number: int) -> int:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
-        number = micro_batch_number(self.runtime, self.accumulation, step, index, self.config.ranks_per_part)
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
-    def _loss(self, batch: MicroBatch, output: M6Output, target_weight: float, sums: StepSums) -> Tensor:
+    def _loss(
+        self, batch: MicroBatch, output: M6Output, target_weight: float, micro_batches: int, sums: StepSums
+    ) -> Tensor:
         """The part of the global batch's loss that this micro-batch contributes."""
         assert output.target_losses is not None
         assert output.aux_loss is not None
@@ -153,7 +162,6 @@ class TrainStep:
         # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
         # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
         averaged_over = self.engine.averaged_over
-        micro_batches = self.accumulation * self.runtime.world_size
         return weighted * (averaged_over / target_weight) + output.aux_loss * (averaged_over / micro_batches)
 
     def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:

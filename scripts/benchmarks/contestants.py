@@ -135,7 +135,7 @@ def our_step(hidden: int, layers: int, batch: MicroBatch, moe: dict[str, Any] | 
         },
     }
     config = parse_config(document)
-    train_step = TrainStep(build_engine(config, runtime), config, runtime, 1, Stage(config, None))
+    train_step = TrainStep(build_engine(config, runtime), config, runtime, Stage(config, None))
     steps = itertools.count()
     return lambda: train_step(next(steps), [batch], Requests).loss
 

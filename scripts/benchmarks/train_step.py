@@ -99,7 +99,7 @@ class Run:
         self.accumulation = self.config.deepspeed.accumulation_steps(self.runtime.world_size)
         self.data = open_data(self.config)
         self.engine = build_engine(self.config, self.runtime)
-        self.step = TrainStep(self.engine, self.config, self.runtime, self.accumulation, Stage(self.config, None))
+        self.step = TrainStep(self.engine, self.config, self.runtime, Stage(self.config, None))
         self.number = 0
         self._loader = self.data.loader(itertools.count(), num_workers)
 

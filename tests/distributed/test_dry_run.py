@@ -34,6 +34,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
         "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
     },
+    "stage 1, LARS": {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Lars", "params": {"lr": 0.01}}},
+    "stage 0, LAMB, autocast": {
+        "bf16": {},
+        "zero_optimization": {"stage": 0},
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
+    },
     "stage 1 in fp32": {"bf16": {}, "zero_optimization": {"stage": 1}},
     "fp16, rows in float8 both ways": {"bf16": {}, "fp16": ENABLED, "payload": "float8_both"},
     "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},

@@ -149,6 +149,26 @@ def test_muon_does_not_depend_on_the_layout(folder: Path):
     assert norms(root) == pytest.approx(norms(folder / "muon"), rel=10 * TOLERANCE)
 
 
+LARGE_BATCH: dict[str, dict[str, float]] = {
+    "Lamb": {"lr": 0.01, "weight_decay": 0.1},
+    "Lars": {"lr": 2.0, "weight_decay": 0.001, "trust_coefficient": 0.01},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE_BATCH)
+def test_optimizers_for_large_batches_do_not_depend_on_the_layout(folder: Path, name: str):
+    """Norms of tensors, and of each expert, that partitions cut; the moments in checkpoints of other layouts."""
+    changes = {"optimizer": {"type": name, "params": LARGE_BATCH[name]}}
+    run_distributed(train, 1, layout(folder, 1, 0, 1, **changes), str(folder / name))
+    root = folder / f"{name} wandering"
+    for ranks, stage, ep_size, stop_at in [(2, 1, 1, 1), (2, 0, 2, 2), (4, 2, 2, 3), (1, 1, 1, None)]:
+        run_distributed(train, ranks, layout(folder, ranks, stage, ep_size, **changes), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / name), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / name), rel=10 * TOLERANCE)
+    assert losses(root)[-1] < losses(root)[0]  # it learns
+
+
 @pytest.mark.slow
 def test_a_run_resumes_on_other_layouts(folder: Path, reference: Path):
     root = folder / "wandering"

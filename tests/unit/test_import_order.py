@@ -28,7 +28,7 @@ LEVELS = {
     ),
     "m6.training": (
         {"expert_groups", "fake_batch", "meta_model", "schedule", "tokenizers"},
-        {"offloading"},
+        {"offloading", "reduction"},
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation"},
         {"train_step"},

@@ -22,11 +22,13 @@ class ParameterGroup:
         numel: elements before ZeRO partitions them.
         of_experts: whether it has experts that are split over ranks.
         by_muon: whether Muon updates it.
+        moments: elements of optimizer state for each parameter.
     """
 
     numel: int
     of_experts: bool = False
     by_muon: bool = False
+    moments: int = ADAMW_MOMENTS
 
     def ranks(self, layout: ParallelLayout) -> int:
         """Ranks over which ZeRO partitions the group."""
@@ -38,7 +40,7 @@ class ParameterGroup:
 
     def state(self, numel: int) -> int:
         """Elements of fp32 weights and optimizer state for ``numel`` of its parameters."""
-        return 2 * numel if self.by_muon else (1 + ADAMW_MOMENTS) * numel + 1  # with AdamW's step counter
+        return 2 * numel if self.by_muon else (1 + self.moments) * numel + 1  # with a step counter
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,12 @@ class ParameterCounts:
         """The optimizer's parameter groups that are not empty: with weight decay, without it, and split experts."""
         muon = optimizer_type == "Muon"
         blocks = sum(part.numel for part in self.muon if not part.of_experts) if muon else 0
+        moments = 1 if optimizer_type == "Lars" else ADAMW_MOMENTS
         groups = (
             ParameterGroup(blocks, by_muon=True),
-            ParameterGroup(self.matrices - blocks),
-            ParameterGroup(self.experts, of_experts=True, by_muon=muon),
-            ParameterGroup(self.vectors),
+            ParameterGroup(self.matrices - blocks, moments=moments),
+            ParameterGroup(self.experts, of_experts=True, by_muon=muon, moments=moments),
+            ParameterGroup(self.vectors, moments=moments),
         )
         return [group for group in groups if group.numel > 0]
 
@@ -129,7 +132,9 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
     split = ep_size > 1
     matrices = vectors = experts = frozen = buffers = largest = largest_module = update = 0
     sizes: dict[int, int] = {}
-    moments = {of_experts: dict.fromkeys(("AdamW", "Adafactor", "Muon"), 0) for of_experts in (True, False)}
+    moments = {
+        of_experts: dict.fromkeys(("AdamW", "Adafactor", "Muon", "Lamb", "Lars"), 0) for of_experts in (True, False)
+    }
     muon: list[MuonMatrices] = []
     for block, _, stored in model.blocks:
         buffers += block.buffer_bytes
@@ -189,7 +194,9 @@ def moment_bytes(shape: Shape, optimizer_type: str, of_blocks: bool) -> int:
     numel = math.prod(shape)
     if optimizer_type == "Muon" and of_blocks:
         return numel * FP32  # a momentum and no counter
-    if optimizer_type in ("AdamW", "Muon"):
+    if optimizer_type == "Lars":
+        elements = numel
+    elif optimizer_type in ("AdamW", "Muon", "Lamb"):
         elements = ADAMW_MOMENTS * numel
     elif len(shape) > 1:
         elements = numel // shape[-1] + numel // shape[-2]  # Adafactor: a mean for each row and each column

@@ -18,16 +18,18 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.muon import muon_products_s
 from m6.planning.cost.partition import balanced_share
+from m6.planning.cost.reduction_time import ReductionTime, expert_replicas
 from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
-from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s, strided_group
+from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s
 from m6.planning.machine.profile import Profile
 
 # Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
 # the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update; Muon reads
-# gradient and momentum twice, writes both, scales the weight, adds the update, and norms and rounds it before.
-_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56}
+# gradient and momentum twice, writes both, scales the weight, adds the update, and norms and rounds it before. LAMB and
+# LARS are operators by themselves: LAMB reads or writes 26 numbers, LARS 16.
+_UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56, "Lamb": 104, "Lars": 64}
 # Bytes that ZeRO stages 1 to 3 also move for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
 # for every micro-batch; into the partition, for the norm in fp64 and for the scaling.
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
@@ -103,6 +105,7 @@ class TimeModel:
         self.nodes: Nodes = cluster.slowest(self.dtype)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self.host = HostTime(self.nodes, profile)
+        self.reduction = ReductionTime(config, memory, self.nodes, profile)
         self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
         self._computes: dict[tuple[int, int, int, bool], StepTime] = {}
         self._exchanges: dict[tuple[int, int, int], int] = {}
@@ -274,24 +277,10 @@ class TimeModel:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
     def _reduction(self, layout: ParallelLayout, steps: int) -> float:
-        """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8)."""
-        counts = self.memory.counts(layout).divided(layout.tp_size)
-        width, stage = self.memory.precision.weights, layout.zero_stage
-        everyone = strided_group(layout.dp_size, layout.tp_size, self.nodes)
-        replicas = strided_group(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, self.nodes)
-        parts = ((counts.local - counts.experts, everyone), (counts.experts, replicas))
-        times = steps if stage >= 2 else 1
-        seconds = 0.0
-        for numel, group in parts:
-            if stage == 3:
-                # Weights are gathered for the forward and for the backward pass; a reduce-scatter costs as much.
-                seconds += 3 * steps * self._collective("all_gather", numel * width, group)
-                continue
-            # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.
-            seconds += times * self._collective("all_reduce", numel * (4 if stage == 0 else width), group)
-            if stage > 0:
-                seconds += self._collective("all_gather", numel * width, group)
+        """Seconds of a step in which gradients are summed and weights gathered."""
+        seconds = self.reduction(layout, steps)
         if layout.stream_experts:
+            replicas = expert_replicas(layout, self.nodes)
             moved = self._streamed_experts(layout) * self.memory.expert_store(layout).weight_bytes
             seconds += steps * self._parts(layout) * self._collective("all_reduce", moved, replicas)
         return seconds

@@ -86,8 +86,8 @@ def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
 
 
 def _state_bytes(optimizer_type: str) -> int:
-    """AdamW: weight and two moments; SGD and Muon: and a momentum. Adafactor's row and column means are negligible."""
-    return {"AdamW": 12, "SGD": 8, "Muon": 8, "Adafactor": 4}[optimizer_type]
+    """The weight, and two moments or a momentum. Adafactor's row and column means are negligible."""
+    return {"AdamW": 12, "Lamb": 12, "SGD": 8, "Muon": 8, "Lars": 8, "Adafactor": 4}[optimizer_type]
 
 
 def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:

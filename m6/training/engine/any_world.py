@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.training.engine.clipping import gradient_norm, shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
+from m6.training.engine.handover import give_partition, take_gradient
 from m6.training.engine.partitions import is_expert
 from m6.training.engine.tree_sum import BranchSum, TreeShape, sum_over_ranks
 from m6.training.expert_groups import expert_group
@@ -87,15 +88,7 @@ class AnyWorldEngine(Engine):
 
         First those of DeepSpeed's parameters, then those of offloaded experts.
         """
-        taken = []
-        for parameter in self._trained:
-            # At stage 1 DeepSpeed may have moved a 16-bit gradient to an fp32 one.
-            gradient = getattr(parameter, "grad_accum", None)
-            gradient = parameter.grad if gradient is None else gradient
-            taken.append(torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient.float())
-            parameter.grad = None
-            if hasattr(parameter, "grad_accum"):
-                parameter.grad_accum = None
+        taken = [take_gradient(parameter) for parameter in self._trained]
         return taken if self.offloaded is None else taken + self.offloaded.runtime.take_gradients()
 
     def _give_gradients(self, gradients: list[Tensor], offloaded_squares: float) -> None:
@@ -111,23 +104,6 @@ class AnyWorldEngine(Engine):
         assert self._loss_scale is not None
         shrink(gradients, float(self._norm) / self._loss_scale.value, self._max_norm)
         give_partition(self._deepspeed.optimizer, by_parameter)
-
-
-def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
-    """Gives DeepSpeed's optimizer of stage 1 this rank's part of whole gradients (DeepSpeed 0.19.8)."""
-    for index, parameters in enumerate(zero.params_in_partition):
-        dtype = zero.gradient_accumulation_dtype
-        zero.all_grad_tensors[index] = [gradients[parameter].to(dtype) for parameter in parameters]
-        zero.averaged_gradients[index] = zero.get_flat_partition(
-            parameters,
-            zero.first_offset[index],
-            zero.partition_size[index],
-            dtype=dtype,
-            device=zero.single_partition_of_fp32_groups[index].device,
-            param_group_idx=index,
-            return_tensor_list=True,
-        )
-        zero.all_grad_tensors[index] = None
 
 
 def tree_shape(config: RunConfig, world_size: int) -> TreeShape:

@@ -13,8 +13,11 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
 from m6.runs.processes import Runtime
+from m6.training.engine import tensor_norms
 from m6.training.engine.any_world import AnyWorldEngine
+from m6.training.engine.compressed import CompressedEngine
 from m6.training.engine.engine import Engine
+from m6.training.engine.large_batch import LargeBatchOptimizer
 from m6.training.engine.matrices import layouts_in_zero
 from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
@@ -78,9 +81,17 @@ def build_engine(
         )
     if isinstance(optimizer, Muon) and config.deepspeed.zero_stage > 0:
         optimizer.layouts = layouts_in_zero(initialized.optimizer, matrices_of_blocks(model, config.model))
+    if isinstance(optimizer, LargeBatchOptimizer) and config.deepspeed.zero_stage > 0:
+        optimizer.layouts = tensor_norms.layouts_in_zero(initialized.optimizer)
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if engine_type is None:
-        engine_type = Engine if config.m6.training.deterministic is None else AnyWorldEngine
+        engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)
+
+
+def _engine_type(config: RunConfig) -> type[Engine]:
+    if config.m6.communication.compresses:
+        return CompressedEngine
+    return Engine if config.m6.training.deterministic is None else AnyWorldEngine

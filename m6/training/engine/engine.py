@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.checkpoints.format import WeightReader
 from m6.checkpoints.fragment import Fragment
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
@@ -26,6 +27,7 @@ from m6.training.engine.fragments import fragments
 from m6.training.engine.loss_scale import LossScale
 from m6.training.expert_groups import expert_group
 from m6.training.offloading.experts import OffloadedExperts
+from m6.training.reduction.residuals import load_residuals
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -110,9 +112,12 @@ class Engine:
             seeds: one seed per micro-batch, for dropout.
         """
         last = len(micro_batches) - 1
+        # DeepSpeed's own count of micro-batches knows no batch that grows.
+        self._deepspeed.set_gradient_accumulation_boundary(last == 0)
         for index in self._each(micro_batches, loss, seeds):
             if index < last:
                 self._deepspeed.step()  # before the last micro-batch, DeepSpeed only counts
+                self._deepspeed.set_gradient_accumulation_boundary(index + 1 == last)
 
     def _each(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Iterator[int]:
         """Yields the index of each micro-batch after its backward pass."""
@@ -156,6 +161,11 @@ class Engine:
         if self.offloaded is not None:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
         return Update(norm, skipped, loss_scale)
+
+    def traffic(self) -> dict[str, Any]:
+        """The entry of a log interval about ``m6.communication``, or nothing: ``gradient_bytes`` that a rank sent in a
+        step on average, and those of an all-reduce."""
+        return {}
 
     def measuring(self) -> AbstractContextManager[Any]:
         """A context around a step that measures the memory for the plan of offloaded experts."""
@@ -223,6 +233,18 @@ class Engine:
         yield from fragments(self._deepspeed)
         if self.offloaded is not None:
             yield from self.offloaded.fragments()
+
+    def residual_fragments(self) -> Iterator[Fragment]:
+        """Yields state that depends on the number of ranks: gradients that this rank has not sent yet."""
+        yield from ()
+
+    def load_residuals(self, reader: WeightReader) -> None:
+        """Restores ``residual_fragments`` of a checkpoint of any number of ranks.
+
+        Raises:
+            UserError: the checkpoint has gradients that were not sent, and this engine would lose them.
+        """
+        load_residuals(reader, {}, dist.get_rank(), dist.get_world_size())
 
     def publish_weights(self) -> None:
         """Copies weights that were written into the fragments to the tensors that the forward pass reads."""

@@ -10,12 +10,14 @@ from torch import nn
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.model.configuration import M6Config
 from m6.model.parameter_groups import matrices_of_blocks, parameter_groups
+from m6.training.engine.large_batch import Lamb, Lars
 from m6.training.engine.matrices import MatrixLayout, Run
 from m6.training.engine.muon import Muon
+from m6.training.engine.tensor_norms import layouts_of
 
 
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int) -> torch.optim.Optimizer:
-    """Builds AdamW, Adafactor or Muon, with weight decay only on matrices.
+    """Builds AdamW, Adafactor, Muon, LAMB or LARS, with weight decay only on matrices.
 
     A group's ``lr_ratio`` multiplies the run's learning rate.
 
@@ -25,6 +27,8 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
     params = settings.optimizer_params
     groups = parameter_groups(model, params["weight_decay"])
     blocks = matrices_of_blocks(model, cast(M6Config, model.config)) if settings.optimizer_type == "Muon" else {}
+    if settings.optimizer_type in ("Lamb", "Lars"):
+        groups[0]["by_tensor"] = True
     if blocks:
         groups = [
             {**groups[0], "params": list(blocks), "name": "blocks", "muon": True},
@@ -41,7 +45,12 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
     if settings.optimizer_type == "Adafactor":
         return Adafactor(groups, lr=params["lr"], beta2_decay=params["beta2_decay"], d=params["clipping_threshold"])
+    if settings.optimizer_type == "Lars":
+        lars = {name: params[name] for name in ("lr", "momentum", "trust_coefficient")}
+        return Lars(groups, layouts_of([*model.parameters()]), **lars)
     adamw = {name: params[name] for name in ("lr", "betas", "eps")}
+    if settings.optimizer_type == "Lamb":
+        return Lamb(groups, layouts_of([*model.parameters()]), **adamw)
     if settings.optimizer_type == "Muon":
         layouts = {
             parameter: MatrixLayout([Run(0, count, (rows, columns))], parameter.device)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_ELEMENTS = 1 << 23
-"""Elements that are exchanged at once."""
+from m6.training.reduction.buckets import buckets
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def sum_over_ranks(
     if ranks == 1:
         return list(tensors)
     found: list[Tensor] = []
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
         received = torch.empty_like(padded)
@@ -116,16 +115,3 @@ def _tree(parts: Tensor) -> Tensor:
     for column in columns[1:]:
         total += column
     return total
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of at most ``BUCKET_ELEMENTS`` together; a larger tensor is a bucket of its own."""
-    found: list[list[Tensor]] = []
-    filled = BUCKET_ELEMENTS
-    for tensor in tensors:
-        if filled + tensor.numel() > BUCKET_ELEMENTS:
-            found.append([])
-            filled = 0
-        found[-1].append(tensor)
-        filled += tensor.numel()
-    return found

@@ -23,19 +23,16 @@ class GradientNoise:
     it hardly save steps. Single estimates scatter, and can even be negative: average each of the two before dividing.
 
     It needs several micro-batches in a step. Experts that are split over ranks or offloaded get gradients of other
-    ranks' samples, so there is no estimate for such runs.
+    ranks' samples, so there is no estimate for such runs; nor where
+    ``m6.communication`` leaves out parts of the batch's gradient.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine, micro_batches: int) -> None:
-        """Makes the measurement of a run.
-
-        Args:
-            micro_batches: of a step, on all ranks.
-        """
-        self._batch, self._small = config.deepspeed.train_batch_size, config.deepspeed.micro_batch_size
-        self._interval = config.m6.logging.interval_steps
-        self._possible = micro_batches > 1 and config.m6.training.ep_size == 1 and engine.offloaded is None
-        self._micro_batches, self._engine = micro_batches, engine
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
+        self._small, self._interval = config.deepspeed.micro_batch_size, config.m6.logging.interval_steps
+        several = config.deepspeed.train_batch_size > self._small
+        whole = config.m6.training.ep_size == 1 and engine.offloaded is None
+        self._possible = several and whole and not config.m6.communication.compresses
+        self._engine = engine
         self._squares: Tensor | None = None
         self._entry: dict[str, Any] = {}
 
@@ -56,17 +53,21 @@ class GradientNoise:
         assert self._squares is not None
         self._squares += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double().square()
 
-    def measure(self, update: Update) -> None:
-        """Computes the estimates if the step was watched; every rank calls it."""
+    def measure(self, update: Update, micro_batches: int) -> None:
+        """Computes the estimates if the step was watched; every rank calls it.
+
+        Args:
+            micro_batches: of the step, on all ranks.
+        """
         squares, self._squares = self._squares, None
-        if squares is None or update.skipped:
+        if squares is None or update.skipped or micro_batches == 1:
             return
         dist.all_reduce(squares)
         # The engine gets gradients times these factors, as parts of the batch's gradient: a micro-batch's own is as
         # many times larger as there are micro-batches.
         factor = self._engine.averaged_over * update.loss_scale
-        small = self._micro_batches * float(squares) / factor**2
-        large, b, n = update.grad_norm**2, self._small, self._batch
+        small = micro_batches * float(squares) / factor**2
+        large, b, n = update.grad_norm**2, self._small, self._small * micro_batches
         self._entry = {
             "squared_gradient": (n * large - b * small) / (n - b),
             "variance": (small - large) * b * n / (n - b),

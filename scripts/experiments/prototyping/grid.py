@@ -214,7 +214,7 @@ def measure_speed(rounds: int) -> None:
     for case in all_cases:
         config = load_config(CONFIG, tuple(case.overrides()))
         data = open_data(config)
-        steps.append(TrainStep(build_engine(config, runtime), config, runtime, 1, Stage(config, None)))
+        steps.append(TrainStep(build_engine(config, runtime), config, runtime, Stage(config, None)))
     batches = [[data.micro_batch(index)] for index in range(rounds + 1)]
     times: list[list[float]] = [[] for _ in steps]
     for number, batch in enumerate(batches):

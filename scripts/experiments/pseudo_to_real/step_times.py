@@ -60,7 +60,7 @@ def main() -> None:
     engine: Any = None
     for name, sharing in (("Pseudo", Stage(config, None).sharing), ("Real", None)):
         engine = build_engine(config, runtime, sharing)
-        steps[name] = TrainStep(engine, config, runtime, 1, Stage(config, None))
+        steps[name] = TrainStep(engine, config, runtime, Stage(config, None))
     disk = Disk(folder / "states", [fragment.data for fragment in engine.fragments()])
     times: dict[str, list[float]] = {"Pseudo": [], "Real": [], "Real, offloaded": []}
     for number in range(rounds):

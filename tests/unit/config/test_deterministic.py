@@ -24,6 +24,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         "with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory",
     ),
+    (
+        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
+        "at zero_optimization.stage 1 optimizer.type Lamb adds up norms of the parts of tensors",
+    ),
     ({"m6__moe__balance_scope": "global_batch"}, 'm6.moe.balance_scope "global_batch" balances the micro-batches'),
     (
         {"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}},

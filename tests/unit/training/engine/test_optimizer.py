@@ -121,7 +121,7 @@ def test_adafactor_updates_all_else_as_pytorch_does(folder: Path):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [{"type": name, "params": {"lr": 0.01}} for name in ("AdamW", "Adafactor", "Muon")]
+    "optimizer", [{"type": name, "params": {"lr": 0.01}} for name in ("AdamW", "Adafactor", "Muon", "Lamb", "Lars")]
 )
 def test_a_zero_learning_rate_changes_nothing(folder: Path, optimizer: dict):
     """Making the moments before a checkpoint is loaded relies on it."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6.training.engine.tree_sum import BranchSum, TreeShape, _buckets, _tree
+from m6.training.engine.tree_sum import BranchSum, TreeShape, _tree
 
 
 def random_leaves(count: int) -> list[Tensor]:
@@ -66,9 +66,3 @@ def test_partial_sums_are_few():
 
 def test_the_tree_of_a_number_of_micro_steps():
     assert [TreeShape(leaves, 1, 1).run for leaves in (1, 6, 8, 12, 7)] == [1, 3, 1, 3, 7]
-
-
-def test_buckets_hold_all_tensors_in_order(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("m6.training.engine.tree_sum.BUCKET_ELEMENTS", 10)
-    tensors = [torch.zeros(size) for size in (4, 6, 1, 30, 2, 9)]
-    assert [[tensor.numel() for tensor in bucket] for bucket in _buckets(tensors)] == [[4, 6], [1], [30], [2], [9]]

@@ -1,0 +1,107 @@
+"""The engine of ``m6.communication``: gradients are summed over ranks by fewer bytes than an all-reduce takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m6.checkpoints.format import WeightReader
+from m6.checkpoints.fragment import Fragment
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+from m6.training.engine.engine import Engine, LossFunction, Update
+from m6.training.engine.handover import give_partition, take_gradient
+from m6.training.engine.partitions import is_expert
+from m6.training.expert_groups import expert_group
+from m6.training.offloading.experts import OffloadedExperts
+from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.reducer import Reducer, gradient_tensor
+from m6.training.reduction.residuals import load_residuals, residual_fragments
+
+_FACTORS = "powersgd_q"
+
+
+class CompressedEngine(Engine):
+    """Takes this rank's gradients of a step, and gives DeepSpeed their sums over ranks.
+
+    DeepSpeed reduces nothing, and at stage 1 takes its partition of the sums. It clips what was sent, as it clips
+    sums of whole gradients. Residuals are in the units of the batch's gradient, without loss scale or number of ranks.
+    """
+
+    def __init__(
+        self, deepspeed: Any, config: RunConfig, device: torch.device, offloaded: OffloadedExperts | None
+    ) -> None:
+        super().__init__(deepspeed, config, device, offloaded)
+        self._trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+        dense = {name: gradient_tensor(name, each) for name, each in self._trained.items() if not is_expert(each)}
+        self._collectives = CountedCollectives()
+        like = torch.zeros((), device=device)
+        self._reducer = Reducer(config.m6.communication, dense, self._collectives, like)
+        self._same_experts = CountedCollectives(expert_group("expert_data_parallel", config.m6.training.ep_size))
+        self._step = self._reported_step = 0
+        deepspeed.enable_backward_allreduce = False
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
+        """See ``Engine.accumulate``."""
+        # DeepSpeed takes every micro-batch for one in the middle of a step: it adds gradients up and reduces nothing.
+        self._deepspeed.set_gradient_accumulation_boundary(False)
+        for _ in self._each(micro_batches, loss, seeds):
+            pass
+
+    def update(self) -> Update:
+        """See ``Engine.update``."""
+        scale = self.averaged_over * (1.0 if self._loss_scale is None else self._loss_scale.value)
+        gradients = {name: take_gradient(parameter).div_(scale) for name, parameter in self._trained.items()}
+        self._give(self._reduce(gradients), scale / self.averaged_over)
+        self._step += 1
+        self._deepspeed.set_gradient_accumulation_boundary(True)
+        return super().update()
+
+    def _reduce(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over ranks; infinite everywhere, with residuals as they were, if a gradient of a rank is."""
+        norms = torch.stack(torch._foreach_norm(list(gradients.values())))
+        nonfinite = (~torch.isfinite(norms)).any().float()
+        dist.all_reduce(nonfinite)
+        if nonfinite:
+            return {name: gradient.fill_(torch.inf) for name, gradient in gradients.items()}
+        experts = [name for name in gradients if is_expert(self._trained[name])]
+        sums = self._reducer({name: each for name, each in gradients.items() if name not in experts}, self._step)
+        return sums | dict(zip(experts, self._same_experts.sums([gradients[name] for name in experts]), strict=True))
+
+    def _give(self, gradients: dict[str, Tensor], loss_scale: float) -> None:
+        """Puts the sums where DeepSpeed's update reads them."""
+        if self._zero_stage == 0:
+            for name, parameter in self._trained.items():
+                parameter.grad = gradients[name].to(parameter.dtype)
+            return
+        scaled = {parameter: gradients[name].mul_(loss_scale) for name, parameter in self._trained.items()}
+        give_partition(self._deepspeed.optimizer, scaled)
+
+    def traffic(self) -> dict[str, Any]:
+        """See ``Engine.traffic``."""
+        steps = max(1, self._step - self._reported_step)
+        sent, self._collectives.sent_bytes, self._reported_step = self._collectives.sent_bytes, 0.0, self._step
+        return {"gradient_bytes": {"sent": sent / steps, "all_reduce": self._reducer.bytes_due(self._step)[1]}}
+
+    def residual_fragments(self) -> Iterator[Fragment]:
+        """See ``Engine.residual_fragments``."""
+        yield from residual_fragments(self._reducer.residuals, dist.get_rank())
+        replica = (dist.get_rank(), dist.get_world_size())
+        for name, factors in self._reducer.factors().items():
+            yield Fragment(name, _FACTORS, 0, factors.view(-1), tuple(factors.shape), replica)
+
+    def load_residuals(self, reader: WeightReader) -> None:
+        """See ``Engine.load_residuals``."""
+        load_residuals(reader, self._reducer.residuals, dist.get_rank(), dist.get_world_size())
+        for name, factors in self._reducer.factors().items():
+            if reader.shapes.get((name, _FACTORS)) == tuple(factors.shape):  # another rank begins anew
+                reader.read_into(name, _FACTORS, 0, factors.view(-1))
+
+    def load_counters(self, counters: dict[str, Any], step: int) -> None:
+        """See ``Engine.load_counters``."""
+        super().load_counters(counters, step)
+        self._step = self._reported_step = step

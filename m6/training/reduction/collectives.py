@@ -1,0 +1,57 @@
+"""Collectives that count the bytes that this rank sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m6.planning.cost.gradient_bytes import gathered_bytes, ring_bytes
+from m6.training.reduction.buckets import buckets
+
+
+class CountedCollectives:
+    """Collectives of a group of ranks.
+
+    Args:
+        group: None: all ranks.
+
+    Attributes:
+        ranks: of the group.
+        sent_bytes: bytes that this rank has sent, if an all-reduce is a ring, and an all-gather sends each rank's part
+            to each other rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.ranks = dist.get_world_size(group)
+        self.sent_bytes = 0.0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums the tensor in place."""
+        if self.ranks > 1:
+            dist.all_reduce(tensor, group=self._group)
+            self.count_all_reduce(tensor)
+
+    def count_all_reduce(self, tensor: Tensor) -> None:
+        """Counts an all-reduce of this tensor that was made elsewhere."""
+        self.sent_bytes += ring_bytes(tensor.nbytes, self.ranks)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in their order; all have one shape."""
+        found = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        dist.all_gather(found, tensor, group=self._group)
+        self.sent_bytes += gathered_bytes(tensor.nbytes, self.ranks)
+        return found
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over ranks of tensors of one type; the tensors stay as they are."""
+        found: list[Tensor] = []
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self.all_reduce(flat)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            found += [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
+        return found

@@ -1,0 +1,106 @@
+"""Sums gradients over ranks; what a rank does not send now, it sends later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from m6.config.communication import CommunicationSettings
+from m6.planning.cost.gradient_bytes import GradientTensor, is_compressed, sends_whole, sent_bytes
+from m6.training.reduction.chunks import Chunks
+from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.low_rank import LowRank
+from m6.training.reduction.top_k import TopK
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class Compressor(Protocol):
+    """Sends a part of gradients."""
+
+    def __call__(self, waiting: list[Tensor], density: float) -> list[Tensor]:
+        """Returns the sums over ranks of what they sent; it leaves in ``waiting`` what this rank did not send."""
+        ...
+
+
+class Reducer:
+    """Sums the gradients that all ranks have (error feedback: Seide et al. 2014; Karimireddy et al., 1901.09847).
+
+    A rank adds its gradient to its residual, sends a part, and keeps the rest as the residual. Hence, over any number
+    of steps, what was sent and the residuals of all ranks together are the sum of all gradients.
+
+    Args:
+        tensors: the gradients by name, in their order.
+        like: a tensor of the type and device of the gradients.
+
+    Attributes:
+        residuals: what this rank has not sent yet, for each gradient that is compressed.
+    """
+
+    def __init__(
+        self,
+        settings: CommunicationSettings,
+        tensors: Mapping[str, GradientTensor],
+        collectives: CountedCollectives,
+        like: Tensor,
+    ) -> None:
+        self._settings, self._tensors, self._collectives = settings, dict(tensors), collectives
+        compressed = [name for name, tensor in tensors.items() if is_compressed(tensor, settings)]
+        self.residuals = {
+            name: torch.zeros(tensors[name].shape, dtype=like.dtype, device=like.device) for name in compressed
+        }
+        self._low_rank: LowRank | None = None
+        self._compress: Compressor
+        if settings.gradients == "top_k":
+            self._compress = TopK(collectives)
+        elif settings.gradients == "chunks":
+            self._compress = Chunks(collectives, settings.chunk_elements)
+        else:
+            shapes = [tensors[name] for name in compressed]
+            self._compress = self._low_rank = LowRank(collectives, shapes, settings.rank or 1, like)
+
+    def __call__(self, gradients: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Returns the sums over ranks of gradients and residuals, or of what was sent of them.
+
+        Args:
+            gradients: of this rank, by name.
+            step: the number of steps before this one.
+        """
+        for name, residual in self.residuals.items():
+            residual.add_(gradients[name])
+        density = self._settings.density_of(step)
+        waiting = {name: self.residuals.get(name, gradient) for name, gradient in gradients.items()}
+        if not self.residuals or sends_whole(self._settings, density, self._collectives.ranks):
+            found = self._sums(waiting)
+            for residual in self.residuals.values():
+                residual.zero_()
+            return found
+        found = self._sums({name: gradient for name, gradient in gradients.items() if name not in self.residuals})
+        sums = self._compress(list(self.residuals.values()), density)
+        return found | dict(zip(self.residuals, sums, strict=True))
+
+    def _sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(tensors, self._collectives.sums(list(tensors.values())), strict=True))
+
+    def factors(self) -> dict[str, Tensor]:
+        """State that is the same on all ranks: see ``LowRank.factors``."""
+        if self._low_rank is None:
+            return {}
+        return dict(zip(self.residuals, self._low_rank.factors(), strict=True))
+
+    def bytes_due(self, step: int) -> tuple[float, float]:
+        """Bytes that a rank sends in a step by the closed form, and those of an all-reduce."""
+        ranks, tensors = self._collectives.ranks, list(self._tensors.values())
+        due = sent_bytes(tensors, self._settings, self._settings.density_of(step), ranks)
+        return due, sent_bytes(tensors, self._settings, 1.0, ranks)
+
+
+def gradient_tensor(name: str, parameter: nn.Parameter) -> GradientTensor:
+    """Describes the gradient of a parameter of the model."""
+    match = _LAYER.search(name)
+    layer = 1 + int(match[1]) if match else 0
+    return GradientTensor(tuple(parameter.shape), layer, hasattr(parameter, "num_global_experts"))

@@ -1,0 +1,90 @@
+"""Trains a small dense M6 on four ranks with every reducer of ``m6.communication``.
+
+From the root of the repository, with the data of README.md:
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m scripts.experiments.gradient_bytes.train --seeds 3
+
+Adds a row to results.csv per finished run and leaves out the runs that have one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from m6.config.run import load_config
+from m6.planning.cost.gradient_bytes import ring_bytes
+from m6.runs.processes import start
+from m6.training.loop import pretrain
+from m6.training.meta_model import build_meta_model
+from scripts.experiments.experiment import ResultTable, code_version
+
+FOLDER = Path(__file__).resolve().parent
+CONFIG = FOLDER.parent / "prototyping" / "config.json"
+RESULTS = FOLDER / "results.csv"
+STEPS, WINDOW = 200, 10
+# The rules for large models would send all of this small one whole.
+_SMALL = {"dense_elements": 4096}
+REDUCERS: dict[str, dict[str, Any]] = {
+    "all_reduce": {},
+    "top_k 10 %": {"gradients": "top_k", "density": 0.1, "warmup_steps": 20, **_SMALL},
+    "top_k 1 %": {"gradients": "top_k", "density": 0.01, "warmup_steps": 20, **_SMALL},
+    "chunks 50 %": {"gradients": "chunks", "density": 0.5, "chunk_elements": 64, "warmup_steps": 20, **_SMALL},
+    "powersgd rank 4": {"gradients": "powersgd", "rank": 4, "warmup_steps": 20, **_SMALL},
+}
+SETTINGS = (
+    "train_micro_batch_size_per_gpu=4",
+    "zero_optimization.stage=1",
+    "m6.moe=null",
+    "m6.model.ffn_hidden_size=256",
+    f"m6.training.total_steps={STEPS}",
+    f"m6.evaluation.interval_steps={STEPS}",
+    f"m6.checkpoint.interval_steps={STEPS}",
+    "m6.logging.interval_steps=1",
+)
+
+
+def main(seeds: int) -> None:
+    """Trains what is missing in results.csv; all reducers of one seed come before the next seed."""
+    table, runtime, code = ResultTable(RESULTS, ("reducer", "seed")), start(), code_version()
+    for seed, reducer in product(range(seeds), REDUCERS):
+        if table.holds({"reducer": reducer, "seed": seed}):
+            continue
+        folders = [tempfile.mkdtemp()] if runtime.is_main else [""]
+        dist.broadcast_object_list(folders, src=0)
+        run = Path(folders[0]) / "run"
+        communication = f"m6.communication={json.dumps(REDUCERS[reducer])}"
+        config = load_config(CONFIG, (*SETTINGS, communication, f"m6.training.seed={seed}"))
+        if not pretrain(config, run, runtime):
+            raise SystemExit(f"stopped by a signal in {run}")
+        if runtime.is_main:
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            numel = sum(parameter.numel() for parameter in build_meta_model(config, None).parameters())
+            whole = ring_bytes(numel * 4, runtime.world_size)
+            steps = [line for line in lines if "loss" in line]
+            sent = [line.get("gradient_bytes", {"sent": whole})["sent"] for line in steps]
+            losses = [line["loss"] for line in steps]
+            validation = next(line["validation"] for line in lines if "validation" in line)
+            row = {"reducer": reducer, "seed": seed, "code": code, "parameters": numel}
+            row |= {"training": statistics.mean(losses[-5 * WINDOW :])}
+            row |= {name: validation[name] for name in sorted(validation)}
+            windows = range(0, STEPS, WINDOW)
+            row["curve"] = " ".join(f"{statistics.mean(losses[at : at + WINDOW]):.4f}" for at in windows)
+            row["bytes"] = " ".join(f"{statistics.mean(sent[at : at + WINDOW]):.0f}" for at in windows)
+            table.append(row)
+            shutil.rmtree(run.parent)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    main(parser.parse_args().seeds)

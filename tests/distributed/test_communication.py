@@ -1,0 +1,175 @@
+"""Runs with ``m6.communication``: exact where nothing is left out, resumed to the bit, and resharded without a loss."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m6.checkpoints.comparison import compare, open_step
+from m6.checkpoints.format import CheckpointReader
+from m6.config.run import parse_config
+from m6.planning.cost.gradient_bytes import sent_bytes
+from m6.training.meta_model import build_meta_model
+from m6.training.reduction.reducer import gradient_tensor
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_any_world import train_in_any_precision
+from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, norms
+
+# The tiny model has 5 matrices of at least 1000 elements in each layer, and two in its embeddings.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "top_k": {"density": 0.05, "warmup_steps": 1},
+    "chunks": {"density": 0.5, "chunk_elements": 64},
+    "powersgd": {"rank": 2, "warmup_steps": 1},
+}
+
+
+def communication(reducer: str, **changes: Any) -> dict[str, Any]:
+    return {"gradients": reducer, "dense_elements": 1000, **OPTIONS[reducer], **changes}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("communication")
+
+
+def trained(
+    folder: Path, name: str, attempts: list[tuple[int, int, int | None]], ep_size: int = 1, **changes: Any
+) -> Path:
+    """A run over attempts of (ranks, ZeRO stage, steps in all after which it stops)."""
+    root = folder / name
+    for ranks, stage, stop_at in attempts:
+        document = layout(folder, ranks, stage, ep_size, **changes)
+        run_distributed(train_in_any_precision, ranks, document, str(root), stop_at)
+    return root
+
+
+def differences(run: Path, other: Path) -> list[str]:
+    return compare(*open_step((run, other), None)).differences
+
+
+def gradient_bytes(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["gradient_bytes"] for line in lines if "gradient_bytes" in line]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_density_1_is_an_all_reduce_to_the_bit(folder: Path, stage: int):
+    """With clipping, dropout, experts and several micro-batches; sums of two terms have one order."""
+    plain = trained(folder, f"plain {stage}", [(2, stage, None)])
+    whole = communication("top_k", density=1.0)
+    run = trained(folder, f"whole {stage}", [(2, stage, None)], m6__communication=whole)
+    assert [line for line in differences(run, plain) if not line.startswith("residual_")] == []
+    assert losses(run) == losses(plain)
+    assert norms(run) == norms(plain)
+
+
+def straight(folder: Path, reducer: str) -> Path:
+    """A run of one attempt, which several tests read."""
+    if not (folder / f"{reducer} straight").exists():
+        trained(folder, f"{reducer} straight", [(2, 1, None)], m6__communication=communication(reducer))
+    return folder / f"{reducer} straight"
+
+
+@pytest.mark.parametrize("reducer", [pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS])
+def test_a_run_resumes_to_the_bit(folder: Path, reducer: str):
+    """Residuals, and the factors of PowerSGD, are in the checkpoint."""
+    attempts = [(2, 1, 2), (2, 1, None)]
+    resumed = trained(folder, f"{reducer} resumed", attempts, m6__communication=communication(reducer))
+    assert differences(resumed, straight(folder, reducer)) == []
+
+
+def test_bytes_are_those_of_the_closed_form(folder: Path):
+    """Beside them the bytes of an all-reduce of all gradients. In the first step of a warm-up both are equal."""
+    for reducer in OPTIONS:
+        run = straight(folder, reducer)
+        document = layout(folder, 2, 1, 1, m6__communication=communication(reducer))
+        settings = parse_config(document).m6.communication
+        model = build_meta_model(parse_config(document), None)
+        tensors = [gradient_tensor(name, each) for name, each in model.named_parameters()]
+        whole = sum(tensor.numel for tensor in tensors) * 4.0
+        found = gradient_bytes(run)
+        assert [each["all_reduce"] for each in found] == [whole] * 4
+        due = [sent_bytes(tensors, settings, settings.density_of(step), 2) for step in range(4)]
+        assert [each["sent"] for each in found] == pytest.approx(due, rel=1e-12)
+        assert due[0] == (whole if settings.warmup_steps else pytest.approx(0.77 * whole, rel=0.05))
+        assert due[1] < 0.85 * whole
+
+
+def residual_sums(run: Path, step: int) -> dict[str, torch.Tensor]:
+    reader = CheckpointReader(run / "checkpoints" / f"step_{step:08d}")
+    sums: dict[str, torch.Tensor] = {}
+    for name, kind in reader.shapes:
+        if kind.startswith("residual_"):
+            sums[name] = sums.get(name, 0) + reader.read(name, kind).double()
+    return sums
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_other_numbers_of_ranks(folder: Path):
+    """4 -> 2 -> 1 ranks: the last attempt has one rank, which sends nothing and so loses nothing."""
+    attempts = [(4, 1, 1), (2, 0, 3), (1, 1, None)]
+    root = trained(folder, "wandering", attempts, m6__communication=communication("powersgd", warmup_steps=0))
+    assert any(total.any() for total in residual_sums(root, 3).values())
+    assert not any(total.any() for total in residual_sums(root, 4).values())
+    # Another number of ranks leaves out others, so that the losses differ a little.
+    assert losses(root) == pytest.approx(losses(straight(folder, "powersgd")), rel=0.02)
+
+
+def test_stages_0_and_1_sum_alike(folder: Path):
+    changes = {"m6__communication": communication("top_k")}
+    stage_0 = trained(folder, "top_k stage 0", [(2, 0, None)], **changes)
+    assert losses(stage_0) == pytest.approx(losses(straight(folder, "top_k")), rel=TOLERANCE)
+
+
+def test_nothing_is_lost_when_the_reducer_changes(folder: Path):
+    """Without the section the residuals would be lost: one message. A step at density 1 sends them first."""
+    changes = {"m6__communication": communication("chunks")}
+    root = trained(folder, "given up", [(2, 1, 2)], **changes)
+    with pytest.raises(RuntimeError, match=r"holds gradients of .* that were not sent yet"):
+        trained(folder, "given up", [(2, 1, None)])
+    trained(folder, "given up", [(2, 0, 3)], m6__communication=communication("top_k", density=1.0))
+    trained(folder, "given up", [(2, 1, None)])
+    assert len(losses(root)) > 4
+
+
+@pytest.mark.slow
+def test_split_experts_are_summed_whole(folder: Path):
+    """ep_size 2 on 4 ranks: the other gradients are compressed, the experts have no residual."""
+    changes = {"m6__communication": communication("top_k", density=0.2, warmup_steps=0)}
+    run = trained(folder, "split", [(4, 1, None)], ep_size=2, **changes)
+    names = residual_sums(run, 4)
+    assert "model.layers.0.attention.qkv.weight" in names
+    assert not any("experts" in name for name in names)
+    exact = communication("top_k", density=1.0)
+    plain = trained(folder, "split plain", [(4, 1, None)], ep_size=2)
+    whole = trained(folder, "split whole", [(4, 1, None)], ep_size=2, m6__communication=exact)
+    assert losses(whole) == pytest.approx(losses(plain), rel=TOLERANCE)
+    assert norms(whole) == pytest.approx(norms(plain), rel=10 * TOLERANCE)
+
+
+@pytest.mark.slow
+def test_offloaded_experts(folder: Path):
+    """Experts of m6.offload are summed by their store; the rest is compressed."""
+    streamed = {"chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}], "device_budget_mib": 5000.0}
+    document: dict[str, Any] = {"m6__offload": streamed, "m6__moe": {"num_experts": 4, "num_prototypes": 2}}
+    plain = trained(folder, "offloaded plain", [(2, 1, None)], **document)
+    whole = communication("top_k", density=1.0)
+    run = trained(folder, "offloaded", [(2, 1, None)], m6__communication=whole, **document)
+    assert losses(run) == losses(plain)
+    sparse = communication("top_k", density=0.2)
+    run = trained(folder, "offloaded sparse", [(2, 1, 2), (2, 0, None)], m6__communication=sparse, **document)
+    assert losses(run) == pytest.approx(losses(plain), rel=0.02)
+
+
+@pytest.mark.slow
+def test_fp16_steps_that_are_skipped(folder: Path):
+    """A scale that is too large at first: residuals stay finite, and the run equals one whose scale fits at once."""
+    changes: dict[str, Any] = {"m6__communication": communication("chunks"), "m6__training__total_steps": 6}
+    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+    run = trained(folder, "fp16", [(2, 1, 3), (2, 1, None)], fp16=fp16, m6__training__max_skipped_steps=9, **changes)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line["skipped_steps"] for line in lines if "skipped_steps" in line]
+    assert sum(skipped) > 0
+    assert all(total.isfinite().all() for total in residual_sums(run, 6).values())
