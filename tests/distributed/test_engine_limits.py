@@ -94,11 +94,11 @@ def host_census(document: dict[str, Any], accumulation: int) -> None:
     config = parse_config(document)
     before = {id(found) for found in gc.get_objects() if isinstance(found, torch.Tensor)}
     engine, data = build_engine(config, start()), open_data(config)
-    for index in range(2 * accumulation):
-        batch = data.micro_batch(index)
-        engine.accumulate([batch], lambda _, output: output.target_losses.sum() + output.aux_loss, [0])
-        engine._deepspeed.step()  # at the last micro-batch of a step an update
-        del batch
+    for step in range(2):
+        batches = [data.micro_batch(step * accumulation + index) for index in range(accumulation)]
+        engine.accumulate(batches, lambda _, output: output.target_losses.sum() + output.aux_loss, [0] * accumulation)
+        engine._deepspeed.step()
+        del batches
     del data
     gc.collect()
     weights = [parameter.data for parameter in engine.module.parameters()]

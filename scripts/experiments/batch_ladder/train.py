@@ -29,9 +29,9 @@ FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER.parent / "prototyping" / "config.json"
 BATCHES = {"AdamW": (8, 16, 32, 64, 128), "Lamb": (8, 32, 128)}
 TARGET, WINDOW_SAMPLES = 3.0, 256
-MAX_STEPS = 1000
+MAX_STEPS = 400
 # At a batch of 16; it grows with the square root of the batch.
-RATES = {"AdamW": 0.004, "Lamb": 0.03}
+RATES = {"AdamW": 0.004, "Lamb": 0.015}
 SETTINGS = (
     "train_micro_batch_size_per_gpu=8",
     "m6.moe=null",
