@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from m6.config.offload import OffloadSettings
+from m6.config.pipeline import ParallelSettings
 from m6.data.objective_settings import ObjectivesSettings
 from m6.data.pretraining import DataSettings
 from m6.model.adapters import AdapterTarget
@@ -210,6 +211,7 @@ class M6Settings(Section):
     objectives: ObjectivesSettings
     training: TrainingSettings
     schedule: ScheduleSettings = ScheduleSettings()
+    parallel: ParallelSettings = ParallelSettings()
     pseudo_to_real: PseudoToRealSettings | None = Field(
         None,
         description="first stage in which layers share weights (M6-10T, arXiv 2110.03888); absent: the Real model is "

@@ -29,6 +29,7 @@ from m6.training.checkpointing import Checkpointer, check_same_sums, restore, re
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.meta_model import count_trained
+from m6.training.places import Places
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
@@ -67,7 +68,8 @@ class Trainer:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.profile = profile or Profile()
         check_world_size(config, runtime.world_size)
-        self.accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
+        self.accumulation = config.accumulation_steps(runtime.world_size)
+        self.places = Places.of(config, runtime)
         self.data = open_data(config)
         on_main_rank(runtime, self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
@@ -110,7 +112,7 @@ class Trainer:
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
-                bad_rows = [row for batch in micro_batches for row in batch.bad_rows]
+                bad_rows = [row for batch in micro_batches for row in batch.bad_rows if self.places.reads_first]
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
@@ -145,7 +147,7 @@ class Trainer:
             self._track({**entry, **health, **noise, **self.stage_metrics.finish(self.engine)})
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
-            losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
+            losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.places, self.runtime.device)
             return_freed_memory(self.runtime.device)
             self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)
@@ -168,7 +170,7 @@ class Trainer:
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
         numbers = (
-            micro_batch_number(self.runtime, self.accumulation, step, index, self.config.ranks_per_part)
+            micro_batch_number(self.places, self.accumulation, step, index, self.config.ranks_per_part)
             for step in range(self.step, self.settings.training.total_steps)
             for index in range(self.accumulation)
         )

@@ -21,6 +21,7 @@ from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
+from m6.training.places import Places
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
 from m6.training.reporting.outcome import StepOutcome
@@ -34,18 +35,18 @@ _SEED_STRIDE = (
 )
 
 
-def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
+def micro_batch_number(places: Places, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
     """Returns the global number of a rank's micro-batch in a step.
 
     Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
-    has the same micro-batches on any number of ranks.
+    has the same micro-batches on any number of ranks. The ranks of a pipeline have the same ones.
 
     Args:
         ranks_per_part: neighbouring ranks that share a contiguous part, in which they take turns. The micro-batches
             that they compute at the same time are then the same on any number of ranks.
     """
-    part, place = divmod(runtime.rank, ranks_per_part)
-    return (step * runtime.world_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
+    part, place = divmod(places.data_rank, ranks_per_part)
+    return (step * places.data_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
 
 
 class TrainStep:
@@ -54,17 +55,18 @@ class TrainStep:
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, accumulation: int, stage: Stage) -> None:
         self.engine, self.config, self.runtime, self.accumulation = engine, config, runtime, accumulation
         self.stage = stage
+        self.places = Places.of(config, runtime)
+        self._micro_batches = accumulation * self.places.data_size
         self._exact = config.m6.training.deterministic is not None
         self.health = ExpertHealth(engine.module)
-        self.noise = GradientNoise(config, engine, accumulation * runtime.world_size)
-        # In the order of the forward pass, which is also the order of the router statistics.
-        self.sparse = {
-            f"layers.{index}.{name}": module
+        self.noise = GradientNoise(config, engine, self._micro_batches)
+        # In the order of the forward pass, which is also the order of the router statistics. None: on another rank.
+        self.sparse: dict[str, MoELayer | None] = {
+            f"layers.{index}.ffn": getattr(layer, "ffn", None)
             for index, layer in enumerate(engine.module.model.layers)
-            for name, module in layer.named_modules()
-            if isinstance(module, MoELayer)
+            if config.model.is_moe_layer(index)
         }
-        self.balancer = BiasBalancer(list(self.sparse.values()))
+        self.balancer = BiasBalancer([layer for layer in self.sparse.values() if layer is not None], engine.replicas)
         self._router_entropy = torch.zeros(len(self.sparse), device=runtime.device)
 
     def __call__(
@@ -95,11 +97,10 @@ class TrainStep:
         nonfinite_routers = self._finish_routers(update.skipped)
         # The requests travel with the sums: one collective for both.
         result = sums.reduce(read_requests())
-        micro_batch_count = self.accumulation * self.runtime.world_size
         return StepOutcome(
             result=result,
             loss=result.weighted_loss_sum / target_weight,
-            aux_loss=result.aux_loss_sum / micro_batch_count,
+            aux_loss=result.aux_loss_sum / self._micro_batches,
             learning_rate=learning_rate,
             grad_norm=update.grad_norm,
             skipped=update.skipped,
@@ -114,7 +115,7 @@ class TrainStep:
         )
 
     def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
-        """Sums over all ranks: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
+        """Sums over the global batch: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
         counts = [
             (
                 float(batch.loss_weights.sum()),
@@ -127,7 +128,8 @@ class TrainStep:
             for batch in micro_batches
         ]
         # fp64 holds counts of tokens and pairs exactly.
-        return sum_of_all(torch.tensor(counts, dtype=torch.float64, device=self.runtime.device), self._exact)
+        values = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
+        return sum_of_all(values, self._exact, self.engine.replicas)
 
     def _learning_rate(self, step: int) -> float:
         settings = self.config.m6
@@ -138,30 +140,31 @@ class TrainStep:
 
     def _seed(self, step: int, index: int) -> int:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
-        number = micro_batch_number(self.runtime, self.accumulation, step, index, self.config.ranks_per_part)
+        number = micro_batch_number(self.places, self.accumulation, step, index, self.config.ranks_per_part)
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
     def _loss(self, batch: MicroBatch, output: M6Output, target_weight: float, sums: StepSums) -> Tensor:
-        """The part of the global batch's loss that this micro-batch contributes."""
-        assert output.target_losses is not None
+        """The part of the global batch's loss that this micro-batch, or a part of its layers, contributes."""
         assert output.aux_loss is not None
-        labelled = batch.labels != IGNORED_LABEL
-        weighted = (output.target_losses * batch.loss_weights[labelled]).sum()
-        sums.add(output.target_losses, weighted, batch.objective_ids[labelled], output.aux_loss)
+        labelled, losses = batch.labels != IGNORED_LABEL, output.target_losses
+        if losses is None:  # a stage of a pipeline before the last one
+            labelled, losses = torch.zeros_like(labelled), output.aux_loss.new_zeros(0)
+        weighted = (losses * batch.loss_weights[labelled]).sum()
+        sums.add(losses, weighted, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
             self._add_router_stats(output.router_stats)
         # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
         # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
         averaged_over = self.engine.averaged_over
-        micro_batches = self.accumulation * self.runtime.world_size
-        return weighted * (averaged_over / target_weight) + output.aux_loss * (averaged_over / micro_batches)
+        return weighted * (averaged_over / target_weight) + output.aux_loss * (averaged_over / self._micro_batches)
 
     def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
         # The entropy is not finite if a router's logits are not, so a skipped step can name the router.
         self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy.sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
-            self.balancer.add(stats)
+            own = zip(stats, self.sparse.values(), strict=True)
+            self.balancer.add(layer for layer, module in own if module is not None)
 
     def _finish_routers(self, skipped: bool) -> list[str]:
         """Updates the routers' biases; after a skipped step returns the routers with non-finite logits on any rank."""

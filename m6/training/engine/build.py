@@ -18,12 +18,15 @@ from m6.training.engine.engine import Engine
 from m6.training.engine.matrices import layouts_in_zero
 from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
+from m6.training.engine.pipeline import PipelineEngine
+from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
+from m6.training.places import Places
 
 
 def build_model(
-    config: RunConfig, device: torch.device, sharing: Sharing | None = None
+    config: RunConfig, device: torch.device, sharing: Sharing | None = None, layers: set[int] | None = None
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
     """Builds this rank's part of the model on ``device``.
 
@@ -33,12 +36,13 @@ def build_model(
 
     Args:
         sharing: what the layers of the Pseudo model share; None: the Real model.
+        layers: those that this rank keeps; None: all.
 
     Returns:
         the model, and its offloaded experts, if the run offloads them.
     """
     training = config.m6.training
-    model = build_meta_model(config, sharing)
+    model = build_meta_model(config, sharing, layers)
     offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing)
     model.to_empty(device=device)
     model.tie_weights()
@@ -63,7 +67,13 @@ def build_engine(
     import deepspeed
 
     check_world_size(config, runtime.world_size)
-    model, offloaded = build_model(config, runtime.device, sharing)
+    places = Places.of(config, runtime)
+    groups = layers = None
+    if config.pipeline is not None:
+        groups = PipelineGroups(places, runtime.device)
+        cut = config.pipeline.cut(config.model.num_layers)
+        layers = {layer for stage in config.pipeline.stages_of(places.pipeline_rank) for layer in cut[stage]}
+    model, offloaded = build_model(config, runtime.device, sharing, layers)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
@@ -73,7 +83,8 @@ def build_engine(
         initialized, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=config.deepspeed.engine_config(runtime.world_size),
+            config=config.deepspeed.engine_config(places.data_size),
+            mpu=groups,
             dist_init_required=False,
         )
     if isinstance(optimizer, Muon) and config.deepspeed.zero_stage > 0:
@@ -81,6 +92,8 @@ def build_engine(
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
+    if groups is not None:
+        return PipelineEngine(initialized, config, runtime.device)
     if engine_type is None:
         engine_type = Engine if config.m6.training.deterministic is None else AnyWorldEngine
     return engine_type(initialized, config, runtime.device, offloaded)

@@ -95,7 +95,7 @@ def sum_over_ranks(
     if ranks == 1:
         return list(tensors)
     found: list[Tensor] = []
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
         received = torch.empty_like(padded)
@@ -118,7 +118,7 @@ def _tree(parts: Tensor) -> Tensor:
     return total
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Neighbours of at most ``BUCKET_ELEMENTS`` together; a larger tensor is a bucket of its own."""
     found: list[list[Tensor]] = []
     filled = BUCKET_ELEMENTS

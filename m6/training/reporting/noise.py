@@ -23,7 +23,8 @@ class GradientNoise:
     it hardly save steps. Single estimates scatter, and can even be negative: average each of the two before dividing.
 
     It needs several micro-batches in a step. Experts that are split over ranks or offloaded get gradients of other
-    ranks' samples, so there is no estimate for such runs.
+    ranks' samples, and ranks of a pipeline have no gradients of whole micro-batches, so there is no estimate for such
+    runs.
     """
 
     def __init__(self, config: RunConfig, engine: Engine, micro_batches: int) -> None:
@@ -35,6 +36,7 @@ class GradientNoise:
         self._batch, self._small = config.deepspeed.train_batch_size, config.deepspeed.micro_batch_size
         self._interval = config.m6.logging.interval_steps
         self._possible = micro_batches > 1 and config.m6.training.ep_size == 1 and engine.offloaded is None
+        self._possible = self._possible and config.pipeline is None
         self._micro_batches, self._engine = micro_batches, engine
         self._squares: Tensor | None = None
         self._entry: dict[str, Any] = {}

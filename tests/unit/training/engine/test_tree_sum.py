@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6.training.engine.tree_sum import BranchSum, TreeShape, _buckets, _tree
+from m6.training.engine.tree_sum import BranchSum, TreeShape, _tree, buckets
 
 
 def random_leaves(count: int) -> list[Tensor]:
@@ -71,4 +71,4 @@ def test_the_tree_of_a_number_of_micro_steps():
 def test_buckets_hold_all_tensors_in_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("m6.training.engine.tree_sum.BUCKET_ELEMENTS", 10)
     tensors = [torch.zeros(size) for size in (4, 6, 1, 30, 2, 9)]
-    assert [[tensor.numel() for tensor in bucket] for bucket in _buckets(tensors)] == [[4, 6], [1], [30], [2], [9]]
+    assert [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors)] == [[4, 6], [1], [30], [2], [9]]
