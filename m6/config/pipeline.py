@@ -131,8 +131,6 @@ def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepS
             f"zero_optimization.stage {deepspeed.zero_stage} divides gradients after each micro-batch, but with "
             "m6.parallel.pipeline several micro-batches are under way; use stage 1 or 0"
         )
-    if deepspeed.precision == "fp16":
-        raise UserError("fp16.enabled: m6.parallel.pipeline has no loss scale; use bf16, or fp32")
     for key in deepspeed.keys.get("zero_optimization", {}):
         if key not in _ZERO_KEYS:
             raise UserError(

@@ -8,19 +8,15 @@ from m6.config.run import RunConfig
 from m6.model.adapters import add_adapters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import Sharing, share_layers
-from m6.model.stages import keep_layers
 from moe.expert_parallel import apply_expert_parallelism
 
 
-def build_meta_model(
-    config: RunConfig, sharing: Sharing | None = None, layers: set[int] | None = None
-) -> M6ForConditionalGeneration:
+def build_meta_model(config: RunConfig, sharing: Sharing | None = None) -> M6ForConditionalGeneration:
     """Builds this rank's part of the model on the meta device: its own experts only, and shared layers only once.
 
     Args:
         config: of the run.
         sharing: what the layers of the Pseudo model share; None: the Real model.
-        layers: those that this rank keeps; None: all.
     """
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
@@ -29,9 +25,6 @@ def build_meta_model(
     _add_adapters(model, config)
     if sharing is not None:
         share_layers(model, sharing)
-    if layers is not None:
-        # After expert parallelism, whose groups all ranks make, also those without experts.
-        keep_layers(model, layers)
     return model
 
 

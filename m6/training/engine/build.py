@@ -12,6 +12,7 @@ from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
+from m6.model.stages import keep_layers
 from m6.runs.processes import Runtime
 from m6.training.engine.any_world import AnyWorldEngine
 from m6.training.engine.engine import Engine
@@ -30,9 +31,10 @@ def build_model(
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
     """Builds this rank's part of the model on ``device``.
 
-    The order is: build on the meta device, split the experts over the ranks, share layers, allocate, initialize.
-    Experts of other ranks and copies of shared layers are thus never allocated. Initial values depend only on the
-    parameter's name and the expert's number, so every layout starts with the same model.
+    The order is: build on the meta device, split the experts over the ranks, share layers, drop the layers of other
+    ranks, allocate, initialize. Layers and experts of other ranks and copies of shared layers are thus never allocated.
+    Initial values depend only on the parameter's name and the expert's number, so every layout starts with the same
+    model.
 
     Args:
         sharing: what the layers of the Pseudo model share; None: the Real model.
@@ -42,13 +44,16 @@ def build_model(
         the model, and its offloaded experts, if the run offloads them.
     """
     training = config.m6.training
-    model = build_meta_model(config, sharing, layers)
+    model = build_meta_model(config, sharing)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if layers is not None:
+        # After the split of experts, whose groups all ranks make, also those that keep none.
+        keep_layers(model, layers)
     offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing)
     model.to_empty(device=device)
     model.tie_weights()
     initialize_parameters(model, training.seed)
-    if training.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, offloaded
 
 

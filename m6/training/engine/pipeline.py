@@ -85,17 +85,17 @@ class PipelineEngine(Engine):
 
     def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """See ``Engine.forward``; all ranks of a pipeline call it. Only the rank of the last stage gets losses."""
-        found = M6Output()
+        found, hidden_states = M6Output(), None
         for index, stage in self._stages.items():
-            hidden_states = None
-            if index > 0:
+            # In V schedules two neighbouring stages are on one rank.
+            if index > 0 and index - 1 not in self._stages:
                 shape = (*batch.input_ids.shape, self._config.model.hidden_size)
                 hidden_states = torch.empty(shape, dtype=self._dtype, device=self._device)
                 dist.recv(hidden_states, self._rank_of(index - 1), group=self._groups.pipeline)
             hidden_states, output = self._run(stage, hidden_states, batch, seed)
             if stage.is_last:
                 found = output
-            else:
+            elif index + 1 not in self._stages:
                 dist.send(hidden_states.contiguous(), self._rank_of(index + 1), group=self._groups.pipeline)
         return found
 
@@ -103,7 +103,8 @@ class PipelineEngine(Engine):
         """See ``Engine.update``."""
         gradients = self._sum_gradients()
         self._norm = self._norm_of(gradients)
-        norm = float(self._norm)
+        scale = self._scale
+        norm = float(self._norm) / scale
         skipped = not math.isfinite(norm)
         shrink(list(gradients.values()), norm, self._max_norm)
         if self._zero_stage > 0:
@@ -111,7 +112,13 @@ class PipelineEngine(Engine):
         elif skipped:
             self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
         self._deepspeed.step()
-        return Update(norm, skipped, 1.0)
+        if self._loss_scale is not None:
+            self._loss_scale.change(skipped)
+        return Update(norm, skipped, scale)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -189,9 +196,10 @@ class PipelineEngine(Engine):
         assert step.loss is not None
         batch = step.batches[number]
         hidden_states, output = self._run(stage, hidden_states, batch, step.seeds[number])
-        loss = step.loss(batch, output)
+        # A product is no view, which PyTorch's schedules could not detach.
+        loss = step.loss(batch, output).reshape(1) * self._scale
         if stage.is_last:
-            return loss.reshape(1) * 1  # no view, which PyTorch's schedules cannot detach
+            return loss
         return _WithLoss.apply(hidden_states, loss) if loss.requires_grad else hidden_states
 
     # Gradients
@@ -272,7 +280,7 @@ class _StageOfStep(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Hidden states that carry a loss: the backward pass gives it the gradient 1. Nothing of it is sent."""
+    """Hidden states that carry a loss [1]: the backward pass gives it the gradient 1. Nothing of it is sent."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, loss: Tensor) -> Tensor:
@@ -283,4 +291,4 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of both."""
-        return grads[0], torch.ones((), dtype=ctx.dtype, device=grads[0].device)
+        return grads[0], torch.ones(1, dtype=ctx.dtype, device=grads[0].device)
