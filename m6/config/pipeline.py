@@ -62,6 +62,11 @@ class PipelineSettings(Section):
             return [pipeline_rank, 2 * self.num_ranks - 1 - pipeline_rank]
         return [pipeline_rank + self.num_ranks * index for index in range(self.stages_per_rank())]
 
+    def describe(self, num_layers: int) -> str:
+        """The pipeline in words."""
+        sizes = ", ".join(str(len(layers)) for layers in self.cut(num_layers))
+        return f"pipeline of {self.num_ranks} ranks, {self.schedule}: stages of {sizes} layers"
+
     def check_cut(self, num_layers: int) -> None:
         """Raises UserError if the stages do not fit the schedule and the model."""
         name, stages = "m6.parallel.pipeline", self.num_ranks * self.stages_per_rank()

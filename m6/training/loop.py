@@ -240,6 +240,8 @@ class Trainer:
                 f"LoRA of {', '.join(self.settings.lora.targets)}: trains {trained:,} parameters beside {total:,} "
                 "frozen ones; memory and time are not predicted, because the planner knows no adapters"
             )
+        elif self.config.pipeline is not None:
+            self._print(f"{self.config.pipeline.describe(self.config.model.num_layers)}; memory and time are not predicted")
         elif self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.stages_ahead():

@@ -18,8 +18,9 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
     """The layout that a run's JSON asks for.
 
     Raises:
-        UserError: the run does not fit ``world_size``.
+        UserError: the run does not fit ``world_size``, or has a pipeline.
     """
+    check_priced(config)
     check_world_size(config, world_size)
     zero = config.deepspeed.keys.get("zero_optimization", {})
     moe = None if config.m6.moe is None else config.model.moe_config()
@@ -34,6 +35,15 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         stream_experts=config.expert_store is not None,
         ranks_per_node=0 if moe is None else moe.ranks_per_node or 0,
     )
+
+
+def check_priced(config: RunConfig) -> None:
+    """Raises UserError for a run with a pipeline, whose memory and time no formula here describes."""
+    if config.pipeline is not None:
+        raise UserError(
+            "m6.parallel.pipeline: the planner prices no run with stages of layers; plan it with "
+            "m6.parallel.pipeline=null, and see m6 plan explain for what a pipeline would cost"
+        )
 
 
 def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:

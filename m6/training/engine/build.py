@@ -78,6 +78,7 @@ def build_engine(
         groups = PipelineGroups(places, runtime.device)
         cut = config.pipeline.cut(config.model.num_layers)
         layers = {layer for stage in config.pipeline.stages_of(places.pipeline_rank) for layer in cut[stage]}
+    deepspeed.utils.groups.mpu = groups
     model, offloaded = build_model(config, runtime.device, sharing, layers)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)

@@ -13,8 +13,8 @@ from m6.training.places import Places
 class PipelineGroups:
     """Groups of ranks; the methods are those of the ``mpu`` that DeepSpeed 0.19.8 calls.
 
-    Every rank makes this object, after the process group and before experts are split: DeepSpeed then makes the groups
-    of experts inside of the ranks that hold the same stages.
+    Every rank makes this object, and gives it to ``deepspeed.utils.groups`` before experts are split: DeepSpeed then
+    makes the groups of experts inside of the ranks that hold the same stages.
 
     Args:
         places: of this rank.
@@ -28,8 +28,6 @@ class PipelineGroups:
     """
 
     def __init__(self, places: Places, device: torch.device) -> None:
-        from deepspeed.utils import groups
-
         self.places = places
         self.replicas = _own_group(places.replicas(), places.rank)
         pipelines = places.pipelines()
@@ -41,7 +39,6 @@ class PipelineGroups:
         for group in (self.replicas, self.pipeline, self.ends):
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
-        groups.mpu = self
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks over which ZeRO partitions."""
