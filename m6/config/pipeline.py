@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -50,11 +51,9 @@ class PipelineSettings(Section):
 
     def cut(self, num_layers: int) -> list[range]:
         """The layers of each stage of a model with ``num_layers`` layers, in the order of the model."""
-        stages = self.num_ranks * self.stages_per_rank()
-        bounds = [num_layers * stage // stages for stage in range(stages + 1)]
-        if self.layers is not None:
-            bounds = [sum(self.layers[:stage]) for stage in range(stages + 1)]
-        return [range(begin, end) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        sizes = self.layers or _equal_sizes(num_layers, self.num_ranks * self.stages_per_rank())
+        ends = itertools.accumulate(sizes)
+        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def stages_of(self, pipeline_rank: int) -> list[int]:
         """The numbers of the stages on a rank of the pipeline."""
@@ -69,31 +68,27 @@ class PipelineSettings(Section):
 
     def check_cut(self, num_layers: int) -> None:
         """Raises UserError if the stages do not fit the schedule and the model."""
-        name, stages = "m6.parallel.pipeline", self.num_ranks * self.stages_per_rank()
+        name, size, per_rank = "m6.parallel.pipeline", self.num_ranks, self.stages_per_rank()
         if self.layers is not None:
-            several = self.schedule.startswith("interleaved")
-            wrong = len(self.layers) % self.num_ranks if several else len(self.layers) != stages
-            if wrong or (several and len(self.layers) == self.num_ranks):
-                expected = f"{stages} numbers"
-                if several:
-                    expected = (
-                        f"{2 * self.num_ranks} numbers, or another multiple of num_ranks {self.num_ranks} above it"
-                    )
+            expected, fits = f"{per_rank * size} numbers", len(self.layers) == per_rank * size
+            if self.schedule.startswith("interleaved"):
+                expected, fits = f"{2 * size} numbers, or more in steps of {size}", fits and per_rank > 1
+            if not fits:
                 raise UserError(
-                    f'{name}.layers {self.layers}: expected {expected} for "schedule": "{self.schedule}" on '
-                    f"{self.num_ranks} ranks, found {len(self.layers)}"
+                    f'{name}.layers {self.layers}: expected {expected} for "schedule": "{self.schedule}" on {size} '
+                    f"ranks, found {len(self.layers)}"
                 )
-            if sum(self.layers) != num_layers:
-                raise UserError(
-                    f"{name}.layers {self.layers} has {sum(self.layers)} layers, but m6.model.num_layers is "
-                    f"{num_layers}; {_cut_text(num_layers, stages)}"
-                )
-        if stages > num_layers:
+        if per_rank * size > num_layers:
+            advice = f"num_ranks {num_layers // per_rank}" if num_layers >= 2 * per_rank else "more layers"
             raise UserError(
-                f'{name}: num_ranks {self.num_ranks} with "schedule": "{self.schedule}" makes {stages} stages, but '
-                f"m6.model.num_layers is {num_layers}: a stage would have no layer; use num_ranks "
-                f"{max(1, num_layers // self.stages_per_rank())} or fewer"
-                f"{'' if self.schedule == _OF_ONE_STAGE else f', or {chr(34)}schedule{chr(34)}: {chr(34)}1f1b{chr(34)}'}"
+                f'{name}: num_ranks {size} with "schedule": "{self.schedule}" makes {per_rank * size} stages, but '
+                f"m6.model.num_layers is {num_layers}: a stage would have no layer; use {advice}"
+                f"""{' or "schedule": "1f1b"' if per_rank > 1 else ""}"""
+            )
+        if self.layers is not None and sum(self.layers) != num_layers:
+            raise UserError(
+                f"{name}.layers {self.layers} has {sum(self.layers)} layers, but m6.model.num_layers is "
+                f"{num_layers}; use {_equal_sizes(num_layers, len(self.layers))}, or leave it out"
             )
 
     def micro_batches_refusal(self, micro_batches: int) -> str | None:
@@ -123,9 +118,9 @@ class ParallelSettings(Section):
     )
 
 
-def _cut_text(num_layers: int, stages: int) -> str:
+def _equal_sizes(num_layers: int, stages: int) -> list[int]:
     bounds = [num_layers * stage // stages for stage in range(stages + 1)]
-    return f"use {[end - begin for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]}, or leave it out"
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
 def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:

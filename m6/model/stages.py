@@ -75,7 +75,10 @@ class ModelStage(nn.Module):
             seed_layer(dropout_seed, 0)
             hidden_states = self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
         assert hidden_states is not None
-        mask, rotation = prefix_lm_mask(types, samples), self._rotate(torch.arange(samples.shape[1], device=samples.device))
+        mask, rotation = (
+            prefix_lm_mask(types, samples),
+            self._rotate(torch.arange(samples.shape[1], device=samples.device)),
+        )
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         stats: dict[int, RoutingStats] = {}
         blocks = zip(self.numbers, self.layers, strict=True)
@@ -100,5 +103,8 @@ class ModelStage(nn.Module):
 
 def no_statistics(config: MoEConfig, device: torch.device) -> RoutingStats:
     """The statistics of a layer that has routed no token."""
-    experts, prototypes = torch.zeros(config.num_experts, device=device), torch.zeros(config.num_prototypes, device=device)
+    experts, prototypes = (
+        torch.zeros(config.num_experts, device=device),
+        torch.zeros(config.num_prototypes, device=device),
+    )
     return RoutingStats(experts, prototypes, torch.zeros((), device=device), prototypes, experts)

@@ -154,14 +154,14 @@ class _MeasuredEngine(Engine):
         self.activations = self.gradients = self.peak = 0
         self.ledger: dict[str, int] = {}
 
-    def forward(self, batch: MicroBatch) -> M6Output:
+    def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """Measures the activations of one forward pass."""
         world = self._world
         if world is None:
-            return super().forward(batch)
+            return super().forward(batch, seed)
         before = world.total
         world.restart_peak()
-        output = super().forward(batch)
+        output = super().forward(batch, seed)
         self.activations = max(self.activations, world.total - before)
         return output
 

@@ -241,7 +241,9 @@ class Trainer:
                 "frozen ones; memory and time are not predicted, because the planner knows no adapters"
             )
         elif self.config.pipeline is not None:
-            self._print(f"{self.config.pipeline.describe(self.config.model.num_layers)}; memory and time are not predicted")
+            self._print(
+                f"{self.config.pipeline.describe(self.config.model.num_layers)}; memory and time are not predicted"
+            )
         elif self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             for name, sharing in self.stage.stages_ahead():
