@@ -53,7 +53,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         UserError: a run's JSON cannot ask for the layout.
     """
     if layout.tp_size > 1 or layout.pp_size > 1:
-        raise UserError(f"{layout}: a run's JSON cannot ask for tensor or pipeline parallelism")
+        raise UserError(f"{layout}: the planner writes no JSON with tensor or pipeline parallelism")
     if layout.stream_experts and config.expert_store is None:
         raise UserError(
             f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"

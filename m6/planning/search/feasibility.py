@@ -83,7 +83,7 @@ class Feasibility:
         if layout.tp_size > 1 and "tensor parallelism" not in lifted:
             return Refusal("tensor parallelism", "the M6 model has no tensor parallelism")
         if layout.pp_size > 1 and "pipeline parallelism" not in lifted:
-            return Refusal("pipeline parallelism", "the M6 model has no pipeline stages")
+            return Refusal("pipeline parallelism", "the search does not choose m6.parallel.pipeline")
         if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
             return Refusal(
                 "streamed experts",
