@@ -98,7 +98,10 @@ def bubble(traces: Sequence[Sequence[Pass]], stages_per_rank: int) -> float:
 
 
 def formula(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> float:
-    """The bubble of equal stages: 1F1B and interleaved 1F1B (arXiv 2104.04473, section 2.2), zero bubble (2401.10241)."""
+    """The bubble of equal stages.
+
+    1F1B and interleaved 1F1B: arXiv 2104.04473, section 2.2; zero bubble: arXiv 2401.10241.
+    """
     waits = (ranks - 1) / {"1f1b": 1, "interleaved_1f1b": stages_per_rank}.get(schedule, 6)
     return waits / (micro_batches + waits)
 
@@ -199,10 +202,11 @@ def main() -> None:
     notes = (
         f"One step of `m6_smoke.json` with 8 layers on {RANKS} gloo ranks for each row. The passes are recorded where "
         "PyTorch's schedules call our stages, and run again on a clock on which a forward pass of all layers of a rank "
-        "takes 1, a backward pass 2, its halves for inputs and weights 1 each, and messages nothing. With M micro-batches "
-        "and P ranks the formulas are (P - 1) / (M + P - 1) for `1f1b`, (P - 1) / (2 M + P - 1) for `interleaved_1f1b` with "
-        "two stages a rank, and (P - 1) / (6 M + P - 1) for the others. These are the waits of the schedule alone: on "
-        "real devices messages, unequal stages and the products of experts, which do not split, come on top."
+        "takes 1, a backward pass 2, its halves for inputs and weights 1 each, and messages nothing. With M "
+        "micro-batches and P ranks the formulas are (P - 1) / (M + P - 1) for `1f1b`, (P - 1) / (2 M + P - 1) for "
+        "`interleaved_1f1b` with two stages a rank, and (P - 1) / (6 M + P - 1) for the others. These are the waits of "
+        "the schedule alone: on real devices messages, unequal stages and the products of experts, which do not split, "
+        "come on top."
     )
     recorder.write(["schedule", "micro-batches", "waits, recorded", "formula"], rows, notes, {"runs": numbers})
     if wrong:

@@ -13,6 +13,7 @@ import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
+from scripts.benchmarks.pipeline_bubbles import bubble, formula, recording
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries, open_trainer
 from tests.distributed.test_training_layouts import MUON, ROUTING, losses, norms, train
@@ -51,7 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare_gradients(base: dict[str, Any]) -> None:
-    """On each of two ranks: gradients of its stages against those of the whole model, under every schedule."""
+    """On each of two ranks: gradients of its stages against those of the whole model, under every schedule.
+
+    The passes that were recorded make the ranks wait as long as the schedule's formula says.
+    """
     from m6.config.run import parse_config
     from m6.runs.data import open_data
     from m6.runs.processes import start
@@ -75,16 +79,20 @@ def compare_gradients(base: dict[str, Any]) -> None:
         config = parse_config({**base, "m6": {**base["m6"], "parallel": {"pipeline": pipeline(2, schedule, layers)}}})
         engine = build_engine(config, runtime)
         engine.begin_step(0.0)
-        engine.accumulate(batches, loss, range(4))
+        with recording() as passes:
+            engine.accumulate(batches, loss, range(4))
+        traces: list[Any] = [None, None]
+        torch.distributed.all_gather_object(traces, passes)
+        per_rank = config.pipeline.stages_per_rank()
+        assert bubble(traces, per_rank) == pytest.approx(formula(schedule, 2, 4, per_rank), rel=0.02), schedule
         found = dict(engine.module.named_parameters())
         assert 0 < len(found) < len(expected)
         for name, parameter in found.items():
             error = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
             assert error < TOLERANCE, (schedule, name, float(error))
-        numbers = [torch.zeros(len(expected), dtype=torch.int64)]
-        numbers[0][[index for index, name in enumerate(expected) if name in found]] = 1
-        torch.distributed.all_reduce(numbers[0])
-        assert bool((numbers[0] == 1).all()), "each parameter is on one rank, the shared table too"
+        holders = torch.tensor([name in found for name in expected], dtype=torch.int64)
+        torch.distributed.all_reduce(holders)
+        assert bool((holders == 1).all()), "each parameter is on one rank, the shared table too"
 
 
 def test_every_schedule_has_the_gradients_of_the_whole_model(folder: Path):
