@@ -51,6 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def part_of_loss(_: Any, output: Any) -> torch.Tensor:
+    """The loss of a micro-batch, or of some of its layers."""
+    losses = 0.0 if output.target_losses is None else output.target_losses.sum() / 100
+    return losses + output.aux_loss
+
+
 def compare_gradients(base: dict[str, Any]) -> None:
     """On each of two ranks: gradients of its stages against those of the whole model, under every schedule.
 
@@ -66,21 +72,17 @@ def compare_gradients(base: dict[str, Any]) -> None:
     batches = [open_data(parse_config(base)).micro_batch(index) for index in range(4)]
     assert len({len(batch.input_ids) for batch in batches}) > 1  # micro-batches have different numbers of rows
 
-    def loss(_: Any, output: Any) -> torch.Tensor:
-        losses = 0.0 if output.target_losses is None else output.target_losses.sum() / 100
-        return losses + output.aux_loss
-
     whole.train()
     for seed, batch in enumerate(batches):
         output = whole(**batch.model_inputs(), labels=batch.labels, return_logits=False, dropout_seed=seed)
-        loss(batch, output).backward()
+        part_of_loss(batch, output).backward()
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for schedule, layers in SCHEDULES:
         config = parse_config({**base, "m6": {**base["m6"], "parallel": {"pipeline": pipeline(2, schedule, layers)}}})
         engine = build_engine(config, runtime)
         engine.begin_step(0.0)
         with recording() as passes:
-            engine.accumulate(batches, loss, range(4))
+            engine.accumulate(batches, part_of_loss, range(4))
         traces: list[Any] = [None, None]
         torch.distributed.all_gather_object(traces, passes)
         per_rank = config.pipeline.stages_per_rank()
@@ -101,6 +103,39 @@ def test_every_schedule_has_the_gradients_of_the_whole_model(folder: Path):
         folder, train_micro_batch_size_per_gpu=4, m6__moe__router_jitter=0.1, m6__model__attention_dropout=0.1
     )
     run_distributed(compare_gradients, 2, base)
+
+
+def count_passes(base: dict[str, Any]) -> None:
+    """How often the blocks of all ranks are computed for each micro-batch."""
+    from m6.config.run import parse_config
+    from m6.model.blocks import M6Block
+    from m6.runs.data import open_data
+    from m6.runs.processes import start
+    from m6.training.engine.build import build_engine
+
+    runtime, plain = start(), M6Block.forward
+    calls = torch.zeros(1)
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.add_(1)
+        return plain(self, *args, **kwargs)
+
+    M6Block.forward = counted
+    batches = [open_data(parse_config(base)).micro_batch(index) for index in range(4)]
+    for checkpointing, expected in ((False, 1), (True, 2)):
+        training = {**base["m6"]["training"], "activation_checkpointing": checkpointing}
+        engine = build_engine(parse_config({**base, "m6": {**base["m6"], "training": training}}), runtime)
+        calls.zero_()
+        engine.begin_step(0.0)
+        engine.accumulate(batches, part_of_loss, range(4))
+        total = calls.clone()
+        torch.distributed.all_reduce(total)
+        assert float(total) == expected * 4 * 5
+
+
+def test_blocks_are_computed_once_or_with_checkpointing_twice(folder: Path):
+    base = document(folder, train_batch_size=8, m6__parallel__pipeline=pipeline(2, "zbv"))
+    run_distributed(count_passes, 2, base)
 
 
 # name -> (changes of the run, its pipeline on 4 ranks, ZeRO stage, ep_size)

@@ -162,9 +162,18 @@ class PipelineEngine(Engine):
         shape = (1, config.m6.data.sequence_length, config.model.hidden_size)
         row = torch.empty(shape, dtype=self._dtype, device="meta")
         num_stages = len(config.pipeline.cut(config.model.num_layers))
+        # The second half of a backward pass would compute a block that is not kept again for each few parameters.
+        splits = not config.m6.training.activation_checkpointing
         return [
             NumberedStage(
-                _StageOfStep(stage, self._pass), index, num_stages, row, self._rows, self._device, self._groups.pipeline
+                _StageOfStep(stage, self._pass),
+                index,
+                num_stages,
+                row,
+                self._rows,
+                self._device,
+                self._groups.pipeline,
+                splits,
             )
             for index, stage in self._stages.items()
         ]

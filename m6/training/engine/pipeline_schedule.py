@@ -40,6 +40,8 @@ class NumberedStage(PipelineStage):
         row: hidden states of one row, [1, S, D] on the meta device.
         rows: maps the number of a micro-batch to its rows.
         group: the ranks of the pipeline.
+        splits: whether a schedule may compute the gradients of inputs first and those of weights later; otherwise it
+            computes both at the place of the first.
     """
 
     def __init__(
@@ -51,11 +53,21 @@ class NumberedStage(PipelineStage):
         rows: Callable[[int], int],
         device: torch.device,
         group: dist.ProcessGroup | None,
+        splits: bool,
     ) -> None:
         # With the shapes given, PyTorch does not run the module once to learn them.
         row = row.requires_grad_()
         inputs = () if index == 0 else (row,)
-        super().__init__(module, index, num_stages, device, input_args=inputs, output_args=(row,), group=group)
+        super().__init__(
+            module,
+            index,
+            num_stages,
+            device,
+            input_args=inputs,
+            output_args=(row,),
+            group=group,
+            dw_builder=None if splits else _nothing_later,
+        )
         self._rows, self._row = rows, row
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -85,6 +97,10 @@ class NumberedStage(PipelineStage):
             if not info.is_root_arg:
                 shape = (self._rows(number), *self._row.shape[1:])
                 info.buffer = torch.empty(shape, dtype=self._row.dtype, device=self.device)
+
+
+def _nothing_later() -> Callable[[], None]:
+    return lambda: None
 
 
 def _drop_buffers(infos: Any) -> None:
