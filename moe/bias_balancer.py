@@ -23,15 +23,19 @@ class BiasBalancer:
 
     Args:
         layers: in the order of the statistics given to ``add``; a layer that is used twice stands here twice.
+        group: the ranks that have these layers; None: all.
     """
 
-    def __init__(self, layers: Sequence["MoELayer"]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence["MoELayer"], group: torch.distributed.ProcessGroup | None = None) -> None:
+        self.layers, self._group = layers, group
         self._counts: Tensor | None = None
 
     def add(self, stats: Iterable["RoutingStats"]) -> None:
         """Adds the counts of one forward pass; does not wait for the device."""
-        counts = torch.cat([layer.chosen_counts for layer in stats])
+        chosen = [layer.chosen_counts for layer in stats]
+        if not chosen:
+            return
+        counts = torch.cat(chosen)
         self._counts = counts if self._counts is None else self._counts + counts
 
     @torch.no_grad()
@@ -41,7 +45,7 @@ class BiasBalancer:
         if counts is None:
             return
         if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(counts)
+            torch.distributed.all_reduce(counts, group=self._group)
         totals: dict[Router, Tensor] = {}  # layers may share a router
         of_layers = counts.split([layer.config.num_experts for layer in self.layers])
         for layer, own in zip(self.layers, of_layers, strict=True):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.configuration import M6Config
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raises UserError if the batch size or ``ep_size`` does not fit ``world_size`` ranks."""
-    accumulation = config.deepspeed.accumulation_steps(world_size)
+    """Raises UserError if the batch size, a pipeline or ``ep_size`` does not fit ``world_size`` ranks."""
+    if config.pipeline is not None:
+        _check_pipeline(config, config.pipeline, world_size)
+    accumulation = config.accumulation_steps(world_size)
     # An update in the backward pass uses a gradient at once, so it cannot add up those of several micro-batches.
     if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
         raise UserError(
@@ -46,6 +49,32 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             exchange_steps(config.model.moe_config(), ep_size)
         except ValueError as error:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
+
+
+def _check_pipeline(config: RunConfig, pipeline: PipelineSettings, world_size: int) -> None:
+    name, size = "m6.parallel.pipeline", pipeline.num_ranks
+    if world_size % size:
+        fitting = [divisor for divisor in range(2, world_size + 1) if world_size % divisor == 0]
+        nearest_size = min(fitting, key=lambda divisor: abs(divisor - size), default=None)
+        advice = f"use {nearest_size}" if nearest_size else "start more ranks, or set m6.parallel.pipeline=null"
+        raise UserError(f"{name}.num_ranks {size} does not divide the world size {world_size}; {advice}")
+    pipelines, ep_size = world_size // size, config.m6.training.ep_size
+    if pipelines % ep_size:
+        raise UserError(
+            f"m6.training.ep_size {ep_size} does not divide the {pipelines} ranks that hold the same stage, world size "
+            f"{world_size} / {name}.num_ranks {size}: experts are split inside of a stage; use ep_size "
+            f"{max(divisor for divisor in range(1, ep_size + 1) if pipelines % divisor == 0)}"
+        )
+    micro_batches = config.accumulation_steps(world_size)
+    refusal = pipeline.micro_batches_refusal(micro_batches)
+    if refusal is not None:
+        runs = next(
+            number
+            for number in range(micro_batches + 1, micro_batches + 2 * size + 1)
+            if pipeline.micro_batches_refusal(number) is None
+        )
+        batch = runs * pipelines * config.deepspeed.micro_batch_size
+        raise UserError(f"train_batch_size {config.deepspeed.train_batch_size}: {refusal}; use {batch}")
 
 
 def tree_refusal(micro_batches: int, world_size: int, ep_size: int) -> str | None:

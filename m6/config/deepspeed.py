@@ -149,24 +149,27 @@ class DeepSpeedSettings(BaseModel):
         """The type in which matrices are multiplied: ``precision``, or ``bf16`` under autocast."""
         return "bf16" if self.keys.get("torch_autocast", {}).get("enabled") else self.precision
 
-    def accumulation_steps(self, world_size: int) -> int:
-        """Micro-batches of a rank in one step: train_batch_size / (micro-batch x world size).
+    def accumulation_steps(self, replicas: int) -> int:
+        """Micro-batches of a rank in one step: train_batch_size / (micro-batch x replicas).
+
+        Args:
+            replicas: ranks that read different micro-batches: all of them, or without those of a pipeline but one.
 
         Raises:
             UserError: the batch size is not divisible, or the JSON states another number.
         """
-        per_step = self.micro_batch_size * world_size
+        per_step = self.micro_batch_size * replicas
         if self.train_batch_size % per_step:
             raise UserError(
                 f"train_batch_size {self.train_batch_size} is not a multiple of train_micro_batch_size_per_gpu "
-                f"{self.micro_batch_size} x {world_size} ranks = {per_step}; "
+                f"{self.micro_batch_size} x {replicas} ranks = {per_step}; "
                 f"try train_batch_size {max(1, round(self.train_batch_size / per_step)) * per_step}"
             )
         accumulation = self.train_batch_size // per_step
         if self.stated_accumulation not in (None, accumulation):
             raise UserError(
                 f"gradient_accumulation_steps {self.stated_accumulation} contradicts train_batch_size "
-                f"{self.train_batch_size} / ({self.micro_batch_size} x {world_size} ranks) = "
+                f"{self.train_batch_size} / ({self.micro_batch_size} x {replicas} ranks) = "
                 f"{accumulation}; leave it out"
             )
         return accumulation
@@ -179,10 +182,14 @@ class DeepSpeedSettings(BaseModel):
                 "use stage 0, 1 or 2, or ep_size 1"
             )
 
-    def engine_config(self, world_size: int) -> dict[str, Any]:
-        """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves."""
+    def engine_config(self, replicas: int) -> dict[str, Any]:
+        """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves.
+
+        Args:
+            replicas: ranks that read different micro-batches.
+        """
         config = {key: value for key, value in self.keys.items() if key != "optimizer"}
-        config["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
+        config["gradient_accumulation_steps"] = self.accumulation_steps(replicas)
         config.setdefault("steps_per_print", None)  # no progress lines of DeepSpeed between ours
         if self.zero_stage == 0:
             # At stage 0 our engine clips the gradients: DeepSpeed does not report the norm there, and leaves the

@@ -32,7 +32,7 @@ REFUSED = {
     "fp16.auto_cast": "the model casts its inputs itself",
     "fp16.fp16_master_weights_and_grads": _CPU_ADAM,
     "gradient_predivide_factor": _OWN_GRADIENTS,
-    "pipeline": _UNSUPPORTED,
+    "pipeline": "use m6.parallel.pipeline",
     "prescale_gradients": _OWN_GRADIENTS,
     "scheduler": "use m6.schedule",
     "tensor_parallel": _UNSUPPORTED,

@@ -15,6 +15,7 @@ from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.elastic import ElasticSettings
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
+from m6.config.pipeline import PipelineSettings, check_pipeline
 from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
@@ -58,6 +59,20 @@ class RunConfig:
         """The settings of offloaded experts; None if there are none, also if DeepSpeed does the offloading."""
         settings = self.m6.offload
         return None if settings is None or settings.policy == "deepspeed" else settings
+
+    @property
+    def pipeline(self) -> PipelineSettings | None:
+        """The stages of layers on different ranks; None if each rank has all layers."""
+        return self.m6.parallel.pipeline
+
+    @property
+    def pipeline_size(self) -> int:
+        """Ranks that together hold one copy of the layers, and read the same micro-batches."""
+        return 1 if self.pipeline is None else self.pipeline.num_ranks
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Micro-batches of a rank in one step; UserError if the batch is not divisible by those of all pipelines."""
+        return self.deepspeed.accumulation_steps(world_size // self.pipeline_size)
 
     @property
     def ranks_per_part(self) -> int:
@@ -143,6 +158,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if settings.elastic is not None:
         _check_elastic(settings.elastic, settings, deepspeed)
     _check_pictures(settings)
+    if settings.parallel.pipeline is not None:
+        check_pipeline(settings.parallel.pipeline, settings, deepspeed, model)
     return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
 
 

@@ -11,6 +11,7 @@ from m6.config.batch_ramp import BatchRampStage
 from m6.config.communication import CommunicationSettings
 from m6.config.elastic import ElasticSettings
 from m6.config.offload import OffloadSettings
+from m6.config.pipeline import ParallelSettings
 from m6.data.objective_settings import ObjectivesSettings
 from m6.data.pretraining import DataSettings
 from m6.model.adapters import AdapterTarget
@@ -219,6 +220,7 @@ class M6Settings(Section):
     training: TrainingSettings
     schedule: ScheduleSettings = ScheduleSettings()
     communication: CommunicationSettings = CommunicationSettings()
+    parallel: ParallelSettings = ParallelSettings()
     pseudo_to_real: PseudoToRealSettings | None = Field(
         None,
         description="first stage in which layers share weights (M6-10T, arXiv 2110.03888); absent: the Real model is "

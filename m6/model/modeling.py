@@ -1,17 +1,17 @@
 """The M6 Transformer: one stack of pre-LN blocks for pictures, source text and target."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from m6.errors import UserError
-from m6.model.attention import Attention, prefix_lm_mask
+from m6.model.attention import prefix_lm_mask
+from m6.model.blocks import M6Block, run_blocks, seed_layer
 from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.generation import M6GenerationMixin
@@ -20,78 +20,7 @@ from m6.model.inputs import derive_position_ids, derive_token_type_ids
 from m6.model.outputs import M6ModelOutput, M6Output
 from m6.model.rotary import Rotation, rotation_of
 from m6.tokenizers.special_tokens import IGNORED_LABEL, TARGET
-from moe import MoELayer, RoutingStats
-
-
-class DenseFFN(nn.Module):
-    """The dense feed-forward: two matrices with GELU between them."""
-
-    def __init__(self, config: M6Config) -> None:
-        super().__init__()
-        self.input = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.output = nn.Linear(config.ffn_hidden_size, config.hidden_size)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps [..., D] to [..., D]."""
-        return self.output(F.gelu(self.input(hidden_states)))
-
-
-class BlockOutput(NamedTuple):
-    """The output of a block.
-
-    Attributes:
-        hidden_states: [B, S, D].
-        aux_loss: scalar balance loss of a sparse block, None for a dense one.
-        router_stats: one entry for a sparse block, none for a dense one.
-    """
-
-    hidden_states: Tensor
-    aux_loss: Tensor | None = None
-    router_stats: tuple[RoutingStats, ...] = ()
-
-
-class M6Block(GradientCheckpointingLayer):
-    """A pre-LN block: x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense or sparse."""
-
-    def __init__(self, config: M6Config, layer_index: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        sparse = config.is_moe_layer(layer_index)
-        self.attention = Attention(config)
-        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.ffn: DenseFFN | MoELayer
-        if sparse:
-            self.ffn = MoELayer(config.hidden_size, config.ffn_hidden_size, config.moe_config())
-        else:
-            self.ffn = DenseFFN(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        mask: Tensor,
-        token_mask: Tensor,
-        layer_index: int,
-        past_key_values: Cache | None = None,
-        rotation: Rotation | None = None,
-    ) -> BlockOutput:
-        """Runs the block.
-
-        Args:
-            hidden_states: [B, S, D].
-            mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
-            token_mask: bool [B, S], False at padding, which is not routed to experts.
-            layer_index: the layer's number, see ``Attention.forward``.
-            rotation: see ``Attention.forward``.
-        """
-        normed = self.attention_norm(hidden_states)
-        attended = self.attention(normed, mask, past_key_values, layer_index, rotation)
-        hidden_states = hidden_states + self.dropout(attended)
-        normed = self.ffn_norm(hidden_states)
-        if isinstance(self.ffn, DenseFFN):
-            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        output, aux_loss, stats = self.ffn(normed, token_mask)
-        return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
+from moe import RoutingStats
 
 
 class M6PreTrainedModel(PreTrainedModel):
@@ -150,6 +79,7 @@ class M6Model(M6PreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        dropout_seed: int | None = None,
     ) -> M6ModelOutput:
         """Runs the stack.
 
@@ -167,6 +97,7 @@ class M6Model(M6PreTrainedModel):
             use_cache: creates a DynamicCache if ``past_key_values`` is None.
             output_hidden_states: also returns the input of each block and the last hidden state.
             output_attentions: refused, since no layer computes its attention weights as such.
+            dropout_seed: determines the random numbers of each layer; None: they come from the generator as it is.
 
         Raises:
             UserError: the placeholders do not match the pictures, an input is missing and cannot be derived, or
@@ -176,6 +107,7 @@ class M6Model(M6PreTrainedModel):
             raise UserError("output_attentions: attention weights are never computed as such (fused attention)")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        seed_layer(dropout_seed, 0)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -213,15 +145,17 @@ class M6Model(M6PreTrainedModel):
         # Built once: the mask is the same for all layers.
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         token_mask = query_samples != 0
-        rotation = self._rotation(query_index)
+        rotation = self.rotation(query_index)
         # fp32 also in a 16-bit model: small balance losses of many layers add up.
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
         all_hidden_states: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
+        blocks = run_blocks(
+            enumerate(self.layers), hidden_states, mask, token_mask, rotation, past_key_values, dropout_seed
+        )
+        for output in blocks:
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
-            output = layer(hidden_states, mask, token_mask, index, past_key_values=past_key_values, rotation=rotation)
             hidden_states = output.hidden_states
             if output.aux_loss is not None:
                 aux_loss = aux_loss + output.aux_loss
@@ -235,7 +169,8 @@ class M6Model(M6PreTrainedModel):
             past_key_values=past_key_values,
         )
 
-    def _rotation(self, query_index: Tensor) -> Rotation | None:
+    def rotation(self, query_index: Tensor) -> Rotation | None:
+        """The rotation of queries and keys at these places of a row, int64 [S]; None without rotary positions."""
         # The place in the row serves packed rows too: samples do not see each other, and inside of one only distances
         # count.
         if not self.config.rotary_base:
@@ -296,6 +231,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        dropout_seed: int | None = None,
     ) -> M6Output:
         """Predicts the next token at every position, and computes the loss if labels are given.
 
@@ -320,6 +256,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            dropout_seed=dropout_seed,
             return_dict=True,
         )
         hidden_states: Tensor = outputs.last_hidden_state
@@ -331,12 +268,10 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
             # Logits of all positions would be the largest tensor of a training step.
             target_logits = self._head(hidden_states[:, :-1][labelled]) if logits is None else logits[:, :-1][labelled]
-            # Cross entropy in at least fp32: a sum over a large vocabulary loses too much in 16 bits.
-            precise = torch.promote_types(target_logits.dtype, torch.float32)
-            target_losses = F.cross_entropy(target_logits.to(precise), targets[labelled], reduction="none")
+            target_losses = cross_entropy(target_logits, targets[labelled])
             weights = torch.ones_like(target_losses)
             if loss_weights is not None:
-                weights = loss_weights[:, 1:][labelled].to(precise)
+                weights = loss_weights[:, 1:][labelled].to(target_losses)
             items = weights.sum() if num_items_in_batch is None else num_items_in_batch
             loss = (weights * target_losses).sum() / items + outputs.aux_loss
         return M6Output(
@@ -351,3 +286,12 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
 
     def _head(self, hidden_states: Tensor) -> Tensor:
         return F.linear(hidden_states, self.model.embeddings.tokens.weight)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each target, [N], from logits [N, V] and int64 [N], in at least fp32.
+
+    A sum over a large vocabulary loses too much in 16 bits.
+    """
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(precise), targets, reduction="none")

@@ -74,8 +74,8 @@ def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> Non
     Args:
         ranks_per_node: of the run, which share the memory of a host.
     """
-    if config.m6.lora is not None:
-        return  # the model of memory knows no adapters, and counts gradients that a run with adapters does not have
+    if config.m6.lora is not None or config.pipeline is not None:
+        return  # the model of memory knows neither adapters, whose run has fewer gradients, nor parts of the layers
     footprint = predict_memory(config, world_size, full_row(config), config.last_sharing)
     on_gpu = torch.cuda.is_available()
     needed = footprint.resident + (0 if on_gpu else footprint.host)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import random
 import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy
 import torch
 import torch.distributed
 
@@ -132,16 +130,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch.
-
-    The training calls it for every micro-batch, so a checkpoint needs no state of random generators.
-    """
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
-    torch.manual_seed(seed)
 
 
 def world_size_of_environment() -> int:

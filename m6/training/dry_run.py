@@ -22,7 +22,7 @@ from m6.planning.cost.work import RoutedRows, work_of
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.fake_world import FakeWorld, fake_process_group, fake_tensors
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import layout_of
+from m6.planning.search.configuration import check_priced, layout_of
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
@@ -63,6 +63,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         UserError: the run does not fit ``world_size``, it offloads experts, see
             ``m6.training.offloading.dry_plan``, or ``rank`` is out of range.
     """
+    check_priced(config)
     check_world_size(config, world_size)
     accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:
@@ -156,14 +157,14 @@ class _MeasuredEngine(Engine):
         self.activations = self.gradients = self.peak = 0
         self.ledger: dict[str, int] = {}
 
-    def forward(self, batch: MicroBatch) -> M6Output:
+    def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """Measures the activations of one forward pass."""
         world = self._world
         if world is None:
-            return super().forward(batch)
+            return super().forward(batch, seed)
         before = world.total
         world.restart_peak()
-        output = super().forward(batch)
+        output = super().forward(batch, seed)
         self.activations = max(self.activations, world.total - before)
         return output
 

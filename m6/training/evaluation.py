@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 
 from m6.data.pretraining import PretrainingData
-from m6.runs.processes import Runtime
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
+from m6.training.places import Places
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: Runtime) -> dict[str, dict[str, Any]]:
+def evaluate(
+    engine: Engine, data: PretrainingData, num_batches: int, places: Places, device: torch.device
+) -> dict[str, dict[str, Any]]:
     """Evaluates each objective with a positive weight on its first ``num_batches`` micro-batches.
 
-    The ranks share the micro-batches. Layers may communicate, so all ranks run the same number of forward passes, and
-    the results of surplus passes are dropped.
+    The ranks share the micro-batches; those of a pipeline have the same ones. Layers may communicate, so all ranks run
+    the same number of forward passes, and the results of surplus passes are dropped.
 
     Returns:
         ``validation``: the mean loss of each objective in nats per target; without objectives that have no validation
@@ -31,14 +33,13 @@ def evaluate(engine: Engine, data: PretrainingData, num_batches: int, runtime: R
             batches = data.validation_micro_batches(objective, num_batches)
             if not batches:
                 continue
-            sums = torch.zeros(2, len(data.sources), dtype=torch.float64, device=runtime.device)
-            for begin in range(0, len(batches), runtime.world_size):
-                index = begin + runtime.rank
+            sums = torch.zeros(2, len(data.sources), dtype=torch.float64, device=device)
+            for begin in range(0, len(batches), places.data_size):
+                index = begin + places.data_rank
                 # A rank without a micro-batch of its own repeats the last one.
-                batch = batches[min(index, len(batches) - 1)].to(runtime.device)
+                batch = batches[min(index, len(batches) - 1)].to(device)
                 target_losses = engine.forward(batch).target_losses
-                assert target_losses is not None
-                if index < len(batches):
+                if target_losses is not None and index < len(batches):
                     sources = batch.data_source_ids[batch.labels != IGNORED_LABEL]
                     sums[0].index_add_(0, sources, target_losses.double())
                     sums[1].index_add_(0, sources, torch.ones_like(target_losses, dtype=torch.float64))

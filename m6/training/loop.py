@@ -29,6 +29,7 @@ from m6.training.checkpointing import Checkpointer, check_same_sums, restore, re
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.meta_model import count_trained
+from m6.training.places import Places
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
@@ -67,6 +68,7 @@ class Trainer:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.profile = profile or Profile()
         check_world_size(config, runtime.world_size)
+        self.places = Places.of(config, runtime)
         self.data = open_data(config)
         on_main_rank(runtime, self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
@@ -109,7 +111,7 @@ class Trainer:
                 self.step += 1
                 self.samples_seen += outcome.samples
                 self.tokens_seen += outcome.tokens
-                bad_rows = [row for batch in micro_batches for row in batch.bad_rows]
+                bad_rows = [row for batch in micro_batches for row in batch.bad_rows if self.places.reads_first]
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
@@ -145,7 +147,7 @@ class Trainer:
             self._track({**entry, **health, **noise, **traffic, **self.stage_metrics.finish(self.engine)})
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
-            losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.runtime)
+            losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.places, self.runtime.device)
             return_freed_memory(self.runtime.device)
             self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)
@@ -168,11 +170,11 @@ class Trainer:
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
         steps = range(self.step, self.settings.training.total_steps)
-        numbers = (number for step in steps for number in micro_batch_numbers(self.config, self.runtime, step))
+        numbers = (number for step in steps for number in micro_batch_numbers(self.config, self.places, step))
         # One loader for the whole attempt: its workers prepare the next steps during the current one.
         loader = iter(self.data.loader(numbers, self.settings.data.num_workers))
         for step in steps:
-            yield [next(loader) for _ in micro_batch_numbers(self.config, self.runtime, step)]
+            yield [next(loader) for _ in micro_batch_numbers(self.config, self.places, step)]
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
@@ -234,6 +236,10 @@ class Trainer:
             self._print(
                 f"LoRA of {', '.join(self.settings.lora.targets)}: trains {trained:,} parameters beside {total:,} "
                 "frozen ones; memory and time are not predicted, because the planner knows no adapters"
+            )
+        elif self.config.pipeline is not None:
+            self._print(
+                f"{self.config.pipeline.describe(self.config.model.num_layers)}; memory and time are not predicted"
             )
         elif self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))

@@ -21,6 +21,7 @@ from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine
+from m6.training.places import Places
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
 from m6.training.reporting.outcome import StepOutcome
@@ -34,26 +35,26 @@ _SEED_STRIDE = (
 )
 
 
-def micro_batch_number(runtime: Runtime, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
+def micro_batch_number(places: Places, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
     """Returns the global number of a rank's micro-batch in a step.
 
     Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
-    has the same micro-batches on any number of ranks.
+    has the same micro-batches on any number of ranks. The ranks of a pipeline have the same ones.
 
     Args:
         ranks_per_part: neighbouring ranks that share a contiguous part, in which they take turns. The micro-batches
             that they compute at the same time are then the same on any number of ranks.
     """
-    part, place = divmod(runtime.rank, ranks_per_part)
-    return (step * runtime.world_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
+    part, place = divmod(places.data_rank, ranks_per_part)
+    return (step * places.data_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
 
 
-def micro_batch_numbers(config: RunConfig, runtime: Runtime, step: int) -> list[int]:
+def micro_batch_numbers(config: RunConfig, places: Places, step: int) -> list[int]:
     """The global numbers of a rank's micro-batches in a step; the batches of the steps before decide the first."""
     micro, sizes = config.deepspeed.micro_batch_size, config.batch_sizes
-    first, accumulation = sizes.before(step) // micro, sizes.of(step) // (micro * runtime.world_size)
+    first, accumulation = sizes.before(step) // micro, sizes.of(step) // (micro * places.data_size)
     parts = config.ranks_per_part
-    return [first + micro_batch_number(runtime, accumulation, 0, index, parts) for index in range(accumulation)]
+    return [first + micro_batch_number(places, accumulation, 0, index, parts) for index in range(accumulation)]
 
 
 class TrainStep:
@@ -62,17 +63,17 @@ class TrainStep:
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, stage: Stage) -> None:
         self.engine, self.config, self.runtime = engine, config, runtime
         self.stage = stage
+        self.places = Places.of(config, runtime)
         self._exact = config.m6.training.deterministic is not None
         self.health = ExpertHealth(engine.module)
         self.noise = GradientNoise(config, engine)
-        # In the order of the forward pass, which is also the order of the router statistics.
-        self.sparse = {
-            f"layers.{index}.{name}": module
+        # In the order of the forward pass, which is also the order of the router statistics. None: on another rank.
+        self.sparse: dict[str, MoELayer | None] = {
+            f"layers.{index}.ffn": getattr(layer, "ffn", None)
             for index, layer in enumerate(engine.module.model.layers)
-            for name, module in layer.named_modules()
-            if isinstance(module, MoELayer)
+            if config.model.is_moe_layer(index)
         }
-        self.balancer = BiasBalancer(list(self.sparse.values()))
+        self.balancer = BiasBalancer([layer for layer in self.sparse.values() if layer is not None], engine.replicas)
         self._router_entropy = torch.zeros(len(self.sparse), device=runtime.device)
 
     def __call__(
@@ -87,7 +88,7 @@ class TrainStep:
                 arrive during the step count. The outcome holds the requests of all ranks.
         """
         begin = time.perf_counter()
-        micro_batch_count = len(micro_batches) * self.runtime.world_size
+        micro_batch_count = len(micro_batches) * self.places.data_size
         target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
         learning_rate = self._learning_rate(step)
         sums = StepSums(self.runtime.device, self._exact)
@@ -97,7 +98,7 @@ class TrainStep:
 
         self.engine.begin_step(learning_rate)
         with self.noise.watch(step):
-            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.runtime, step)]
+            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.places, step)]
             self.engine.accumulate(micro_batches, loss, seeds)
         update = self.engine.update()
         self.noise.measure(update, micro_batch_count)
@@ -122,7 +123,7 @@ class TrainStep:
         )
 
     def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
-        """Sums over all ranks: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
+        """Sums over the global batch: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
         counts = [
             (
                 float(batch.loss_weights.sum()),
@@ -135,7 +136,8 @@ class TrainStep:
             for batch in micro_batches
         ]
         # fp64 holds counts of tokens and pairs exactly.
-        return sum_of_all(torch.tensor(counts, dtype=torch.float64, device=self.runtime.device), self._exact)
+        values = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
+        return sum_of_all(values, self._exact, self.engine.replicas)
 
     def _learning_rate(self, step: int) -> float:
         settings = self.config.m6
@@ -151,12 +153,13 @@ class TrainStep:
     def _loss(
         self, batch: MicroBatch, output: M6Output, target_weight: float, micro_batches: int, sums: StepSums
     ) -> Tensor:
-        """The part of the global batch's loss that this micro-batch contributes."""
-        assert output.target_losses is not None
+        """The part of the global batch's loss that this micro-batch, or a part of its layers, contributes."""
         assert output.aux_loss is not None
-        labelled = batch.labels != IGNORED_LABEL
-        weighted = (output.target_losses * batch.loss_weights[labelled]).sum()
-        sums.add(output.target_losses, weighted, batch.objective_ids[labelled], output.aux_loss)
+        labelled, losses = batch.labels != IGNORED_LABEL, output.target_losses
+        if losses is None:  # a stage of a pipeline before the last one
+            labelled, losses = torch.zeros_like(labelled), output.aux_loss.new_zeros(0)
+        weighted = (losses * batch.loss_weights[labelled]).sum()
+        sums.add(losses, weighted, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
             self._add_router_stats(output.router_stats)
         # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
@@ -169,7 +172,8 @@ class TrainStep:
         # The entropy is not finite if a router's logits are not, so a skipped step can name the router.
         self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy.sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
-            self.balancer.add(stats)
+            own = zip(stats, self.sparse.values(), strict=True)
+            self.balancer.add(layer for layer, module in own if module is not None)
 
     def _finish_routers(self, skipped: bool) -> list[str]:
         """Updates the routers' biases; after a skipped step returns the routers with non-finite logits on any rank."""

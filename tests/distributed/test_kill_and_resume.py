@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -69,11 +70,21 @@ def numbers(run: Path) -> list[tuple]:
     return [tuple((key, entry.get(key)) for key in keys) for entry in entries(run)]
 
 
-def test_a_killed_run_resumes_to_the_bit(tmp_path: Path):
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "experts": {"zero_optimization__stage": 2, "m6__training__ep_size": 2},
+    "stages": {
+        "zero_optimization__stage": 1,
+        "m6__model__num_layers": 4,
+        "m6__parallel__pipeline": {"num_ranks": 2, "schedule": "zbv"},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, layout: str):
     config = write_tiny_config(
         tmp_path,
-        zero_optimization__stage=2,
-        m6__training__ep_size=2,
+        **LAYOUTS[layout],
         m6__training__total_steps=STEPS,
         m6__checkpoint__interval_steps=4,
         m6__evaluation__interval_steps=10,

@@ -27,7 +27,7 @@ LEVELS = {
         {"cli"},
     ),
     "m6.training": (
-        {"expert_groups", "fake_batch", "meta_model", "schedule", "tokenizers"},
+        {"expert_groups", "fake_batch", "meta_model", "places", "schedule", "tokenizers"},
         {"offloading", "reduction"},
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation"},

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from m6.model.blocks import M6Block
 from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
-from m6.model.modeling import M6Block
 from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing
 

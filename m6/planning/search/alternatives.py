@@ -1,4 +1,4 @@
-"""Prices of what the engine does not do: pipelines, token slices, delayed gradients, unequal shares of a batch.
+"""Prices of what the search does not choose: pipelines, token slices, delayed gradients, unequal shares of a batch.
 
 A plan's report shows them next to the plan, so that a reader sees what an implementation would gain.
 """
@@ -17,7 +17,7 @@ from m6.planning.search.planner import Planner, PricedLayout, format_gb
 from m6.planning.search.requirements import fastest_if_lifted
 
 _NUM_GRAINS = 16  # a slice is a multiple of 1/16 of the row
-_NO_PIPELINE = "refused: the M6 model has no pipeline stages"
+_NO_PIPELINE = "refused: the search does not choose m6.parallel.pipeline"
 
 
 def unsupported_alternatives(planner: Planner, best: PricedLayout) -> list[str]:

@@ -18,8 +18,9 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
     """The layout that a run's JSON asks for.
 
     Raises:
-        UserError: the run does not fit ``world_size``.
+        UserError: the run does not fit ``world_size``, or has a pipeline.
     """
+    check_priced(config)
     check_world_size(config, world_size)
     return ParallelLayout(world_size, **choices_of(config))
 
@@ -42,6 +43,15 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def check_priced(config: RunConfig) -> None:
+    """Raises UserError for a run with a pipeline, whose memory and time no formula here describes."""
+    if config.pipeline is not None:
+        raise UserError(
+            "m6.parallel.pipeline: the planner prices no run with stages of layers; plan it with "
+            "m6.parallel.pipeline=null, and see m6 plan explain for what a pipeline would cost"
+        )
+
+
 def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     """The run's JSON with ``layout`` in it; model, data and global batch stay.
 
@@ -49,7 +59,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         UserError: a run's JSON cannot ask for the layout.
     """
     if layout.tp_size > 1 or layout.pp_size > 1:
-        raise UserError(f"{layout}: a run's JSON cannot ask for tensor or pipeline parallelism")
+        raise UserError(f"{layout}: the planner writes no JSON with tensor or pipeline parallelism")
     if layout.stream_experts and config.expert_store is None:
         raise UserError(
             f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"

@@ -83,7 +83,7 @@ class Feasibility:
         if layout.tp_size > 1 and "tensor parallelism" not in lifted:
             return Refusal("tensor parallelism", "the M6 model has no tensor parallelism")
         if layout.pp_size > 1 and "pipeline parallelism" not in lifted:
-            return Refusal("pipeline parallelism", "the M6 model has no pipeline stages")
+            return Refusal("pipeline parallelism", "the search does not choose m6.parallel.pipeline")
         if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
             return Refusal(
                 "streamed experts",
@@ -104,6 +104,13 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
         accumulation = layout.accumulation(config.deepspeed.train_batch_size)
     except UserError as error:
         return Refusal("batch", str(error))
+    for stage in config.m6.training.batch_ramp:
+        if stage.batch_size % (layout.micro_batch_size * layout.dp_size):
+            return Refusal(
+                "batch",
+                f"m6.training.batch_ramp: batch_size {stage.batch_size} is not a multiple of micro_batch_size "
+                f"{layout.micro_batch_size} x {layout.dp_size} data-parallel ranks",
+            )
     if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
         return Refusal(
             "experts",

@@ -21,6 +21,7 @@ from m6.planning.cost.memory import MemoryFootprint, MemoryModel
 from m6.planning.cost.step_time import StepTime, TimeModel
 from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.profile import Profile
+from m6.planning.search.configuration import check_priced
 from m6.planning.search.feasibility import Feasibility
 
 MEMORY_FRACTION = 0.9
@@ -121,6 +122,7 @@ class Planner:
         forced: dict[str, Any] | None = None,
         feasibility: Feasibility | None = None,
     ) -> None:
+        check_priced(config)
         self.config, self.cluster, self.profile = config, cluster, profile or Profile()
         self.memory_fraction, self.forced = memory_fraction, forced or {}
         on_cpu = cluster.smallest.links.host is None

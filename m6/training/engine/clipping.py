@@ -69,7 +69,8 @@ def gradient_norm(
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:  # a dense model has no experts
         return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(gradients)).float().square().sum()
+    # In fp32: the norm of many fp16 numbers is beyond their range.
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
 
 
 def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:

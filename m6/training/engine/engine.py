@@ -20,7 +20,6 @@ from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.planning.cost.storages import storage_bytes
-from m6.runs.processes import seed_everything
 from m6.training.engine import state
 from m6.training.engine.clipping import clip_gradients, count_in_norm
 from m6.training.engine.fragments import fragments
@@ -33,7 +32,10 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 LossFunction = Callable[[MicroBatch, M6Output], Tensor]
-"""Maps a micro-batch and the model's output, both on the device, to the loss that ``accumulate`` differentiates."""
+"""Maps a micro-batch and the model's output, both on the device, to the loss that ``accumulate`` differentiates.
+
+An engine may have the output in parts: then each has an auxiliary loss and statistics of some layers, zeros for the
+others, and one of them has the losses of the targets."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Engine:
     gradients) has the same public members and keeps these rules:
 
     - ``accumulate`` gets all micro-batches of a step, so that a pipeline can choose their order. It calls the loss
-      function once per micro-batch, on the ranks that hold its output. Dropout depends only on the micro-batch's seed.
+      function once per micro-batch, or once for each part of it, see ``LossFunction``. Dropout depends only on the
+      micro-batch's seed and the layer.
     - ``update`` returns the same norm and the same decision to skip on every rank.
     - ``fragments`` yields this rank's part of the training state. A fragment has the parameter's name in the whole
       model and the offset in its global tensor. All ranks together yield every element at least once. Writing to a
@@ -70,6 +73,7 @@ class Engine:
         module: the part of the model on this rank.
         offloaded: experts in the store of ``offload``; None if the run does not offload.
         averaged_over: gradients are summed over all ranks and divided by this.
+        replicas: the ranks that hold the same part of the model and read other micro-batches; None: all.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Engine:
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self._learning_rate = 0.0
         self.averaged_over = dist.get_world_size()
+        self.replicas: dist.ProcessGroup | None = None
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
         self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
@@ -123,14 +128,19 @@ class Engine:
         """Yields the index of each micro-batch after its backward pass."""
         self._deepspeed.train()
         for index, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            seed_everything(seed)  # dropout depends only on the micro-batch, not on the ones before it
             on_device = batch.to(self._device)
-            self.backward(loss(on_device, self.forward(on_device)))
+            self.backward(loss(on_device, self.forward(on_device, seed)))
             yield index
 
-    def forward(self, batch: MicroBatch) -> M6Output:
-        """Runs the model on a micro-batch on the engine's device; the output has no logits."""
-        output: M6Output = self._deepspeed(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+    def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
+        """Runs the model on a micro-batch on the engine's device; the output has no logits.
+
+        Args:
+            seed: for dropout, which then depends on nothing but the seed and the layer.
+        """
+        output: M6Output = self._deepspeed(
+            **batch.model_inputs(), labels=batch.labels, return_logits=False, dropout_seed=seed
+        )
         return output
 
     def backward(self, loss: Tensor) -> None:
@@ -230,7 +240,7 @@ class Engine:
     def fragments(self) -> Iterator[Fragment]:
         """Yields this rank's training state: fp32 weights and the optimizer's moments, also before the first step."""
         state.create_moments(self._deepspeed)
-        yield from fragments(self._deepspeed)
+        yield from fragments(self._deepspeed, self.replicas)
         if self.offloaded is not None:
             yield from self.offloaded.fragments()
 

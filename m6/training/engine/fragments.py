@@ -25,14 +25,17 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-def fragments(deepspeed: DeepSpeedEngine) -> Iterator[Fragment]:
+def fragments(deepspeed: DeepSpeedEngine, replicas: dist.ProcessGroup | None) -> Iterator[Fragment]:
     """Yields every range of training state on this rank: weights, in fp32 where masters exist, and moments.
 
     The caller creates the optimizer's moments first (``create_moments``).
+
+    Args:
+        replicas: the ranks that hold the same dense parameters; None: all.
     """
     stage = deepspeed.zero_optimization_stage()
     for name, parameter in deepspeed.module.named_parameters():
-        location = _Location.of(name, parameter)
+        location = _Location.of(name, parameter, replicas)
         if not parameter.requires_grad:
             yield from _frozen(location, parameter)
         elif stage == 0:
@@ -43,7 +46,7 @@ def fragments(deepspeed: DeepSpeedEngine) -> Iterator[Fragment]:
             yield from _stage_1_2(location, parameter, deepspeed.optimizer)
     for name, buffer in deepspeed.module.named_buffers():
         if name in deepspeed.module.state_dict(keep_vars=True):  # other buffers are not persistent
-            yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(None))
+            yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(replicas))
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,10 @@ class _Location:
     replica: tuple[int, int]
 
     @classmethod
-    def of(cls, name: str, parameter: nn.Parameter) -> _Location:
+    def of(cls, name: str, parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> _Location:
         shape = full_shape(parameter)
         if not is_expert(parameter):
-            return cls(name, shape, None, _replica(None))
+            return cls(name, shape, None, _replica(replicas))
         experts = (parameter.first_expert, parameter.num_global_experts)  # type: ignore[attr-defined]
         group = named_expert_group("expert_data_parallel", parameter.group_name)  # type: ignore[attr-defined]
         return cls(name, (experts[1], *shape[1:]), experts, _replica(group))

@@ -34,16 +34,18 @@ class StepResult:
     requests: Requests
 
 
-def sum_of_all(values: Tensor, exact: bool) -> list[float]:
+def sum_of_all(values: Tensor, exact: bool, group: dist.ProcessGroup | None = None) -> list[float]:
     """Adds up the rows of all ranks in one collective; this call synchronises the device.
 
     Args:
         values: [micro-batches, C] fp64, of equal shape on all ranks.
         exact: round only the sum, so that it does not depend on the number of ranks; every rank gets all rows.
+            Only for all ranks of the run.
+        group: the ranks; None: all of the run.
     """
     if not exact:
         total = values.sum(0)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total.tolist()
     rows = values.new_empty(dist.get_world_size() * len(values), values.shape[1])
     dist.all_gather(list(rows.chunk(dist.get_world_size())), values)
@@ -65,7 +67,7 @@ class StepSums:
         self._rows: list[Tensor] = []
 
     def add(self, losses: Tensor, weighted_loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
-        """Adds a micro-batch.
+        """Adds a micro-batch, or a part of it.
 
         Args:
             losses: [N], cross entropy of each target, in nats.

@@ -323,7 +323,7 @@ def test_defaults_and_what_deepspeed_gets(folder: Path):
     assert settings.optimizer_params == {"lr": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
     assert (settings.zero_stage, settings.precision) == (0, "fp32")
     # At stage 0 the trainer clips, and the optimizer is always built by it.
-    sent = settings.engine_config(world_size=2)
+    sent = settings.engine_config(replicas=2)
     assert sent["gradient_accumulation_steps"] == 2
     assert sent["gradient_clipping"] == 0.0
     assert "optimizer" not in sent

@@ -33,7 +33,7 @@ def test_without_a_base_nothing_turns(tiny_model, pack, samples):
         model = tiny_model(rotary_base=base)
         with torch.no_grad():
             losses[base] = float(model(**pack(model.config, [samples])).loss)
-        model.model._rotation = lambda index: None
+        model.model.rotation = lambda index: None
         with torch.no_grad():
             assert (float(model(**pack(model.config, [samples])).loss) == losses[base]) == (base == 0)
     assert losses[0.0] != losses[100.0]

@@ -1,4 +1,4 @@
-"""Prices of what the engine does not do."""
+"""Prices of what the search does not choose."""
 
 import re
 
@@ -6,7 +6,7 @@ from m6.planning.search.alternatives import best_pipeline, partition_model, unsu
 from tests.fixtures.plans import planner
 
 
-def test_what_the_engine_does_not_do_is_priced():
+def test_what_the_search_does_not_choose_is_priced():
     subject = planner("m6_100b", "a100_80g_x128")
     best = subject.search().best
     found = best_pipeline(subject, best)
@@ -19,7 +19,7 @@ def test_what_the_engine_does_not_do_is_priced():
     assert slowest <= equal * (1 + 1e-9)  # the same sum, in another order
     assert sum(subject.time.layer_s(found.layout)) >= slowest >= max(subject.time.layer_s(found.layout))
     text = "\n".join(unsupported_alternatives(subject, best))
-    for part in ("no pipeline stages", "BaPipe", "PipeDream-2BW", "TeraPipe"):
+    for part in ("does not choose m6.parallel.pipeline", "BaPipe", "PipeDream-2BW", "TeraPipe"):
         assert part in text
     assert "Whale" not in text
 

@@ -42,14 +42,14 @@ def test_a_layout_is_feasible_if_the_validation_accepts_it(
                 configured(feasibility.config, layout)
 
 
-def test_the_model_has_no_other_parallelism():
+def test_the_planner_chooses_no_other_parallelism():
     assert {"tensor_parallel", "pipeline"} <= set(REFUSED)
     for name, changed in (("tensor", replace(BASE, tp_size=2)), ("pipeline", replace(BASE, pp_size=2))):
         found = FEASIBILITY.refusal(changed)
         assert found is not None
         assert found.kind == f"{name} parallelism"
         assert FEASIBILITY.refusal(changed, {found.kind}) is None
-        with pytest.raises(UserError, match="cannot ask for"):
+        with pytest.raises(UserError, match="writes no JSON with"):
             configure(CONFIG, changed)
 
 

@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(trainer: Trainer) -> dict[str, dict]:
-    return evaluate(trainer.engine, trainer.data, ALL, trainer.runtime)
+    return evaluate(trainer.engine, trainer.data, ALL, trainer.places, trainer.runtime.device)
 
 
 def test_losses_of_sources_are_those_of_a_run_with_this_source_alone(make_trainer: Callable[..., Trainer], data: Path):

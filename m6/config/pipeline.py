@@ -1,0 +1,189 @@
+"""The section ``m6.parallel.pipeline``: its keys, and what cannot be combined with them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from m6.config.deepspeed import DeepSpeedSettings
+from m6.errors import UserError
+from m6.model.configuration import M6Config
+from m6.validation import Section
+
+if TYPE_CHECKING:
+    from m6.config.sections import M6Settings
+
+V_SCHEDULES = ("zbv", "dualpipev")
+_OF_ONE_STAGE = "1f1b"
+# Keys of zero_optimization that do not concern the reduction of gradients, which is not DeepSpeed's under pipelines.
+_ZERO_KEYS = ("stage", "allgather_bucket_size")
+
+
+class PipelineSettings(Section):
+    """Divides the layers into stages, through which micro-batches pass from rank to rank."""
+
+    num_ranks: int = Field(ge=2, description="ranks of a pipeline; divides the world size")
+    schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="order of forward and backward passes; 1f1b has one stage on each rank, zbv and dualpipev have "
+        "two, the interleaved ones two or what `layers` says",
+    )
+    layers: list[PositiveInt] | None = Field(
+        None,
+        min_length=2,
+        description="number of layers of each stage, in the order of the model; absent: equal ones, as far as possible",
+    )
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the first and the last stage are on the first rank."""
+        return self.schedule in V_SCHEDULES
+
+    def stages_per_rank(self) -> int:
+        """The number of stages of each rank."""
+        if self.schedule == _OF_ONE_STAGE:
+            return 1
+        if self.is_v or self.layers is None:
+            return 2
+        return len(self.layers) // self.num_ranks
+
+    def cut(self, num_layers: int) -> list[range]:
+        """The layers of each stage of a model with ``num_layers`` layers, in the order of the model."""
+        sizes = self.layers or _equal_sizes(num_layers, self.num_ranks * self.stages_per_rank())
+        ends = itertools.accumulate(sizes)
+        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def stages_of(self, pipeline_rank: int) -> list[int]:
+        """The numbers of the stages on a rank of the pipeline."""
+        if self.is_v:
+            return [pipeline_rank, 2 * self.num_ranks - 1 - pipeline_rank]
+        return [pipeline_rank + self.num_ranks * index for index in range(self.stages_per_rank())]
+
+    def describe(self, num_layers: int) -> str:
+        """The pipeline in words."""
+        sizes = ", ".join(str(len(layers)) for layers in self.cut(num_layers))
+        return f"pipeline of {self.num_ranks} ranks, {self.schedule}: stages of {sizes} layers"
+
+    def check_cut(self, num_layers: int) -> None:
+        """Raises UserError if the stages do not fit the schedule and the model."""
+        name, size, per_rank = "m6.parallel.pipeline", self.num_ranks, self.stages_per_rank()
+        if self.layers is not None:
+            expected, fits = f"{per_rank * size} numbers", len(self.layers) == per_rank * size
+            if self.schedule.startswith("interleaved"):
+                expected, fits = f"{2 * size} numbers, or more in steps of {size}", fits and per_rank > 1
+            if not fits:
+                raise UserError(
+                    f'{name}.layers {self.layers}: expected {expected} for "schedule": "{self.schedule}" on {size} '
+                    f"ranks, found {len(self.layers)}"
+                )
+        if per_rank * size > num_layers:
+            advice = f"num_ranks {num_layers // per_rank}" if num_layers >= 2 * per_rank else "more layers"
+            raise UserError(
+                f'{name}: num_ranks {size} with "schedule": "{self.schedule}" makes {per_rank * size} stages, but '
+                f"m6.model.num_layers is {num_layers}: a stage would have no layer; use {advice}"
+                f"""{' or "schedule": "1f1b"' if per_rank > 1 else ""}"""
+            )
+        if self.layers is not None and sum(self.layers) != num_layers:
+            raise UserError(
+                f"{name}.layers {self.layers} has {sum(self.layers)} layers, but m6.model.num_layers is "
+                f"{num_layers}; use {_equal_sizes(num_layers, len(self.layers))}, or leave it out"
+            )
+
+    def micro_batches_refusal(self, micro_batches: int) -> str | None:
+        """Why a pipeline cannot run this number of micro-batches in a step, and the nearest number; None if it can."""
+        least = (2 if self.is_v else 1) * self.num_ranks
+        what = f'"schedule": "{self.schedule}" on {self.num_ranks} ranks'
+        if micro_batches < least:
+            factor = "2 x " if self.is_v else ""
+            return (
+                f"{what} needs {least} micro-batches or more in a step ({factor}num_ranks), but each pipeline has "
+                f"{micro_batches}"
+            )
+        rounds = micro_batches // self.num_ranks
+        if self.schedule.startswith("interleaved") and micro_batches % rounds:
+            return (
+                f"{what} needs a multiple of {rounds} micro-batches in a step, as many as rounds of the ranks, but "
+                f"each pipeline has {micro_batches}"
+            )
+        return None
+
+
+class ParallelSettings(Section):
+    """How the model is divided over ranks, besides ``m6.training.ep_size``."""
+
+    pipeline: PipelineSettings | None = Field(
+        None, description="stages of layers on different ranks; absent: each rank has all layers"
+    )
+
+
+def _equal_sizes(num_layers: int, stages: int) -> list[int]:
+    bounds = [num_layers * stage // stages for stage in range(stages + 1)]
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
+def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
+    """Raises UserError if the run asks for something that does not work with a pipeline, or would be ignored."""
+    pipeline.check_cut(model.num_layers)
+    if deepspeed.zero_stage > 1:
+        raise UserError(
+            f"zero_optimization.stage {deepspeed.zero_stage} divides gradients after each micro-batch, but with "
+            "m6.parallel.pipeline several micro-batches are under way; use stage 1 or 0"
+        )
+    if deepspeed.optimizer_type in ("Lamb", "Lars"):
+        raise UserError(
+            f'optimizer.type "{deepspeed.optimizer_type}": its norms of whole tensors were not tried with '
+            'm6.parallel.pipeline; use "AdamW", "Muon" or "Adafactor"'
+        )
+    for key in deepspeed.keys.get("zero_optimization", {}):
+        if key not in _ZERO_KEYS:
+            raise UserError(
+                f"zero_optimization.{key}: with m6.parallel.pipeline our engine reduces gradients and would ignore "
+                f"it; leave it out, only {' and '.join(_ZERO_KEYS)} have an effect"
+            )
+    if deepspeed.keys.get("wall_clock_breakdown"):
+        raise UserError("wall_clock_breakdown: DeepSpeed does not see the passes of m6.parallel.pipeline; leave it out")
+    if deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules"):
+        raise UserError(
+            "torch_autocast.lower_precision_safe_modules chooses gradients that DeepSpeed reduces in 16 bits, but with "
+            "m6.parallel.pipeline our engine reduces them; leave it out, or set communication_data_type"
+        )
+    for section, found, reason in _refused_sections(run):
+        if found:
+            raise UserError(f"{section}: {reason}; leave one of them out, or m6.parallel.pipeline=null")
+
+
+def _refused_sections(run: M6Settings) -> list[tuple[str, bool, str]]:
+    moe: dict[str, Any] = run.moe or {}
+    return [
+        (
+            'm6.training.deterministic "any_world"',
+            run.training.deterministic is not None,
+            "it adds up whole gradients of one rank, which has a part of them with m6.parallel.pipeline",
+        ),
+        ("m6.offload", run.offload is not None, "the store has experts of whole models, not of m6.parallel.pipeline"),
+        ("m6.lora", run.lora is not None, "adapters do not train with m6.parallel.pipeline"),
+        (
+            "m6.pseudo_to_real",
+            run.pseudo_to_real is not None,
+            "layers that share weights would be on several ranks of m6.parallel.pipeline",
+        ),
+        (
+            "m6.communication",
+            run.communication.compresses,
+            "it compresses gradients of whole models, of which a rank of m6.parallel.pipeline has a part",
+        ),
+        (
+            "m6.training.batch_ramp",
+            bool(run.training.batch_ramp),
+            "a schedule of m6.parallel.pipeline is made for one number of micro-batches",
+        ),
+        ("m6.elastic", run.elastic is not None, "the planner does not choose m6.parallel.pipeline"),
+        ("m6.samples", run.samples is not None, "no rank of m6.parallel.pipeline has the whole model, which draws"),
+        (
+            'm6.moe.balance_scope "global_batch"',
+            moe.get("balance_scope") == "global_batch",
+            'it adds up the counts of all ranks, which have other layers with m6.parallel.pipeline; use "micro_batch"',
+        ),
+    ]

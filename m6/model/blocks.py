@@ -1,0 +1,125 @@
+"""The blocks of the transformer, and the loop over them."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from m6.model.attention import Attention
+from m6.model.configuration import M6Config
+from m6.model.rotary import Rotation
+from moe import MoELayer, RoutingStats
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and its low half too: a generator of the CPU reads 32 bits of a seed
+
+
+class DenseFFN(nn.Module):
+    """The dense feed-forward: two matrices with GELU between them."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.input = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.output = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Maps [..., D] to [..., D]."""
+        return self.output(F.gelu(self.input(hidden_states)))
+
+
+class BlockOutput(NamedTuple):
+    """The output of a block.
+
+    Attributes:
+        hidden_states: [B, S, D].
+        aux_loss: scalar balance loss of a sparse block, None for a dense one.
+        router_stats: one entry for a sparse block, none for a dense one.
+    """
+
+    hidden_states: Tensor
+    aux_loss: Tensor | None = None
+    router_stats: tuple[RoutingStats, ...] = ()
+
+
+class M6Block(GradientCheckpointingLayer):
+    """A pre-LN block: x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense or sparse."""
+
+    def __init__(self, config: M6Config, layer_index: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        sparse = config.is_moe_layer(layer_index)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn: DenseFFN | MoELayer
+        if sparse:
+            self.ffn = MoELayer(config.hidden_size, config.ffn_hidden_size, config.moe_config())
+        else:
+            self.ffn = DenseFFN(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor,
+        token_mask: Tensor,
+        layer_index: int,
+        past_key_values: Cache | None = None,
+        rotation: Rotation | None = None,
+    ) -> BlockOutput:
+        """Runs the block.
+
+        Args:
+            hidden_states: [B, S, D].
+            mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
+            token_mask: bool [B, S], False at padding, which is not routed to experts.
+            layer_index: the layer's number, see ``Attention.forward``.
+            rotation: see ``Attention.forward``.
+        """
+        normed = self.attention_norm(hidden_states)
+        attended = self.attention(normed, mask, past_key_values, layer_index, rotation)
+        hidden_states = hidden_states + self.dropout(attended)
+        normed = self.ffn_norm(hidden_states)
+        if isinstance(self.ffn, DenseFFN):
+            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
+        output, aux_loss, stats = self.ffn(normed, token_mask)
+        return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
+
+
+def run_blocks(
+    blocks: Iterable[tuple[int, nn.Module]],
+    hidden_states: Tensor,
+    mask: Tensor,
+    token_mask: Tensor,
+    rotation: Rotation | None = None,
+    past_key_values: Cache | None = None,
+    dropout_seed: int | None = None,
+) -> Iterator[BlockOutput]:
+    """Runs blocks one after the other, and yields the output of each.
+
+    Args:
+        blocks: number in the whole model, and block.
+        hidden_states: [B, S, D], the input of the first one.
+        mask, token_mask, rotation: see ``M6Block.forward``.
+        dropout_seed: see ``seed_layer``.
+    """
+    for index, block in blocks:
+        seed_layer(dropout_seed, index + 1)
+        output: BlockOutput = block(
+            hidden_states, mask, token_mask, index, past_key_values=past_key_values, rotation=rotation
+        )
+        hidden_states = output.hidden_states
+        yield output
+
+
+def seed_layer(seed: int | None, place: int) -> None:
+    """Seeds the random numbers of one layer, which then do not depend on the layers that a process computed before.
+
+    Args:
+        seed: of the micro-batch; None changes nothing.
+        place: 0 for the embeddings, n + 1 for the block with number n.
+    """
+    if seed is not None:
+        torch.manual_seed((seed + place * _SEED_STRIDE) % 2**63)

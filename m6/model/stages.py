@@ -1,0 +1,110 @@
+"""A stage of a pipeline: consecutive layers of the model, with the names that they have in the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from m6.model.attention import prefix_lm_mask
+from m6.model.blocks import run_blocks, seed_layer
+from m6.model.modeling import M6ForConditionalGeneration, cross_entropy
+from m6.model.outputs import M6Output
+from m6.tokenizers.special_tokens import IGNORED_LABEL
+from moe import MoEConfig, RoutingStats
+
+
+def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
+    """Takes everything out of a model that only other layers need; what stays keeps its name.
+
+    The embeddings belong to the first layer, the final norm to the last one. Call it on the meta device.
+    """
+    inner = model.model
+    for index in range(len(inner.layers)):
+        if index not in layers:
+            inner.layers[index] = nn.Identity()
+    if 0 not in layers:
+        inner.embeddings = nn.Identity()
+    if len(inner.layers) - 1 not in layers:
+        inner.norm = nn.Identity()
+
+
+class ModelStage(nn.Module):
+    """Consecutive layers: maps the hidden states before them to those after them, or the last ones to losses.
+
+    Args:
+        model: the part of the model that this process holds, see ``keep_layers``.
+        layers: numbers of the layers of this stage.
+        table: the token embedding, the output matrix of the last stage. It belongs to the first stage; where that is
+            elsewhere, this is a copy.
+    """
+
+    def __init__(self, model: M6ForConditionalGeneration, layers: range, table: nn.Parameter | None) -> None:
+        super().__init__()
+        inner, config = model.model, model.config
+        self.numbers = layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.embeddings = inner.embeddings if self.is_first else None
+        self.layers = nn.ModuleList(inner.layers[index] for index in layers)
+        self.norm = inner.norm if self.is_last else None
+        self.table = table if self.is_last else None
+        self._rotate = inner.rotation
+        self._moe = None if config.moe is None else config.moe_config()
+        self._sparse = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
+
+    def forward(
+        self, hidden_states: Tensor | None, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
+    ) -> tuple[Tensor, M6Output]:
+        """Runs the layers.
+
+        Args:
+            hidden_states: [B, S, D]; None in the first stage.
+            inputs: ``MicroBatch.model_inputs``.
+            labels: int64 [B, S].
+            dropout_seed: see ``M6Model.forward``.
+
+        Returns:
+            the hidden states after the layers, and what the stage adds to the loss and to the statistics: ``aux_loss``
+            of its own layers, ``router_stats`` of all layers of the model, zero for those of other stages, and in the
+            last stage ``target_losses``.
+        """
+        types, samples = inputs["token_type_ids"], inputs["sample_ids"]
+        if self.embeddings is not None:
+            seed_layer(dropout_seed, 0)
+            hidden_states = self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
+        assert hidden_states is not None
+        mask, rotation = (
+            prefix_lm_mask(types, samples),
+            self._rotate(torch.arange(samples.shape[1], device=samples.device)),
+        )
+        aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+        stats: dict[int, RoutingStats] = {}
+        blocks = zip(self.numbers, self.layers, strict=True)
+        outputs = run_blocks(blocks, hidden_states, mask, samples != 0, rotation, dropout_seed=dropout_seed)
+        for index, output in zip(self.numbers, outputs, strict=True):
+            hidden_states = output.hidden_states
+            if output.aux_loss is not None:
+                aux_loss = aux_loss + output.aux_loss
+                (stats[index],) = output.router_stats
+        all_stats: Any = ()
+        if self._moe is not None:
+            absent = no_statistics(self._moe, aux_loss.device)
+            all_stats = tuple(stats.get(index, absent) for index in self._sparse)
+        target_losses = None
+        if self.norm is not None and self.table is not None:
+            hidden_states = self.norm(hidden_states)
+            labelled = (labels[:, 1:] != IGNORED_LABEL).nonzero(as_tuple=True)
+            logits = F.linear(hidden_states[:, :-1][labelled], self.table)
+            target_losses = cross_entropy(logits, labels[:, 1:][labelled])
+        return hidden_states, M6Output(target_losses=target_losses, aux_loss=aux_loss, router_stats=all_stats)
+
+
+def no_statistics(config: MoEConfig, device: torch.device) -> RoutingStats:
+    """The statistics of a layer that has routed no token."""
+    experts, prototypes = (
+        torch.zeros(config.num_experts, device=device),
+        torch.zeros(config.num_prototypes, device=device),
+    )
+    return RoutingStats(experts, prototypes, torch.zeros((), device=device), prototypes, experts)

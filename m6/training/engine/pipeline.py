@@ -1,0 +1,303 @@
+"""The engine of ``m6.parallel.pipeline``: stages of layers on different ranks, inside of DeepSpeed's ZeRO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.outputs import M6Output
+from m6.model.stages import ModelStage
+from m6.training.engine.clipping import gradient_norm, shrink
+from m6.training.engine.engine import Engine, LossFunction, Update
+from m6.training.engine.handover import give_partition
+from m6.training.engine.partitions import is_expert
+from m6.training.engine.pipeline_groups import PipelineGroups
+from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
+from m6.training.expert_groups import expert_group
+from m6.training.reduction.buckets import buckets
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class _Step:
+    """The micro-batches of the current step, which every rank of the pipeline has."""
+
+    batches: Sequence[MicroBatch] = ()
+    seeds: Sequence[int] = ()
+    loss: LossFunction | None = None
+
+
+class PipelineEngine(Engine):
+    """Runs a schedule of PyTorch over this rank's stages; each of them calls the loss function with its part.
+
+    DeepSpeed neither sees the passes nor reduces gradients. At stage 1 it takes its partition of their sum. Norm and
+    clipping are those of the gradients of all stages.
+
+    The token embedding belongs to the first stage. If the last one is on another rank, it has a copy for its logits,
+    which is sent before each step. The copy's gradient is added to that of the first stage.
+    """
+
+    def __init__(self, deepspeed: DeepSpeedEngine, config: RunConfig, device: torch.device) -> None:
+        super().__init__(deepspeed, config, device)
+        assert config.pipeline is not None
+        self._groups: PipelineGroups = deepspeed.mpu
+        self._config = config
+        self.averaged_over = 1
+        self.replicas = self._groups.replicas
+        self._same_experts = expert_group("expert_data_parallel", config.m6.training.ep_size) or self.replicas
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._reduced_type = _TYPES.get(config.deepspeed.keys.get("communication_data_type", ""))
+        self._autocast = config.deepspeed.precision == "fp32" and config.deepspeed.product_dtype == "bf16"
+        self._step = _Step()
+        self._stages = self._build_stages(config)
+        self._schedule = build_schedule(config.pipeline, self._numbered_stages(config), self._micro_batches(config))
+        deepspeed.enable_backward_allreduce = False
+        deepspeed.set_gradient_accumulation_boundary(True)  # each step of DeepSpeed is an update
+        self._norm = torch.zeros((), device=device)
+        if self._zero_stage > 0:
+            self._take_over(deepspeed.optimizer)
+
+    # A training step
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
+        """See ``Engine.accumulate``; ``loss`` gets the parts of a micro-batch that this rank's stages yield."""
+        self._deepspeed.train()
+        self._send_table()
+        self._step = _Step([batch.to(self._device) for batch in micro_batches], seeds, loss)
+        numbers = torch.arange(len(micro_batches))
+        self._schedule.step(number=numbers, target=numbers, return_outputs=False)
+        self._step = _Step()
+        self._add_gradient_of_table()
+
+    def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
+        """See ``Engine.forward``; all ranks of a pipeline call it. Only the rank of the last stage gets losses."""
+        found, hidden_states = M6Output(), None
+        for index, stage in self._stages.items():
+            # In V schedules two neighbouring stages are on one rank.
+            if index > 0 and index - 1 not in self._stages:
+                shape = (*batch.input_ids.shape, self._config.model.hidden_size)
+                hidden_states = torch.empty(shape, dtype=self._dtype, device=self._device)
+                dist.recv(hidden_states, self._rank_of(index - 1), group=self._groups.pipeline)
+            hidden_states, output = self._run(stage, hidden_states, batch, seed)
+            if stage.is_last:
+                found = output
+            elif index + 1 not in self._stages:
+                dist.send(hidden_states.contiguous(), self._rank_of(index + 1), group=self._groups.pipeline)
+        return found
+
+    def update(self) -> Update:
+        """See ``Engine.update``."""
+        gradients = self._sum_gradients()
+        self._norm = self._norm_of(gradients)
+        scale = self._scale
+        norm = float(self._norm) / scale
+        skipped = not math.isfinite(norm)
+        shrink(list(gradients.values()), norm, self._max_norm)
+        if self._zero_stage > 0:
+            give_partition(self._deepspeed.optimizer, gradients)
+        elif skipped:
+            self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
+        self._deepspeed.step()
+        if self._loss_scale is not None:
+            self._loss_scale.change(skipped)
+        return Update(norm, skipped, scale)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See ``Engine.evaluating``."""
+        self._send_table()
+        with super().evaluating():
+            yield
+
+    # Checkpoints
+
+    @property
+    def tensor_names(self) -> set[str]:
+        """The names of the whole model."""
+        with torch.device("meta"):
+            whole = M6ForConditionalGeneration(self._config.model)
+        return {name for name, _ in (*whole.named_parameters(), *whole.named_buffers())}
+
+    # The stages
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The type of hidden states between stages."""
+        return self._trained[0].dtype
+
+    def _build_stages(self, config: RunConfig) -> dict[int, ModelStage]:
+        """The stages of this rank, by their numbers in the pipeline."""
+        assert config.pipeline is not None
+        cut = config.pipeline.cut(config.model.num_layers)
+        numbers = config.pipeline.stages_of(self._groups.places.pipeline_rank)
+        self._copy: nn.Parameter | None = None
+        self._table: nn.Parameter | None = None
+        if 0 in numbers:
+            self._table = self.module.model.embeddings.tokens.weight
+        elif len(cut) - 1 in numbers:
+            shape = (config.model.vocab_size, config.model.hidden_size)
+            self._copy = self._table = nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device))
+        return {number: ModelStage(self.module, cut[number], self._table) for number in numbers}
+
+    def _numbered_stages(self, config: RunConfig) -> list[NumberedStage]:
+        assert config.pipeline is not None
+        shape = (1, config.m6.data.sequence_length, config.model.hidden_size)
+        row = torch.empty(shape, dtype=self._dtype, device="meta")
+        num_stages = len(config.pipeline.cut(config.model.num_layers))
+        # The second half of a backward pass would compute a block that is not kept again for each few parameters.
+        splits = not config.m6.training.activation_checkpointing
+        return [
+            NumberedStage(
+                _StageOfStep(stage, self._pass),
+                index,
+                num_stages,
+                row,
+                self._rows,
+                self._device,
+                self._groups.pipeline,
+                splits,
+            )
+            for index, stage in self._stages.items()
+        ]
+
+    def _micro_batches(self, config: RunConfig) -> int:
+        return config.accumulation_steps(self._groups.places.world_size)
+
+    def _rows(self, number: int) -> int:
+        return len(self._step.batches[number].input_ids)
+
+    def _rank_of(self, stage: int) -> int:
+        """The global rank of a stage of this pipeline."""
+        assert self._config.pipeline is not None
+        places = self._groups.places
+        size = places.pipeline_size
+        place = next(place for place in range(size) if stage in self._config.pipeline.stages_of(place))
+        return place * places.data_size + places.data_rank
+
+    def _run(
+        self, stage: ModelStage, hidden_states: Tensor | None, batch: MicroBatch, seed: int | None
+    ) -> tuple[Tensor, M6Output]:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            found: tuple[Tensor, M6Output] = stage(hidden_states, batch.model_inputs(), batch.labels, seed)
+        return found
+
+    def _pass(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> Tensor:
+        """A forward pass of a training step: hidden states, or the loss [1] of the last stage."""
+        step = self._step
+        assert step.loss is not None
+        batch = step.batches[number]
+        hidden_states, output = self._run(stage, hidden_states, batch, step.seeds[number])
+        # A product is no view, which PyTorch's schedules could not detach.
+        loss = step.loss(batch, output).reshape(1) * self._scale
+        if stage.is_last:
+            return loss
+        return _WithLoss.apply(hidden_states, loss) if loss.requires_grad else hidden_states
+
+    # Gradients
+
+    def _send_table(self) -> None:
+        """Sends the token embedding to the rank of the last stage."""
+        if self._groups.ends is not None and self._has_copy:
+            assert self._table is not None
+            dist.broadcast(self._table.data, self._groups.first, group=self._groups.ends)
+
+    def _add_gradient_of_table(self) -> None:
+        """Adds the gradient of the copy to that of the token embedding."""
+        if self._groups.ends is None or not self._has_copy:
+            return
+        assert self._table is not None
+        gradient = self._table.grad
+        if gradient is None:
+            gradient = torch.zeros_like(self._table)
+        dist.reduce(gradient, self._groups.first, group=self._groups.ends)
+        self._table.grad = None if self._copy is not None else gradient
+
+    @property
+    def _has_copy(self) -> bool:
+        assert self._config.pipeline is not None
+        return not self._config.pipeline.is_v
+
+    def _sum_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients of this rank's parameters, summed over the ranks that hold the same ones."""
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = {parameter: parameter.grad for parameter in self._trained if parameter.grad is not None}
+        for of_experts, group in ((False, self.replicas), (True, self._same_experts)):
+            chosen = [each for parameter, each in gradients.items() if is_expert(parameter) == of_experts]
+            if dist.get_world_size(group) == 1:
+                continue
+            for bucket in buckets(chosen):
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                reduced = flat if self._reduced_type is None else flat.to(self._reduced_type)
+                dist.all_reduce(reduced, group=group)
+                for gradient, total in zip(bucket, reduced.split([each.numel() for each in bucket]), strict=True):
+                    gradient.copy_(total.view_as(gradient))
+        return gradients
+
+    def _norm_of(self, gradients: dict[nn.Parameter, Tensor]) -> Tensor:
+        """The norm over all stages; equal on all ranks."""
+        experts = [gradient for parameter, gradient in gradients.items() if is_expert(parameter)]
+        dense = [gradient for parameter, gradient in gradients.items() if not is_expert(parameter)]
+        squares = gradient_norm(dense, experts, self._expert_group, self._device).double().square()
+        dist.all_reduce(squares, group=self._groups.pipeline)
+        return squares.sqrt().float()
+
+    def _take_over(self, zero: Any) -> None:
+        """Gives this engine the reduction, the norm and the decision to skip of DeepSpeed's optimizer (0.19.8)."""
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        zero._grad_acc_hooks.clear()
+        zero.clip_grad = 0.0
+        zero.scaled_global_norm = lambda norm_type=2: self._norm
+        zero.check_grad_overflow = True
+
+        def check_overflow(partition_gradients: bool = True) -> None:
+            zero.overflow = not math.isfinite(self._norm)
+
+        zero.check_overflow = check_overflow
+
+
+class _StageOfStep(nn.Module):
+    """A stage as PyTorch's schedules call it: with the number of a micro-batch."""
+
+    def __init__(self, stage: ModelStage, run: Callable[[ModelStage, Tensor | None, int], Tensor]) -> None:
+        super().__init__()
+        self.stage, self._run = stage, run
+
+    def forward(self, hidden_states: Tensor | None = None, *, number: Tensor) -> Tensor:
+        """See ``NumberedStage``."""
+        return self._run(self.stage, hidden_states, int(number))
+
+
+class _WithLoss(torch.autograd.Function):
+    """Hidden states that carry a loss [1]: the backward pass gives it the gradient 1. Nothing of it is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, loss: Tensor) -> Tensor:
+        """Returns a copy of ``hidden_states``."""
+        ctx.dtype = loss.dtype
+        return hidden_states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of both."""
+        return grads[0], torch.ones(1, dtype=ctx.dtype, device=grads[0].device)

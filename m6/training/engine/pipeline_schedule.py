@@ -1,0 +1,120 @@
+"""Schedules of ``torch.distributed.pipelining`` (PyTorch 2.13) over micro-batches with different numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from m6.config.pipeline import PipelineSettings
+
+_SCHEDULES: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class NumberedStage(PipelineStage):
+    """A stage that gets the number of a micro-batch and looks up its data, which every rank of the pipeline has.
+
+    PyTorch's stage receives all micro-batches of a step into buffers of one shape that live as long as the stage. This
+    one makes a buffer of the right number of rows when it is received, and lets it go when it is used.
+
+    Args:
+        module: maps hidden states, except in the first stage, and ``number`` to hidden states or a loss [1].
+        index, num_stages: of this stage.
+        row: hidden states of one row, [1, S, D] on the meta device.
+        rows: maps the number of a micro-batch to its rows.
+        group: the ranks of the pipeline.
+        splits: whether a schedule may compute the gradients of inputs first and those of weights later; otherwise it
+            computes both at the place of the first.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        row: Tensor,
+        rows: Callable[[int], int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        splits: bool,
+    ) -> None:
+        # With the shapes given, PyTorch does not run the module once to learn them.
+        row = row.requires_grad_()
+        inputs = () if index == 0 else (row,)
+        super().__init__(
+            module,
+            index,
+            num_stages,
+            device,
+            input_args=inputs,
+            output_args=(row,),
+            group=group,
+            dw_builder=None if splits else _nothing_later,
+        )
+        self._rows, self._row = rows, row
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See PyTorch."""
+        self._make_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See PyTorch."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _drop_buffers(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See PyTorch."""
+        if not self.is_last:
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See PyTorch."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _drop_buffers(self.grad_recv_info[bwd_chunk_id])
+
+    def _make_buffers(self, infos: Any, number: int) -> None:
+        for info in infos:
+            if not info.is_root_arg:
+                shape = (self._rows(number), *self._row.shape[1:])
+                info.buffer = torch.empty(shape, dtype=self._row.dtype, device=self.device)
+
+
+def _nothing_later() -> Callable[[], None]:
+    return lambda: None
+
+
+def _drop_buffers(infos: Any) -> None:
+    for info in infos:
+        info.buffer = None
+
+
+def build_schedule(settings: PipelineSettings, stages: list[NumberedStage], micro_batches: int) -> Any:
+    """The schedule of a rank with these stages; its ``step`` gets ``number``, int64 [micro_batches]."""
+    arguments = {"n_microbatches": micro_batches, "loss_fn": _as_scalar, "scale_grads": False}
+    of_rank = stages[0] if settings.stages_per_rank() == 1 else stages
+    return _SCHEDULES[settings.schedule](of_rank, **arguments)
+
+
+def _as_scalar(loss: Tensor, number: Tensor) -> Tensor:
+    # The last stage returns [1], since PyTorch cannot join outputs without dimensions.
+    return loss.sum()

@@ -1,0 +1,58 @@
+"""Where a rank is: which micro-batches it reads, and which part of the model it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m6.config.run import RunConfig
+from m6.runs.processes import Runtime
+
+
+@dataclass(frozen=True)
+class Places:
+    """The place of a rank among all ranks.
+
+    The ranks that hold the same stages of a pipeline are neighbours; experts are split among them. Without a pipeline
+    these are all ranks.
+
+    Attributes:
+        rank, world_size: see ``Runtime``.
+        pipeline_size: ranks of a pipeline; they read the same micro-batches.
+    """
+
+    rank: int
+    world_size: int
+    pipeline_size: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, runtime: Runtime) -> Places:
+        """The place of this process in a run."""
+        return cls(runtime.rank, runtime.world_size, config.pipeline_size)
+
+    @property
+    def data_size(self) -> int:
+        """Pipelines, which read different micro-batches."""
+        return self.world_size // self.pipeline_size
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's pipeline: it decides which micro-batches the rank reads."""
+        return self.rank % self.data_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The number of this rank in its pipeline."""
+        return self.rank // self.data_size
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether this rank is the one that speaks for its micro-batches where each of them counts once."""
+        return self.pipeline_rank == 0
+
+    def replicas(self) -> list[list[int]]:
+        """The ranks that hold the same stages, for each place in a pipeline."""
+        return [list(range(first, first + self.data_size)) for first in range(0, self.world_size, self.data_size)]
+
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each pipeline, in the order of their places."""
+        return [list(ranks) for ranks in zip(*self.replicas(), strict=True)]

@@ -1,0 +1,217 @@
+"""The share of a step in which ranks of a pipeline wait: recorded passes of running schedules on a virtual clock.
+
+PYTHONPATH=. python scripts/benchmarks/pipeline_bubbles.py
+
+Four processes train one step with each schedule and record the order of their passes. The clock then runs these
+orders: the passes of a rank follow each other, and a pass waits for what it receives. On two cores the processes
+themselves would wait for processors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from m6.config.run import RunConfig, load_config
+from m6.data.collate import MicroBatch
+from m6.model.outputs import M6Output
+from m6.training.engine.pipeline_schedule import NumberedStage
+from scripts.benchmarks.record import ROOT, Recorder
+
+RANKS = 4
+STEPS_OF = (8, 16)
+"""Micro-batches of a step."""
+SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+TOLERANCE = 0.02
+Kind = Literal["forward", "backward", "input", "weight"]
+# A backward pass takes twice as long as a forward pass; its halves for inputs and for weights take half of it each.
+_SECONDS: dict[Kind, float] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
+
+
+class Pass(NamedTuple):
+    """One pass of a micro-batch through a stage."""
+
+    kind: Kind
+    stage: int
+    number: int
+
+
+@contextmanager
+def recording() -> Iterator[list[Pass]]:
+    """Yields a list that gets the passes of this process."""
+    passes: list[Pass] = []
+    stage: Any = NumberedStage
+    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+    inherited = stage.backward_weight_one_chunk
+
+    def forward_one_chunk(self: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+        passes.append(Pass("forward", self.stage_index, number))
+        return forward(self, number, *args, **kwargs)
+
+    def backward_one_chunk(self: Any, number: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        passes.append(Pass("backward" if full_backward else "input", self.stage_index, number))
+        backward(self, number, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self: Any, number: int, *args: Any, **kwargs: Any) -> None:
+        passes.append(Pass("weight", self.stage_index, number))
+        inherited(self, number, *args, **kwargs)
+
+    stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+    stage.backward_weight_one_chunk = backward_weight_one_chunk
+    try:
+        yield passes
+    finally:
+        stage.forward_one_chunk, stage.backward_one_chunk = forward, backward
+        del stage.backward_weight_one_chunk
+
+
+def bubble(traces: Sequence[Sequence[Pass]], stages_per_rank: int) -> float:
+    """The share of the time of all ranks in which they wait.
+
+    Args:
+        traces: the passes of each rank, in their order.
+    """
+    last = max(each.stage for trace in traces for each in trace)
+    clocks, places, done = [0.0] * len(traces), [0] * len(traces), dict[Pass, float]()
+    while any(place < len(trace) for place, trace in zip(places, traces, strict=True)):
+        moved = False
+        for rank, trace in enumerate(traces):
+            while places[rank] < len(trace):
+                current = trace[places[rank]]
+                needed = [_finished(done, each) for each in _received(current, last)]
+                if None in needed:
+                    break
+                begin = max([clocks[rank], *(time for time in needed if time is not None)])
+                clocks[rank] = done[current] = begin + _SECONDS[current.kind] / stages_per_rank
+                places[rank] += 1
+                moved = True
+        assert moved, "the ranks wait for each other"
+    busy = sum(_SECONDS[each.kind] / stages_per_rank for trace in traces for each in trace)
+    return 1 - busy / (len(traces) * max(clocks))
+
+
+def formula(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> float:
+    """The bubble of equal stages.
+
+    1F1B and interleaved 1F1B: arXiv 2104.04473, section 2.2; zero bubble: arXiv 2401.10241.
+    """
+    waits = (ranks - 1) / {"1f1b": 1, "interleaved_1f1b": stages_per_rank}.get(schedule, 6)
+    return waits / (micro_batches + waits)
+
+
+def _received(current: Pass, last: int) -> list[Pass]:
+    """The passes whose results a pass needs."""
+    kind, stage, number = current
+    if kind == "forward":
+        return [Pass("forward", stage - 1, number)] if stage else []
+    if kind == "weight":
+        return [Pass("input", stage, number)]
+    return [Pass("backward", stage + 1, number)] if stage < last else [Pass("forward", stage, number)]
+
+
+def _finished(done: dict[Pass, float], needed: Pass) -> float | None:
+    # The gradient of a stage's input comes from a whole backward pass or from its first half.
+    kinds = ("backward", "input") if needed.kind == "backward" else (needed.kind,)
+    return next((done[each] for kind in kinds if (each := needed._replace(kind=kind)) in done), None)
+
+
+def _config(schedule: str, micro_batches: int) -> RunConfig:
+    return load_config(
+        ROOT / "configs" / "m6_smoke.json",
+        (
+            "m6.pseudo_to_real=null",
+            "m6.model.num_layers=8",
+            f"m6.parallel.pipeline.num_ranks={RANKS}",
+            f"m6.parallel.pipeline.schedule={schedule}",
+            "zero_optimization.stage=1",
+            "train_micro_batch_size_per_gpu=1",
+            f"train_batch_size={micro_batches}",
+        ),
+    )
+
+
+def _batch(config: RunConfig) -> MicroBatch:
+    shape = (1, config.m6.data.sequence_length)
+    ids, zeros = torch.randint(5, 50, shape), torch.zeros(shape, dtype=torch.int64)
+    size = config.model.image_size
+    return MicroBatch(
+        input_ids=ids, token_type_ids=zeros + 2, position_ids=zeros, sample_ids=zeros + 1, labels=ids,
+        loss_weights=torch.ones(shape), objective_ids=zeros, data_source_ids=zeros,
+        pixel_values=torch.empty(0, 3, size, size), num_target_tokens=shape[1], num_tokens=shape[1], num_samples=1,
+        num_token_pairs=shape[1] ** 2,
+    )  # fmt: skip
+
+
+def _loss(_: MicroBatch, output: M6Output) -> torch.Tensor:
+    assert output.aux_loss is not None
+    return output.aux_loss if output.target_losses is None else output.aux_loss + output.target_losses.mean()
+
+
+def _train(rank: int, port: int, results: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(1)
+    from m6.runs.processes import start
+    from m6.training.engine.build import build_engine
+
+    runtime = start()
+    for schedule in SCHEDULES:
+        for micro_batches in STEPS_OF:
+            config = _config(schedule, micro_batches)
+            engine = build_engine(config, runtime)
+            engine.begin_step(0.0)
+            with recording() as passes:
+                engine.accumulate([_batch(config)] * micro_batches, _loss, range(micro_batches))
+            traces: list[Any] = [None] * RANKS
+            dist.all_gather_object(traces, passes)
+            if rank == 0:
+                results.put((schedule, micro_batches, traces))
+    if rank == 0:
+        results.put(None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Records and compares."""
+    recorder = Recorder("pipeline_bubbles", "How long ranks of a pipeline wait")
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = torch.multiprocessing.start_processes(
+        _train, (29000 + os.getpid() % 1000, results), nprocs=RANKS, join=False, start_method="spawn"
+    )
+    rows, numbers, wrong = [], [], []
+    while (found := results.get()) is not None:
+        schedule, micro_batches, traces = found
+        stages = _config(schedule, micro_batches).pipeline
+        assert stages is not None
+        measured = bubble(traces, stages.stages_per_rank())
+        expected = formula(schedule, RANKS, micro_batches, stages.stages_per_rank())
+        rows.append([schedule, str(micro_batches), f"{measured:.2%}", f"{expected:.2%}"])
+        numbers.append({"schedule": schedule, "micro_batches": micro_batches, "bubble": measured, "formula": expected})
+        if abs(measured - expected) > TOLERANCE * expected:
+            wrong.append(schedule)
+    processes.join()
+    notes = (
+        f"One step of `m6_smoke.json` with 8 layers on {RANKS} gloo ranks for each row. The passes are recorded where "
+        "PyTorch's schedules call our stages, and run again on a clock on which a forward pass of all layers of a rank "
+        "takes 1, a backward pass 2, its halves for inputs and weights 1 each, and messages nothing. With M "
+        "micro-batches and P ranks the formulas are (P - 1) / (M + P - 1) for `1f1b`, (P - 1) / (2 M + P - 1) for "
+        "`interleaved_1f1b` with two stages a rank, and (P - 1) / (6 M + P - 1) for the others. These are the waits of "
+        "the schedule alone: on real devices messages, unequal stages and the products of experts, which do not split, "
+        "come on top."
+    )
+    recorder.write(["schedule", "micro-batches", "waits, recorded", "formula"], rows, notes, {"runs": numbers})
+    if wrong:
+        sys.exit(f"more than {TOLERANCE:.0%} off: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Stages of layers on different ranks: every schedule has the gradients, and every run the losses, of one rank.
+
+Processes take seconds to start, so that each world is started once and trains one run after the other.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
+from scripts.benchmarks.pipeline_bubbles import bubble, formula, recording
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_faults import entries, open_trainer
+from tests.distributed.test_training_layouts import MUON, ROUTING, losses, norms, train
+from tests.fixtures.tiny_run import tiny_document
+
+pytestmark = pytest.mark.slow
+
+# fp32: sums of gradients in another order. The measured errors are below 2e-7.
+TOLERANCE = 1e-6
+SCHEDULES = [
+    ("1f1b", [4, 1]),
+    ("interleaved_1f1b", None),
+    ("interleaved_zero_bubble", [2, 1, 1, 1]),
+    ("zbv", [1, 2, 1, 1]),
+    ("dualpipev", None),
+]
+STEPS = 4
+
+
+def pipeline(num_ranks: int, schedule: str, layers: list[int] | None = None) -> dict[str, Any]:
+    found = {"num_ranks": num_ranks, "schedule": schedule, "layers": layers}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def document(folder: Path, stage: int = 1, **changes: Any) -> dict[str, Any]:
+    """A run of five layers with 8 micro-batches in a step."""
+    changes = {"train_batch_size": 16, "m6__model__num_layers": 5, "m6__data__packing": True, **changes}
+    return tiny_document(folder, zero_optimization={"stage": stage}, **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipelines")
+    tiny_document(folder)  # builds the data before the ranks start
+    return folder
+
+
+def part_of_loss(_: Any, output: Any) -> torch.Tensor:
+    """The loss of a micro-batch, or of some of its layers."""
+    losses = 0.0 if output.target_losses is None else output.target_losses.sum() / 100
+    return losses + output.aux_loss
+
+
+def compare_gradients(base: dict[str, Any]) -> None:
+    """On each of two ranks: gradients of its stages against those of the whole model, under every schedule.
+
+    The passes that were recorded make the ranks wait as long as the schedule's formula says.
+    """
+    from m6.config.run import parse_config
+    from m6.runs.data import open_data
+    from m6.runs.processes import start
+    from m6.training.engine.build import build_engine, build_model
+
+    runtime = start()
+    whole, _ = build_model(parse_config(base), runtime.device)
+    batches = [open_data(parse_config(base)).micro_batch(index) for index in range(4)]
+    assert len({len(batch.input_ids) for batch in batches}) > 1  # micro-batches have different numbers of rows
+
+    whole.train()
+    for seed, batch in enumerate(batches):
+        output = whole(**batch.model_inputs(), labels=batch.labels, return_logits=False, dropout_seed=seed)
+        part_of_loss(batch, output).backward()
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for schedule, layers in SCHEDULES:
+        config = parse_config({**base, "m6": {**base["m6"], "parallel": {"pipeline": pipeline(2, schedule, layers)}}})
+        engine = build_engine(config, runtime)
+        engine.begin_step(0.0)
+        with recording() as passes:
+            engine.accumulate(batches, part_of_loss, range(4))
+        traces: list[Any] = [None, None]
+        torch.distributed.all_gather_object(traces, passes)
+        per_rank = config.pipeline.stages_per_rank()
+        assert bubble(traces, per_rank) == pytest.approx(formula(schedule, 2, 4, per_rank), rel=0.02), schedule
+        found = dict(engine.module.named_parameters())
+        assert 0 < len(found) < len(expected)
+        for name, parameter in found.items():
+            error = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
+            assert error < TOLERANCE, (schedule, name, float(error))
+        holders = torch.tensor([name in found for name in expected], dtype=torch.int64)
+        torch.distributed.all_reduce(holders)
+        assert bool((holders == 1).all()), "each parameter is on one rank, the shared table too"
+
+
+def test_every_schedule_has_the_gradients_of_the_whole_model(folder: Path):
+    """Uneven cuts, dropout, router jitter, auxiliary losses, and the table that the first and the last stage use."""
+    base = document(
+        folder, train_micro_batch_size_per_gpu=4, m6__moe__router_jitter=0.1, m6__model__attention_dropout=0.1
+    )
+    run_distributed(compare_gradients, 2, base)
+
+
+def count_passes(base: dict[str, Any]) -> None:
+    """How often the blocks of all ranks are computed for each micro-batch."""
+    from m6.config.run import parse_config
+    from m6.model.blocks import M6Block
+    from m6.runs.data import open_data
+    from m6.runs.processes import start
+    from m6.training.engine.build import build_engine
+
+    runtime, plain = start(), M6Block.forward
+    calls = torch.zeros(1)
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.add_(1)
+        return plain(self, *args, **kwargs)
+
+    M6Block.forward = counted
+    batches = [open_data(parse_config(base)).micro_batch(index) for index in range(4)]
+    for checkpointing, expected in ((False, 1), (True, 2)):
+        training = {**base["m6"]["training"], "activation_checkpointing": checkpointing}
+        engine = build_engine(parse_config({**base, "m6": {**base["m6"], "training": training}}), runtime)
+        calls.zero_()
+        engine.begin_step(0.0)
+        engine.accumulate(batches, part_of_loss, range(4))
+        total = calls.clone()
+        torch.distributed.all_reduce(total)
+        assert float(total) == expected * 4 * 5
+
+
+def test_blocks_are_computed_once_or_with_checkpointing_twice(folder: Path):
+    base = document(folder, train_batch_size=8, m6__parallel__pipeline=pipeline(2, "zbv"))
+    run_distributed(count_passes, 2, base)
+
+
+# name -> (changes of the run, its pipeline on 4 ranks, ZeRO stage, ep_size)
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "zbv": ({}, pipeline(2, "zbv", [1, 2, 1, 1]), 1, 2),
+    "options": ({"m6__moe": {**ROUTING, "router_jitter": 0.1}}, pipeline(2, "1f1b", [3, 2]), 0, 2),
+    "four": ({"m6__training__activation_checkpointing": True}, pipeline(4, "1f1b"), 1, 1),
+    "checkpointing": (
+        {"m6__training__activation_checkpointing": True},
+        pipeline(2, "interleaved_zero_bubble", [2, 1, 1, 1]),
+        1,
+        2,
+    ),
+    "sparse in part": ({"m6__model__moe_layer_frequency": 3}, pipeline(2, "1f1b", [2, 3]), 1, 2),
+    "dense": ({"m6__moe": None, "m6__model__patch_encoder": "resnet"}, pipeline(2, "dualpipev"), 1, 1),
+    "muon": (MUON, pipeline(2, "zbv"), 1, 2),
+    "adafactor": (
+        {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}},
+        pipeline(2, "interleaved_1f1b"),
+        0,
+        2,
+    ),
+}
+# 16 bits round the sums of different orders.
+ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "bf16": ({"bf16": {"enabled": True}}, pipeline(2, "zbv"), 1, 2),
+    "autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "communication_data_type": "bf16"},
+        pipeline(2, "1f1b"),
+        1,
+        2,
+    ),
+    "fp16": (
+        {"fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}},
+        pipeline(2, "interleaved_zero_bubble"),
+        1,
+        2,
+    ),
+}
+
+
+def train_all(runs: list[tuple[dict[str, Any], Path]]) -> None:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    for each, root in runs:
+        open_trainer(each, root).train()
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """The folder with a run of one rank and a run of four ranks for each of the above."""
+    alone, together = [], []
+    for name, (changes, stages, zero, ep_size) in {**RUNS, **ROUNDED}.items():
+        alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
+        parallel = {"m6__parallel__pipeline": stages, "m6__training__ep_size": ep_size}
+        together.append((document(folder, zero, **changes, **parallel), folder / name))
+    run_distributed(train_all, 1, alone)
+    run_distributed(train_all, 4, together)
+    return folder
+
+
+def reported(root: Path, *keys: str) -> list[list[float]]:
+    return [[entry[key] for key in keys] for entry in entries(root) if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
+    """Losses, validation, norms, auxiliary losses, counts, and the statistics of the routers of all stages."""
+    found, expected = trained / name, trained / f"{name} alone"
+    assert len(losses(found)) == STEPS + 4  # and the validation losses of four objectives
+    assert losses(found) == pytest.approx(losses(expected), rel=TOLERANCE)
+    assert norms(found) == pytest.approx(norms(expected), rel=TOLERANCE)
+    for ours, theirs in zip(*(reported(root, "aux_loss") for root in (found, expected)), strict=True):
+        assert ours == pytest.approx(theirs, abs=TOLERANCE)
+    counts = ("tokens_seen", "samples_seen", "bad_rows", "skipped_steps")
+    assert reported(found, *counts) == reported(expected, *counts)
+    for ours, theirs in zip(entries(found), entries(expected), strict=True):
+        for key in ("load_cv", "dropped_fraction", "unused_experts", "router_entropy"):
+            values, others = (entry.get("experts", {}).get(key, []) for entry in (ours, theirs))
+            assert values == pytest.approx(others, abs=1e-5)
+    assert ("experts" in entries(found)[0]) == (name != "dense")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
+    """The same names, shapes and kinds of state, and values that four steps of an optimizer leave alike."""
+    ours, theirs = (
+        CheckpointReader(complete_checkpoints(trained / run / "checkpoints")[-1]) for run in (name, f"{name} alone")
+    )
+    assert ours.shapes == theirs.shapes
+    for tensor, kind in ours.shapes:
+        difference = (ours.read(tensor, kind) - theirs.read(tensor, kind)).abs().max()
+        # AdamW divides by the root of squares: where a gradient is nearly 0, rounding decides the sign of the update.
+        largest = 2e-3 if kind == "weight" or name == "muon" else 1e-5
+        assert float(difference) < largest, (tensor, kind)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_precisions(trained: Path, name: str):
+    found, expected = trained / name, trained / f"{name} alone"
+    assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
+    assert norms(found)[-1] == pytest.approx(norms(expected)[-1], rel=2e-2)
+    if name == "fp16":
+        scales = reported(found, "loss_scale", "skipped_steps")
+        assert scales == reported(expected, "loss_scale", "skipped_steps")
+        assert {skipped for _, skipped in scales} == {0, 1}
+
+
+def poison(each: dict[str, Any], root: Path) -> None:
+    """A router of the last stage overflows in the second step."""
+    trainer = open_trainer(each, root)
+    last = trainer.engine.module.model.layers[4]
+    run_step, outcomes = trainer.run_step, []
+
+    def poisoned(micro_batches: list[Any]) -> Any:
+        weights = [fragment.data.clone() for fragment in trainer.engine.fragments()]
+        if trainer.step == 1 and hasattr(last, "ffn"):
+            kept = last.ffn.router.weight.data.clone()
+            last.ffn.router.weight.data.fill_(math.inf)
+        outcome = run_step(micro_batches)
+        if trainer.step == 1 and hasattr(last, "ffn"):
+            last.ffn.router.weight.data.copy_(kept)
+        same = [torch.equal(old, new.data) for old, new in zip(weights, trainer.engine.fragments(), strict=True)]
+        outcomes.append((outcome.skipped, outcome.nonfinite_routers, all(same)))
+        return outcome
+
+    trainer.run_step = poisoned
+    trainer.train()
+    assert outcomes[1] == (True, ["layers.4.ffn"], True)
+    assert [skipped for skipped, _, _ in outcomes] == [False, True, False, False]
+
+
+def test_all_stages_skip_a_step_and_name_the_router(folder: Path):
+    stages = {"m6__parallel__pipeline": pipeline(2, "1f1b")}
+    run_distributed(poison, 2, document(folder, **stages), folder / "poisoned")
+
+
+def test_a_run_resumes_on_other_layouts(folder: Path):
+    """Between cuts, schedules, numbers of stages, ZeRO stages, expert parallelism and one rank."""
+    run_distributed(train, 1, document(folder, 0, m6__training__total_steps=6), str(folder / "straight"))
+    root = folder / "wandering"
+    for ranks, stages, zero, ep_size, stop_at in [
+        (2, pipeline(2, "1f1b", [1, 4]), 1, 1, 1),
+        (4, pipeline(2, "zbv", [1, 2, 1, 1]), 1, 2, 2),
+        (1, None, 1, 1, 3),
+        (4, pipeline(4, "1f1b"), 0, 1, 4),
+        (2, None, 2, 2, 5),
+        (2, pipeline(2, "interleaved_zero_bubble", [2, 1, 1, 1]), 1, 1, None),
+    ]:
+        parallel = {"m6__training__ep_size": ep_size, "m6__training__total_steps": 6}
+        each = document(folder, zero, m6__parallel__pipeline=stages, **parallel)
+        run_distributed(train, ranks, each, str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / "straight"), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / "straight"), rel=10 * TOLERANCE)
+    records = [json.loads(line)["step"] for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert records == [1, 2, 3, 4, 4, 5, 6, 6]

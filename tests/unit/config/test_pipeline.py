@@ -1,0 +1,131 @@
+"""The section m6.parallel.pipeline: how layers are cut, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.checks import check_world_size
+from m6.config.pipeline import PipelineSettings
+from m6.config.run import RunConfig, parse_config
+from m6.errors import UserError
+from m6.planning.search.configuration import layout_of
+from tests.fixtures.offload_sections import SMALL
+from tests.fixtures.tiny_run import tiny_document
+
+
+def run(folder: Path, pipeline: dict[str, Any], stage: int = 1, **changes: Any) -> RunConfig:
+    changes = {"train_batch_size": 16, "m6__model__num_layers": 4, **changes}
+    changes.setdefault("zero_optimization", {"stage": stage})
+    return parse_config(tiny_document(folder, m6__parallel__pipeline=pipeline, **changes))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "cut", "of_second_rank"),
+    [
+        ("1f1b", None, [3, 3], [1]),
+        ("1f1b", [4, 2], [4, 2], [1]),
+        ("zbv", None, [1, 2, 1, 2], [1, 2]),
+        ("dualpipev", [1, 3, 1, 1], [1, 3, 1, 1], [1, 2]),
+        ("interleaved_1f1b", None, [1, 2, 1, 2], [1, 3]),
+        ("interleaved_zero_bubble", [1] * 6, [1] * 6, [1, 3, 5]),
+    ],
+)
+def test_cuts(schedule: Any, layers: list[int] | None, cut: list[int], of_second_rank: list[int]):
+    settings = PipelineSettings(num_ranks=2, schedule=schedule, layers=layers)
+    settings.check_cut(6)
+    stages = settings.cut(6)
+    assert [len(stage) for stage in stages] == cut
+    assert [layer for stage in stages for layer in stage] == list(range(6))
+    assert settings.stages_of(1) == of_second_rank
+    assert sorted(settings.stages_of(0) + settings.stages_of(1)) == list(range(len(cut)))
+
+
+ZBV = {"num_ranks": 2, "schedule": "zbv"}
+PLAIN = {"num_ranks": 2}
+REFUSED = {
+    "ZeRO 2": (PLAIN, {"stage": 2}, r"zero_optimization\.stage 2 .* use stage 1 or 0"),
+    "one rank": ({"num_ranks": 1}, {}, r"m6\.parallel\.pipeline\.num_ranks: .*2"),
+    "unknown schedule": ({**PLAIN, "schedule": "gpipe"}, {}, r"m6\.parallel\.pipeline\.schedule"),
+    "sum": ({**PLAIN, "layers": [3, 2]}, {}, r"layers \[3, 2\] has 5 layers, but .*num_layers is 4; use \[2, 2\]"),
+    "number of stages": ({**PLAIN, "layers": [1, 2, 1]}, {}, r"expected 2 numbers .* found 3"),
+    "stages of a V": ({**ZBV, "layers": [2, 2]}, {}, r"expected 4 numbers .* found 2"),
+    "one stage each": ({"num_ranks": 2, "schedule": "interleaved_1f1b", "layers": [2, 2]}, {}, r"expected 4 numbers"),
+    "more stages than layers": (
+        {"num_ranks": 3, "schedule": "zbv"},
+        {},
+        r'makes 6 stages, but m6\.model\.num_layers is 4.*num_ranks 2 or "schedule": "1f1b"',
+    ),
+    "no layer": ({"num_ranks": 5}, {}, r"makes 5 stages.*use num_ranks 4"),
+    "reduction": (PLAIN, {"zero_optimization": {"stage": 1, "overlap_comm": True}}, r"overlap_comm: .* leave it out"),
+    "timers": (PLAIN, {"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+    "deterministic": (PLAIN, {"m6__training__deterministic": "any_world"}, "deterministic"),
+    "Pseudo": (PLAIN, {"m6__pseudo_to_real": {"switch_step": 2}}, r"m6\.pseudo_to_real: layers that share weights"),
+    "scope": (PLAIN, {"m6__moe__balance_scope": "global_batch"}, "balance_scope"),
+    "modules of autocast": (
+        PLAIN,
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}},
+        "lower_precision_safe_modules",
+    ),
+    "compression": (
+        PLAIN,
+        {"m6__communication": {"gradients": "powersgd", "rank": 2}},
+        r"m6\.communication: it compresses gradients of whole models",
+    ),
+    "ramp": (
+        PLAIN,
+        {"m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}]},
+        r"m6\.training\.batch_ramp: a schedule",
+    ),
+    "elastic": (PLAIN, {"m6__elastic": {"max_nodes": 2}}, r"m6\.elastic: the planner does not choose"),
+    "LAMB": (PLAIN, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, r'optimizer\.type "Lamb": its norms'),
+    "offloading": (PLAIN, {"m6__offload": SMALL}, r"m6\.offload: the store"),
+    "adapters": (PLAIN, {"m6__lora": {"targets": ["experts"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path: Path, case: str):
+    pipeline, changes, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, pipeline, **changes)
+
+
+WORLDS = {
+    "world": (PLAIN, 3, {}, r"num_ranks 2 does not divide the world size 3; use 3"),
+    "single process": (PLAIN, 1, {}, r"does not divide the world size 1; start more ranks"),
+    "ep_size": (
+        PLAIN,
+        4,
+        {"m6__training__ep_size": 4},
+        r"ep_size 4 does not divide the 2 ranks that hold the same stage.*use ep_size 2",
+    ),
+    "few micro-batches": (ZBV, 4, {"train_batch_size": 12}, r"train_batch_size 12: .*needs 4 .*has 3; use 16"),
+    "few for 1F1B": ({"num_ranks": 4}, 4, {"train_batch_size": 4}, r"needs 4 .*has 2; use 8"),
+    "rounds": (
+        {"num_ranks": 2, "schedule": "interleaved_1f1b"},
+        2,
+        {"train_batch_size": 10},
+        r"a multiple of 2 .*has 5; use 12",
+    ),
+    "batch": (PLAIN, 4, {"train_batch_size": 10}, r"train_batch_size 10 is not a multiple"),
+}
+
+
+@pytest.mark.parametrize("case", WORLDS)
+def test_refused_on_a_number_of_ranks(tmp_path: Path, case: str):
+    pipeline, world_size, changes, message = WORLDS[case]
+    config = run(tmp_path, pipeline, **changes)
+    with pytest.raises(UserError, match=message):
+        check_world_size(config, world_size)
+
+
+def test_the_advice_runs(tmp_path: Path):
+    check_world_size(run(tmp_path, ZBV, train_batch_size=16), 4)
+    check_world_size(run(tmp_path, {"num_ranks": 2, "schedule": "interleaved_1f1b"}, train_batch_size=12), 2)
+    assert run(tmp_path, ZBV).accumulation_steps(4) == 4
+
+
+def test_the_planner_prices_no_pipeline(tmp_path: Path):
+    with pytest.raises(UserError, match=r"m6\.parallel\.pipeline=null"):
+        layout_of(run(tmp_path, PLAIN), 2)
