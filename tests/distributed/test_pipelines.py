@@ -106,21 +106,21 @@ def test_every_schedule_has_the_gradients_of_the_whole_model(folder: Path):
 
 
 def count_passes(base: dict[str, Any]) -> None:
-    """How often the blocks of all ranks are computed for each micro-batch."""
+    """How often the layers of all ranks are computed for each micro-batch."""
     from m6.config.run import parse_config
-    from m6.model.blocks import M6Block
     from m6.runs.data import open_data
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine
+    from moe import MoELayer
 
-    runtime, plain = start(), M6Block.forward
+    runtime, plain = start(), MoELayer.forward
     calls = torch.zeros(1)
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.add_(1)
         return plain(self, *args, **kwargs)
 
-    M6Block.forward = counted
+    MoELayer.forward = counted
     batches = [open_data(parse_config(base)).micro_batch(index) for index in range(4)]
     for checkpointing, expected in ((False, 1), (True, 2)):
         training = {**base["m6"]["training"], "activation_checkpointing": checkpointing}
@@ -133,7 +133,7 @@ def count_passes(base: dict[str, Any]) -> None:
         assert float(total) == expected * 4 * 5
 
 
-def test_blocks_are_computed_once_or_with_checkpointing_twice(folder: Path):
+def test_layers_are_computed_once_or_with_checkpointing_twice(folder: Path):
     base = document(folder, train_batch_size=8, m6__parallel__pipeline=pipeline(2, "zbv"))
     run_distributed(count_passes, 2, base)
 
