@@ -9,7 +9,7 @@ from m6.config.batch_ramp import BatchRampStage, BatchSizes
 from m6.config.checks import check_world_size
 from m6.config.run import parse_config
 from m6.errors import UserError
-from m6.runs.processes import Runtime
+from m6.training.places import Places
 from m6.training.train_step import micro_batch_numbers
 from tests.fixtures.tiny_run import tiny_document
 
@@ -28,7 +28,7 @@ def test_samples_of_a_step_and_before_it():
 def test_every_micro_batch_is_computed_once_in_the_order_of_the_steps(tmp_path: Path, ranks: int):
     config = parse_config(tiny_document(tmp_path, **BATCHES))
     of_steps = [
-        [n for rank in range(ranks) for n in micro_batch_numbers(config, Runtime(rank, ranks, 0, None), step)]  # type: ignore[arg-type]
+        [n for rank in range(ranks) for n in micro_batch_numbers(config, Places(rank, ranks), step)]
         for step in range(6)
     ]
     assert [number for numbers in of_steps for number in numbers] == list(range((2 * 4 + 8 + 3 * 16) // 2))
