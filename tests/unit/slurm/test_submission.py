@@ -211,3 +211,28 @@ def test_slurm_refuses(config: Path, cluster: Path, tmp_path: Path, slurm: dict[
     sbatch.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     message = user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", **slurm)
     assert message == "sbatch refused: sbatch: error: invalid partition"
+
+
+def test_a_job_between_bounds_asks_for_any_number_of_nodes(cluster: Path, tmp_path: Path):
+    config = write_tiny_config(tmp_path, m6__elastic={"min_nodes": 1, "max_nodes": 4}, train_batch_size=16)
+    outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
+    assert outcome.code == 0, outcome.stderr
+    options = shlex.split(outcome.stdout)
+    # One task a node of all its cores, which the job divides: with tasks per node Slurm gives the fewest nodes.
+    assert {"--nodes=1-4", "--cpus-per-task=16"} <= set(options)
+    assert not [option for option in options if option.startswith("--ntasks")]
+    (exported,) = (option for option in options if option.startswith("--export="))
+    assert exported.endswith(",M6_RANKS_PER_NODE=2")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_nodes": 3, "max_nodes": 4}, "cluster.json: nodes is 2, but m6.elastic goes from 3 to 4"),
+        ({"min_nodes": 2, "max_nodes": 2}, "no number of nodes from 2 to 2 with 2 ranks each can run it"),
+    ],
+)
+def test_bounds_that_no_layout_meets(cluster: Path, tmp_path: Path, bounds: dict[str, int], message: str):
+    config = write_tiny_config(tmp_path, m6__elastic=bounds, train_batch_size=6)  # three micro-batches
+    assert message in user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
+    assert not (tmp_path / "run").exists()
