@@ -46,7 +46,7 @@ _RECORDED_VARIABLES = re.compile(
 )
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
 # Sections that may change between two attempts at a run: they set neither model, data order nor schedule.
-_MAY_CHANGE = ("elastic", "offload", "checkpoint", "logging", "evaluation", "samples")
+_MAY_CHANGE = ("parallel", "communication", "elastic", "offload", "checkpoint", "logging", "evaluation", "samples")
 _PRIVATE = 0o600
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""

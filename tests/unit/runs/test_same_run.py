@@ -1,0 +1,48 @@
+"""What may differ between two attempts at a run, and what makes another run of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.run import parse_config
+from m6.errors import UserError
+from m6.runs.directory import RunDirectory
+from tests.fixtures.tiny_run import tiny_document
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that has begun to train."""
+    folder = RunDirectory(tmp_path / "run")
+    folder.open(parse_config(tiny_document(tmp_path, train_batch_size=16)), 1)
+    folder.metrics.touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"m6__parallel": {"pipeline": {"num_ranks": 2}}},
+        {"m6__communication": {"gradients": "chunks", "density": 0.5}},
+        {"m6__elastic": {"max_nodes": 4}},
+        {"m6__training__ep_size": 2},
+        {"zero_optimization": {"stage": 1}},
+    ],
+    ids=str,
+)
+def test_another_layout_is_the_same_run(run: RunDirectory, tmp_path: Path, changes: dict[str, Any]):
+    run.check(parse_config(tiny_document(tmp_path, train_batch_size=16, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}]}, r"m6\.training\.batch_ramp"),
+        ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu"),
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, r"optimizer\.params"),
+    ],
+)
+def test_what_is_learned_is_another_run(run: RunDirectory, tmp_path: Path, changes: dict[str, Any], key: str):
+    with pytest.raises(UserError, match=rf"already holds another run \(its {key}"):
+        run.check(parse_config(tiny_document(tmp_path, train_batch_size=16, **changes)))
