@@ -336,7 +336,7 @@ def random_kills(make_run: MakeRun) -> tuple[ClusterRun, list[kills.Kill]]:
 
 
 def elastic(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
-    """Up to 4 nodes, then 1 after a preemption, then 2 after the signal before a time limit; and the run without Slurm."""
+    """Up to 4 nodes, then 1 after a preemption, then 2 before a time limit; and the run without Slurm."""
     machine = json.loads((ROOT / "configs" / "clusters" / "cpu_laptop.json").read_text(encoding="utf-8"))
     link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4, "source": "the loopback device"}
     machine["nodes"][0] |= {"count": 4, "devices_per_node": 1, "links": {"network": link}}
