@@ -106,17 +106,17 @@ def replan(
     chosen_s, chosen, reason = best_s, best, "the fastest that fits"
     if history:
         before = ParallelLayout(**history[-1].layout)
-        stays = [(seconds, each) for seconds, each in timed if each.layout == before]
+        before_s, stays = next(((s, each) for s, each in timed if each.layout == before), (0.0, None))
         if before in failed:
             reason = f"the fastest that fits and has not failed, as {before} did"
-        elif not stays:
+        elif stays is None:
             reason = f"the fastest that fits; {before} does not fit these nodes"
-        elif best_s > stays[0][0] * (1 - settings.min_gain):
-            (chosen_s, chosen), reason = stays[0], "as before"
-            if best.layout != before:
-                reason += f"; {best.layout} would save only {1 - best_s / chosen_s:.1%} of a step"
+        elif best_s <= before_s * (1 - settings.min_gain):
+            reason = f"saves {1 - best_s / before_s:.0%} of a step against {before}"
         else:
-            reason = f"saves {1 - best_s / stays[0][0]:.0%} of a step against {before}"
+            chosen_s, chosen, reason = before_s, stays, "as before"
+            if best.layout != before:
+                reason += f"; {best.layout} would save only {1 - best_s / before_s:.1%} of a step"
     worth = chosen_s * (1 - settings.min_gain)
     faster = [each.nodes for each in everything if each.nodes > available and each.predicted_s < worth]
     return Decision(chosen.nodes, chosen.layout, chosen_s, chosen.parts, reason, min(faster, default=0))
