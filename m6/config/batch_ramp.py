@@ -48,6 +48,17 @@ class BatchSizes:
             samples, rest = samples + steps * stage.batch_size, rest - steps
         return samples + rest * self.final
 
+    def refusal(self, micro_batch_size: int, ranks: int) -> str | None:
+        """Why so many ranks cannot compute every batch in micro-batches of this size; None if they can."""
+        per_micro_step = micro_batch_size * ranks
+        for stage in self.ramp:
+            if stage.batch_size % per_micro_step:
+                return (
+                    f"m6.training.batch_ramp: batch_size {stage.batch_size} is not a multiple of "
+                    f"train_micro_batch_size_per_gpu {micro_batch_size} x {ranks} ranks = {per_micro_step}"
+                )
+        return None
+
     def check(self, total_steps: int) -> None:
         """Raises UserError if the batch does not grow, or if the ramp does not end before the run."""
         sizes = [*(stage.batch_size for stage in self.ramp), self.final]

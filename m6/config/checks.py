@@ -27,14 +27,9 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
             f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
         )
-    per_micro_step = config.deepspeed.micro_batch_size * world_size
-    for stage in config.m6.training.batch_ramp:
-        if stage.batch_size % per_micro_step:
-            raise UserError(
-                f"m6.training.batch_ramp: batch_size {stage.batch_size} is not a multiple of "
-                f"train_micro_batch_size_per_gpu {config.deepspeed.micro_batch_size} x {world_size} ranks = "
-                f"{per_micro_step}"
-            )
+    ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, world_size)
+    if ramp_refusal is not None:
+        raise UserError(ramp_refusal)
     ep_size = config.m6.training.ep_size
     if world_size % ep_size:
         raise UserError(

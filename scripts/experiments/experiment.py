@@ -6,9 +6,12 @@ import csv
 import io
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from m6.config.run import RunConfig, load_config
 from m6.files import write_text
@@ -73,6 +76,28 @@ def train(config_file: Path, overrides: Sequence[str], run_dir: Path, runtime: R
     run = RunDirectory(run_dir)
     shutil.rmtree(run.checkpoints)
     return config, run.read_metrics()
+
+
+def train_on_ranks(config: RunConfig, runtime: Runtime) -> list[Any]:
+    """Trains a configuration on all ranks in a temporary folder, which is removed.
+
+    Returns:
+        The lines of its metrics.jsonl on the main rank; none on the others.
+
+    Raises:
+        SystemExit: a signal ended the run before its last step.
+    """
+    folders = [tempfile.mkdtemp()] if runtime.is_main else [""]
+    dist.broadcast_object_list(folders, src=0)
+    run = RunDirectory(Path(folders[0]) / "run")
+    if not pretrain(config, run.root, runtime):
+        raise SystemExit(f"stopped by a signal in {run.root}")
+    lines: list[Any] = []
+    if runtime.is_main:
+        lines = run.read_metrics()
+        shutil.rmtree(run.root.parent)
+    dist.barrier()
+    return lines
 
 
 def code_version() -> str:

@@ -104,13 +104,9 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
         accumulation = layout.accumulation(config.deepspeed.train_batch_size)
     except UserError as error:
         return Refusal("batch", str(error))
-    for stage in config.m6.training.batch_ramp:
-        if stage.batch_size % (layout.micro_batch_size * layout.dp_size):
-            return Refusal(
-                "batch",
-                f"m6.training.batch_ramp: batch_size {stage.batch_size} is not a multiple of micro_batch_size "
-                f"{layout.micro_batch_size} x {layout.dp_size} data-parallel ranks",
-            )
+    ramp_refusal = config.batch_sizes.refusal(layout.micro_batch_size, layout.dp_size)
+    if ramp_refusal is not None:
+        return Refusal("batch", ramp_refusal)
     if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
         return Refusal(
             "experts",

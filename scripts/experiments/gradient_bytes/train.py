@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from m6.config.run import load_config
 from m6.planning.cost.gradient_bytes import ring_bytes
 from m6.runs.processes import start
-from m6.training.loop import pretrain
 from m6.training.meta_model import build_meta_model
-from scripts.experiments.experiment import ResultTable, code_version
+from scripts.experiments.experiment import ResultTable, code_version, train_on_ranks
 
 FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER.parent / "prototyping" / "config.json"
@@ -58,15 +53,9 @@ def main(seeds: int) -> None:
     for seed, reducer in product(range(seeds), REDUCERS):
         if table.holds({"reducer": reducer, "seed": seed}):
             continue
-        folders = [tempfile.mkdtemp()] if runtime.is_main else [""]
-        dist.broadcast_object_list(folders, src=0)
-        run = Path(folders[0]) / "run"
         communication = f"m6.communication={json.dumps(REDUCERS[reducer])}"
         config = load_config(CONFIG, (*SETTINGS, communication, f"m6.training.seed={seed}"))
-        if not pretrain(config, run, runtime):
-            raise SystemExit(f"stopped by a signal in {run}")
-        if runtime.is_main:
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        if lines := train_on_ranks(config, runtime):
             numel = sum(parameter.numel() for parameter in build_meta_model(config, None).parameters())
             whole = ring_bytes(numel * 4, runtime.world_size)
             steps = [line for line in lines if "loss" in line]
@@ -80,8 +69,6 @@ def main(seeds: int) -> None:
             row["curve"] = " ".join(f"{statistics.mean(losses[at : at + WINDOW]):.4f}" for at in windows)
             row["bytes"] = " ".join(f"{statistics.mean(sent[at : at + WINDOW]):.0f}" for at in windows)
             table.append(row)
-            shutil.rmtree(run.parent)
-        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -10,19 +10,13 @@ Adds a row to results.csv per finished run and leaves out the runs that have one
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import statistics
-import tempfile
 from itertools import product
 from pathlib import Path
 
-import torch.distributed as dist
-
 from m6.config.run import load_config
 from m6.runs.processes import start
-from m6.training.loop import pretrain
-from scripts.experiments.experiment import ResultTable, code_version
+from scripts.experiments.experiment import ResultTable, code_version, train_on_ranks
 
 FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER.parent / "prototyping" / "config.json"
@@ -51,22 +45,14 @@ def main(seeds: int) -> None:
     for seed, payload in product(range(seeds), PAYLOADS):
         if table.holds({"payload": payload, "seed": seed}):
             continue
-        folders = [tempfile.mkdtemp()] if runtime.is_main else [""]
-        dist.broadcast_object_list(folders, src=0)
-        run = Path(folders[0]) / "run"
         config = load_config(CONFIG, (*SETTINGS, f'm6.moe.payload="{payload}"', f"m6.training.seed={seed}"))
-        if not pretrain(config, run, runtime):
-            raise SystemExit(f"stopped by a signal in {run}")
-        if runtime.is_main:
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        if lines := train_on_ranks(config, runtime):
             curve = [line["loss"] for line in lines if "loss" in line]
             validation = next(line["validation"] for line in lines if "validation" in line)
             row = {"payload": payload, "seed": seed, "code": code, "training": statistics.mean(curve[-WINDOW:])}
             row |= {name: validation[name] for name in sorted(validation)}
             means = [statistics.mean(curve[at : at + WINDOW]) for at in range(0, STEPS, WINDOW)]
             table.append({**row, "curve": " ".join(f"{mean:.4f}" for mean in means)})
-            shutil.rmtree(run.parent)
-        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -153,6 +153,14 @@ def test_bounds_that_nothing_meets_name_what_would():
         parse_config(document)
 
 
+def test_ranks_must_divide_the_batches_of_a_ramp_too():
+    document = run().document
+    document["m6"]["training"]["batch_ramp"] = [{"steps": 10, "batch_size": 64}]  # 16 micro-batches
+    config = parse_config(document)
+    assert possible_nodes(config, 8) == [1, 2]
+    assert replan(config, NODE, 4).nodes == 2
+
+
 def test_settings_give_the_layout_and_leave_the_run(tmp_path: Path):
     config = run()
     (tmp_path / "run.json").write_text(json.dumps(config.document))
