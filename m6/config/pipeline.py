@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
@@ -15,17 +15,19 @@ from m6.validation import Section
 if TYPE_CHECKING:
     from m6.config.sections import M6Settings
 
+Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 V_SCHEDULES = ("zbv", "dualpipev")
 _OF_ONE_STAGE = "1f1b"
 # Keys of zero_optimization that do not concern the reduction of gradients, which is not DeepSpeed's under pipelines.
-_ZERO_KEYS = ("stage", "allgather_bucket_size")
+ZERO_KEYS = ("stage", "allgather_bucket_size")
 
 
 class PipelineSettings(Section):
     """Divides the layers into stages, through which micro-batches pass from rank to rank."""
 
     num_ranks: int = Field(ge=2, description="ranks of a pipeline; divides the world size")
-    schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = Field(
+    schedule: Schedule = Field(
         "1f1b",
         description="order of forward and backward passes; 1f1b has one stage on each rank, zbv and dualpipev have "
         "two, the interleaved ones two or what `layers` says",
@@ -137,10 +139,10 @@ def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepS
             'm6.parallel.pipeline; use "AdamW", "Muon" or "Adafactor"'
         )
     for key in deepspeed.keys.get("zero_optimization", {}):
-        if key not in _ZERO_KEYS:
+        if key not in ZERO_KEYS:
             raise UserError(
                 f"zero_optimization.{key}: with m6.parallel.pipeline our engine reduces gradients and would ignore "
-                f"it; leave it out, only {' and '.join(_ZERO_KEYS)} have an effect"
+                f"it; leave it out, only {' and '.join(ZERO_KEYS)} have an effect"
             )
     if deepspeed.keys.get("wall_clock_breakdown"):
         raise UserError("wall_clock_breakdown: DeepSpeed does not see the passes of m6.parallel.pipeline; leave it out")

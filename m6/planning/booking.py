@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from m6.formatting import markdown_table
-from m6.planning.cost.step_time import StepTime, TimeModel
+from m6.planning.cost.step_parts import StepTime
+from m6.planning.cost.step_time import TimeModel
 from m6.planning.loss.outlook import loss_document, loss_line, predicted_loss
 from m6.planning.search.job_files import signal_lead_s
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 from m6.planning.search.stages import stage_steps
 
 _DAY_S = 86400.0

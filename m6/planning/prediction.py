@@ -25,7 +25,8 @@ from m6.planning.machine.detection import detect_cluster
 from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
 from m6.planning.machine.profile import Profile
 from m6.planning.search.configuration import layout_of
-from m6.planning.search.planner import Planner, PricedLayout, format_gb
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout, format_gb
 
 _FILE = "plan.json"
 _VALIDATION_HEADER = (
@@ -74,10 +75,14 @@ def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> Non
     Args:
         ranks_per_node: of the run, which share the memory of a host.
     """
-    if config.m6.lora is not None or config.pipeline is not None:
-        return  # the model of memory knows neither adapters, whose run has fewer gradients, nor parts of the layers
-    footprint = predict_memory(config, world_size, full_row(config), config.last_sharing)
+    if config.m6.lora is not None:
+        return  # the model of memory does not know adapters, whose run has fewer gradients
+    memory_of = MemoryModel(config, Profile(), full_row(config), config.last_sharing)
     on_gpu = torch.cuda.is_available()
+    # The ranks of a pipeline differ: a GPU must hold the fullest, a host may have any of them.
+    footprint = (max if on_gpu else min)(
+        memory_of.footprints(layout_of(config, world_size)), key=lambda each: each.resident
+    )
     needed = footprint.resident + (0 if on_gpu else footprint.host)
     ranks = 1 if on_gpu else ranks_per_node
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from m6.formatting import markdown_table
 from m6.planning.cost.memory import MemoryFootprint
-from m6.planning.cost.step_time import StepTime
-from m6.planning.search.alternatives import unsupported_alternatives
+from m6.planning.cost.step_parts import StepTime
+from m6.planning.search.alternatives import alternatives
 from m6.planning.search.compression import compression_line
 from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_lead_s
-from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult, format_gb
+from m6.planning.search.planner import Planner
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
+from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
 from m6.planning.search.stages import pseudo_sharing
 
 _HEADER = ("layout", "step s", "device GB", "host GB a node", "tokens/s")
@@ -40,8 +41,8 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         "Why not otherwise, one choice changed at a time:",
         *(f"- {rejection.reason}" for rejection in planner.neighbours(best)),
         "",
-        "What the engine does not do:",
-        *(unsupported_alternatives(planner, best) or ["- nothing that would apply"]),
+        "What the plan leaves out:",
+        *(alternatives(planner, result) or ["- nothing that would apply"]),
         "",
         tally_line(result),
         *notes(planner),

@@ -11,7 +11,8 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search.job_files import job_description, sbatch_header
-from m6.planning.search.planner import Planner, PricedLayout, Rejection, SearchResult
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout, Rejection, SearchResult
 from m6.planning.search.stages import search_stages, training_stages
 from m6.shipped import CONFIGS
 

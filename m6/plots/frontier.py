@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m6.planning.search.planner import PricedLayout
+from m6.planning.search.results import PricedLayout
 from m6.plots.style import plotting, save_figure
 
 

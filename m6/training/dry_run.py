@@ -22,7 +22,7 @@ from m6.planning.cost.work import RoutedRows, work_of
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.fake_world import FakeWorld, fake_process_group, fake_tensors
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import check_priced, layout_of
+from m6.planning.search.configuration import layout_of
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
@@ -60,10 +60,11 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     """Builds the model and the engine of ``rank`` on fake tensors and trains one plain step without padding.
 
     Raises:
-        UserError: the run does not fit ``world_size``, it offloads experts, see
+        UserError: the run does not fit ``world_size``, it has a pipeline, it offloads experts, see
             ``m6.training.offloading.dry_plan``, or ``rank`` is out of range.
     """
-    check_priced(config)
+    if config.pipeline is not None:
+        raise UserError("m6.parallel.pipeline: fake ranks send no hidden states; plan the run with m6 plan")
     check_world_size(config, world_size)
     accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:

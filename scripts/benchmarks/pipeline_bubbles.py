@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import torch.multiprocessing
 from m6.config.run import RunConfig, load_config
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
+from m6.planning.cost.schedules import Pass, StageSeconds, run_clock, waits_of_equal_stages
 from m6.training.engine.pipeline_schedule import NumberedStage
 from scripts.benchmarks.record import ROOT, Recorder
 
@@ -30,17 +31,8 @@ STEPS_OF = (8, 16)
 """Micro-batches of a step."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 TOLERANCE = 0.02
-Kind = Literal["forward", "backward", "input", "weight"]
 # A backward pass takes twice as long as a forward pass; its halves for inputs and for weights take half of it each.
-_SECONDS: dict[Kind, float] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
-
-
-class Pass(NamedTuple):
-    """One pass of a micro-batch through a stage."""
-
-    kind: Kind
-    stage: int
-    number: int
+_RANK = StageSeconds(1, 1, 1)
 
 
 @contextmanager
@@ -72,54 +64,21 @@ def recording() -> Iterator[list[Pass]]:
         del stage.backward_weight_one_chunk
 
 
-def bubble(traces: Sequence[Sequence[Pass]], stages_per_rank: int) -> float:
+def bubble(orders: Sequence[Sequence[Pass]], stages_per_rank: int) -> float:
     """The share of the time of all ranks in which they wait.
 
     Args:
-        traces: the passes of each rank, in their order.
+        orders: the passes of each rank, in their order.
     """
-    last = max(each.stage for trace in traces for each in trace)
-    clocks, places, done = [0.0] * len(traces), [0] * len(traces), dict[Pass, float]()
-    while any(place < len(trace) for place, trace in zip(places, traces, strict=True)):
-        moved = False
-        for rank, trace in enumerate(traces):
-            while places[rank] < len(trace):
-                current = trace[places[rank]]
-                needed = [_finished(done, each) for each in _received(current, last)]
-                if None in needed:
-                    break
-                begin = max([clocks[rank], *(time for time in needed if time is not None)])
-                clocks[rank] = done[current] = begin + _SECONDS[current.kind] / stages_per_rank
-                places[rank] += 1
-                moved = True
-        assert moved, "the ranks wait for each other"
-    busy = sum(_SECONDS[each.kind] / stages_per_rank for trace in traces for each in trace)
-    return 1 - busy / (len(traces) * max(clocks))
+    stage = StageSeconds(*(seconds / stages_per_rank for seconds in (_RANK.forward, _RANK.input, _RANK.weight)))
+    busy = sum(stage.of(each.kind) for order in orders for each in order) / len(orders)
+    return 1 - busy / run_clock(orders, [stage] * (len(orders) * stages_per_rank))
 
 
 def formula(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> float:
-    """The bubble of equal stages.
-
-    1F1B and interleaved 1F1B: arXiv 2104.04473, section 2.2; zero bubble: arXiv 2401.10241.
-    """
-    waits = (ranks - 1) / {"1f1b": 1, "interleaved_1f1b": stages_per_rank}.get(schedule, 6)
-    return waits / (micro_batches + waits)
-
-
-def _received(current: Pass, last: int) -> list[Pass]:
-    """The passes whose results a pass needs."""
-    kind, stage, number = current
-    if kind == "forward":
-        return [Pass("forward", stage - 1, number)] if stage else []
-    if kind == "weight":
-        return [Pass("input", stage, number)]
-    return [Pass("backward", stage + 1, number)] if stage < last else [Pass("forward", stage, number)]
-
-
-def _finished(done: dict[Pass, float], needed: Pass) -> float | None:
-    # The gradient of a stage's input comes from a whole backward pass or from its first half.
-    kinds = ("backward", "input") if needed.kind == "backward" else (needed.kind,)
-    return next((done[each] for kind in kinds if (each := needed._replace(kind=kind)) in done), None)
+    """The bubble of equal stages."""
+    waits = waits_of_equal_stages(schedule, ranks, stages_per_rank, _RANK)
+    return waits / (micro_batches * _RANK.total + waits)
 
 
 def _config(schedule: str, micro_batches: int) -> RunConfig:

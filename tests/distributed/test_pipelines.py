@@ -13,6 +13,11 @@ import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
+from m6.config.run import parse_config
+from m6.planning.cost.schedules import orders_of
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.search.configuration import configure
+from m6.planning.search.planner import Planner
 from scripts.benchmarks.pipeline_bubbles import bubble, formula, recording
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries, open_trainer
@@ -86,6 +91,8 @@ def compare_gradients(base: dict[str, Any]) -> None:
         traces: list[Any] = [None, None]
         torch.distributed.all_gather_object(traces, passes)
         per_rank = config.pipeline.stages_per_rank()
+        # The planner's clock runs the order that was seen.
+        assert tuple(map(tuple, traces)) == orders_of(schedule, 2, 4, per_rank), schedule
         assert bubble(traces, per_rank) == pytest.approx(formula(schedule, 2, 4, per_rank), rel=0.02), schedule
         found = dict(engine.module.named_parameters())
         assert 0 < len(found) < len(expected)
@@ -243,6 +250,22 @@ def test_precisions(trained: Path, name: str):
         scales = reported(found, "loss_scale", "skipped_steps")
         assert scales == reported(expected, "loss_scale", "skipped_steps")
         assert {skipped for _, skipped in scales} == {0, 1}
+
+
+def test_what_the_planner_writes_runs(folder: Path):
+    """A plan with stages, chosen for these two ranks, ends with the losses of one rank."""
+    plain = document(folder, 1, m6__training__total_steps=2)
+    device = load_cluster(Path("cpu_laptop")).nodes[0].model_copy(update={"devices_per_node": 2})
+    planner = Planner(parse_config(plain), Cluster(name="two", nodes=[device]), forced={"pp_size": 2, "zero_stage": 1})
+    planner.forced["micro_batch_size"] = plain["train_micro_batch_size_per_gpu"]
+    layout = planner.search().best.layout
+    planned = configure(parse_config(plain), layout)
+    assert planned["m6"]["parallel"]["pipeline"]["layers"] == list(layout.cut)
+    run_distributed(train, 1, plain, str(folder / "unplanned"))
+    run_distributed(train, 2, planned, str(folder / "planned"))
+    assert losses(folder / "planned") == pytest.approx(losses(folder / "unplanned"), rel=TOLERANCE)
+    # The run predicts itself at its start.
+    assert json.loads((folder / "planned" / "plan.json").read_text())["layout"]["pp_size"] == 2
 
 
 def poison(each: dict[str, Any], root: Path) -> None:

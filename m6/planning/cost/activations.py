@@ -47,8 +47,11 @@ class Activations:
         kept = self.embeddings() + self.norm() + self.head() + self.kept_by_blocks()
         if not self.config.m6.training.activation_checkpointing:
             return kept
-        masks = self.tokens * (self.batch.sequence_length + 1)  # inputs of every recomputed block
-        return kept + masks + self.recomputation()
+        return kept + self.masks() + self.recomputation()
+
+    def masks(self) -> int:
+        """Bytes of the masks, which are inputs of every recomputed block."""
+        return self.tokens * (self.batch.sequence_length + 1)
 
     def kept_by_blocks(self) -> int:
         """Bytes that all blocks keep after the forward pass."""

@@ -6,8 +6,9 @@ Equal subgraphs are folded into one with a count, as in TAP (arXiv 2302.00247), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -67,16 +68,22 @@ class FoldedModel:
         """Parameters that are stored."""
         return sum(block.numel * stored for block, _, stored in self.blocks)
 
-    def fullest_stage(self, stages: int) -> FoldedModel:
-        """The first of ``stages`` pipeline stages. No stage has more layers, and only the last one also has the
-        embeddings, which are the weights of its output layer."""
-        if stages == 1:
-            return self
+    @cached_property
+    def is_sparse(self) -> list[bool]:
+        """Whether each layer has experts."""
+        return [self.config.is_moe_layer(layer) for layer in range(self.config.num_layers)]
 
-        def share(block: Block, number: int) -> int:
-            return math.ceil(number / stages) if block.type in ("dense", "sparse") else number
-
-        blocks = ((block, share(block, computed), share(block, stored)) for block, computed, stored in self.blocks)
+    def part(self, layers: Collection[int]) -> FoldedModel:
+        """What a rank of a pipeline with these layers has: the embeddings with the first, the last norm with the last
+        one. Layers of a pipeline share no weights."""
+        sparse = sum(map(self.is_sparse.__getitem__, layers))
+        counts: dict[BlockType, int] = {
+            "embeddings": int(0 in layers),
+            "dense": len(layers) - sparse,
+            "sparse": sparse,
+            "norm": int(self.config.num_layers - 1 in layers),
+        }
+        blocks = ((block, counts[block.type], counts[block.type]) for block, _, _ in self.blocks if counts[block.type])
         return FoldedModel(self.config, tuple(blocks))
 
 

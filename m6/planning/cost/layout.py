@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from m6.config.pipeline import PipelineSettings, Schedule
 from m6.errors import UserError
 
 
@@ -15,7 +16,7 @@ class ParallelLayout:
     Attributes:
         ep_size: ranks that share one set of experts.
         tp_size: ranks that share every matrix.
-        pp_size: pipeline stages.
+        pp_size: ranks of a pipeline.
         zero_stage: 0 to 3.
         micro_batch_size: samples of one forward pass of a rank.
         checkpointing: activation checkpointing: the backward pass recomputes each block.
@@ -25,6 +26,8 @@ class ParallelLayout:
             chunks.
         ranks_per_node: ranks of a node, to which the exchange of tokens sends a token once for all its experts there;
             0: the exchange knows no nodes.
+        schedule: of a pipeline.
+        cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
     """
 
     world_size: int
@@ -38,6 +41,18 @@ class ParallelLayout:
     offload_params: bool = False
     stream_experts: bool = False
     ranks_per_node: int = 0
+    schedule: Schedule = "1f1b"
+    cut: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cut", tuple(self.cut))  # JSON has lists
+
+    @property
+    def pipeline(self) -> PipelineSettings | None:
+        """The section ``m6.parallel.pipeline`` of this layout."""
+        if self.pp_size == 1:
+            return None
+        return PipelineSettings(num_ranks=self.pp_size, schedule=self.schedule, layers=list(self.cut) or None)
 
     @property
     def dp_size(self) -> int:
@@ -60,7 +75,11 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         parts = [f"world {self.world_size}", f"ep {self.ep_size}", f"zero {self.zero_stage}"]
-        parts += [f"{name} {size}" for name, size in (("tp", self.tp_size), ("pp", self.pp_size)) if size > 1]
+        if self.tp_size > 1:
+            parts.append(f"tp {self.tp_size}")
+        if self.pp_size > 1:
+            parts.append(f"pp {self.pp_size} {self.schedule}")
+            parts += [f"stages of {'+'.join(map(str, self.cut))} layers"] if self.cut else []
         parts.append(f"micro-batch {self.micro_batch_size}")
         names = ("checkpointing", "offload_optimizer", "offload_params", "stream_experts")
         parts += [name.replace("_", " ") for name in names if getattr(self, name)]

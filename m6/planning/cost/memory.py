@@ -9,6 +9,7 @@ the engine refuses have a price, too, so that the planner can say what they woul
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from m6.config.run import RunConfig
@@ -16,9 +17,10 @@ from m6.model.sharing import Sharing
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, layer_numel, shares_experts, stored_numel
-from m6.planning.cost.folding import FoldedModel, fold
+from m6.planning.cost.folding import Block, FoldedModel, fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
+from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table
 from m6.planning.cost.precision import FP32, Precision
 from m6.planning.machine.profile import Profile
 
@@ -104,32 +106,65 @@ class MemoryModel:
         self.model: FoldedModel = fold(config.model, sharing)
         self.precision = Precision.of(config)
         self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
-        self._counts: dict[tuple[int, int, bool], ParameterCounts] = {}
-        self._stores: dict[tuple[int, int, int], int] = {}
+        self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
+        self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
+        self._stores: dict[tuple[int, int], int] = {}
 
     def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
-        states = self._states(layout, self.counts(layout))
+        """The footprint of the fullest rank."""
+        return max(self.footprints(layout), key=lambda footprint: footprint.peak)
+
+    def footprints(self, layout: ParallelLayout) -> list[MemoryFootprint]:
+        """The footprint of each rank of a pipeline, or that of every rank where there is none."""
+        return [self.footprint(layout, place, self._stages(layout, place)) for place in range(layout.pp_size)]
+
+    def footprint(self, layout: ParallelLayout, place: int, stages: Sequence[range]) -> MemoryFootprint:
+        """The footprint of a rank.
+
+        Args:
+            place: of the rank in the pipeline.
+            stages: the layers of each of its stages, in the order of the model.
+        """
+        states, pipeline = self._states(layout, self._counts_of(layout, stages)), layout.pipeline
+        if pipeline is not None and holds_copy_of_table(pipeline, place):
+            copy = self.config.model.vocab_size * self.config.model.hidden_size // layout.tp_size
+            copy *= self.precision.weights
+            states = replace(states, weights=states.weights + copy, gradients=states.gradients + copy)
         if layout.stream_experts:
             states = self._with_streamed_experts(states, layout)
         return replace(
             states,
-            activations=self._activation_bytes(layout),
+            activations=self._activation_bytes(layout, place, stages),
             process=self.profile.process_bytes,
             host_process=self.profile.host_bytes,
         )
 
     def counts(self, layout: ParallelLayout) -> ParameterCounts:
-        """Parameters of a rank of the fullest pipeline stage, before tensor parallelism divides them; without streamed
-        experts, which DeepSpeed does not see."""
-        key = layout.ep_size, layout.pp_size, layout.stream_experts
+        """Parameters of the rank with most of them, before tensor parallelism divides them; without streamed experts,
+        which DeepSpeed does not see."""
+        return max(self.counts_of_ranks(layout), key=lambda counts: counts.local)
+
+    def counts_of_ranks(self, layout: ParallelLayout) -> list[ParameterCounts]:
+        """The same of each rank of a pipeline."""
+        return [self._counts_of(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
+
+    def _counts_of(self, layout: ParallelLayout, stages: Sequence[range]) -> ParameterCounts:
+        part = self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
+        key = (layout.ep_size, layout.stream_experts, part.blocks)
         if key not in self._counts:
-            stage = self.model.fullest_stage(layout.pp_size)
-            self._counts[key] = count_parameters(stage, layout.ep_size, with_experts=not layout.stream_experts)
+            self._counts[key] = count_parameters(part, layout.ep_size, with_experts=not layout.stream_experts)
         return self._counts[key]
+
+    def _stages(self, layout: ParallelLayout, place: int) -> list[range]:
+        num_layers, pipeline = self.config.model.num_layers, layout.pipeline
+        if pipeline is None:
+            return [range(num_layers)]
+        cut = pipeline.cut(num_layers)
+        return [cut[stage] for stage in pipeline.stages_of(place)]
 
     def streamed_experts(self, layout: ParallelLayout) -> int:
         """Elements of the experts that a rank streams, before tensor parallelism divides them."""
-        return stored_numel(self.model.fullest_stage(layout.pp_size), layout.ep_size) if layout.stream_experts else 0
+        return stored_numel(self.model, layout.ep_size) if layout.stream_experts else 0
 
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""
@@ -145,17 +180,25 @@ class MemoryModel:
         """The activations of one micro-batch, by part of the model."""
         return Activations(_with_training(self.config, layout), self.batch_of(layout))
 
-    def _activation_bytes(self, layout: ParallelLayout) -> int:
+    def _activation_bytes(self, layout: ParallelLayout, place: int, stages: Sequence[range]) -> int:
+        if layout.pipeline is not None:
+            micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
+            kept = self._pipelined(layout).bytes(layout.pipeline, place, stages, micro_batches)
+            return math.ceil(kept * self.profile.activation_factor)
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size)
         if key not in self._activations:
             found = self.activations_of(layout)
             total = found.total() + found.loss_backward()
             self._activations[key] = (total, found.kept_by_blocks(), found.replicated())
         total, blocks, replicated = self._activations[key]
-        # 1F1B: a pipeline stage keeps as many micro-batches as stages follow it, itself included; the first has most.
-        in_flight = min(layout.pp_size, layout.accumulation(self.config.deepspeed.train_batch_size))
-        kept = (replicated + (blocks - replicated) // layout.tp_size) * in_flight // layout.pp_size
+        kept = replicated + (blocks - replicated) // layout.tp_size
         return math.ceil((kept + (total - blocks) // layout.tp_size) * self.profile.activation_factor)
+
+    def _pipelined(self, layout: ParallelLayout) -> PipelineActivations:
+        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, layout.tp_size)
+        if key not in self._pipelines:
+            self._pipelines[key] = PipelineActivations(self.activations_of(layout), layout.tp_size)
+        return self._pipelines[key]
 
     def _states(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
         """Weights, gradients, optimizer state and buffers."""
@@ -249,11 +292,11 @@ class MemoryModel:
 
     def _with_streamed_experts(self, dense: MemoryFootprint, layout: ParallelLayout) -> MemoryFootprint:
         """``dense`` with two layers' expert weights and one layer's gradients on the device, the rest on the host."""
-        stage, store = self.model.fullest_stage(layout.pp_size), self.expert_store(layout)
-        key = layout.ep_size, layout.pp_size, 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
+        store = self.expert_store(layout)
+        key = layout.ep_size, 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
         if key not in self._stores:
-            self._stores[key] = store.host_bytes(stage, layout.ep_size)
-        layer = math.ceil(layer_numel(stage, layout.ep_size) / layout.tp_size) * store.weight_bytes
+            self._stores[key] = store.host_bytes(self.model, layout.ep_size)
+        layer = math.ceil(layer_numel(self.model, layout.ep_size) / layout.tp_size) * store.weight_bytes
         return replace(
             dense,
             weights=dense.weights + _STREAM_WINDOW_LAYERS * layer,

@@ -11,6 +11,7 @@ from m6.planning.cost.gradient_bytes import GradientTensor, is_compressed, messa
 from m6.planning.cost.host_time import core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.parameter_counts import ParameterCounts
 from m6.planning.cost.precision import FP32
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.collectives import RankGroup, collective_s, strided_group
@@ -28,26 +29,40 @@ class ReductionTime:
         self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
         self._tensors: dict[bool, list[GradientTensor]] = {}
 
-    def __call__(self, layout: ParallelLayout, steps: int) -> float:
-        """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8)."""
-        counts = self._memory.counts(layout).divided(layout.tp_size)
+    def __call__(self, layout: ParallelLayout, steps: int, counts: ParameterCounts | None = None) -> float:
+        """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8).
+
+        Args:
+            counts: of the rank; None: of the fullest one.
+        """
+        counts = (counts or self._memory.counts(layout)).divided(layout.tp_size)
         stage, width = layout.zero_stage, self._memory.precision.weights
         everyone, replicas = all_replicas(layout, self._nodes), expert_replicas(layout, self._nodes)
         parts = ((counts.local - counts.experts, everyone), (counts.experts, replicas))
         if stage == 3:
             # Weights are gathered for the forward and for the backward pass; a reduce-scatter costs as much.
             return sum(3 * steps * self._collective("all_gather", numel * width, group) for numel, group in parts)
-        seconds = self.gradients(layout, steps, self._settings)
+        seconds = self.gradients(layout, steps, self._settings, counts)
         seconds += self._summed(counts.experts, replicas, stage, steps)
         if stage > 0:
             seconds += sum(self._collective("all_gather", numel * width, group) for numel, group in parts)
         return seconds
 
-    def gradients(self, layout: ParallelLayout, steps: int, settings: CommunicationSettings) -> float:
-        """Seconds of a step for gradients that all ranks have, after the warm-up of the density; not at stage 3."""
+    def gradients(
+        self,
+        layout: ParallelLayout,
+        steps: int,
+        settings: CommunicationSettings,
+        counts: ParameterCounts | None = None,
+    ) -> float:
+        """Seconds of a step for gradients that all ranks have, after the warm-up of the density; not at stage 3.
+
+        Args:
+            counts: of the rank, divided by tensor parallelism; None: of the fullest one.
+        """
         everyone = all_replicas(layout, self._nodes)
         if not settings.compresses:
-            counts = self._memory.counts(layout).divided(layout.tp_size)
+            counts = counts or self._memory.counts(layout).divided(layout.tp_size)
             return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, steps)
         ranks, tensors = layout.dp_size, self._gradients_of(layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
@@ -56,7 +71,7 @@ class ReductionTime:
         sent = self._collective("all_reduce", found.all_reduced, everyone)
         sent += self._collective("all_gather", found.gathered * ranks, everyone)
         copies = moved * _MOVED_BYTES[settings.gradients] / device_bandwidth(self._nodes, self._profile)
-        return (sent + copies) / (layout.tp_size * layout.pp_size)
+        return (sent + copies) / layout.tp_size
 
     def _summed(self, numel: int, group: RankGroup, stage: int, steps: int) -> float:
         # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Literal
 
 from m6.config.run import RunConfig
@@ -17,9 +16,11 @@ from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_b
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.muon import muon_products_s
-from m6.planning.cost.partition import balanced_share
+from m6.planning.cost.parameter_counts import ParameterCounts
+from m6.planning.cost.pipeline_time import PipelineTime
 from m6.planning.cost.reduction_time import ReductionTime, expert_replicas
 from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
+from m6.planning.cost.step_parts import LayerTime, StepTime
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
 from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s
@@ -38,48 +39,6 @@ _STAGE_3_OPERATORS = 15
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of the saved bytes
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of the slowest rank.
-
-    Attributes:
-        matmul: matrix products, except those of experts.
-        experts: grouped matrix products of experts.
-        elementwise: all other operators, which memory bandwidth limits.
-        launch: the least time of each operator.
-        exchange: of tokens to the experts and back, as far as computation does not hide it; all-reduces of tensor
-            parallelism, messages between stages.
-        reduction: all-reduce of gradients and all-gather of weights.
-        update: the optimizer on the device.
-        host: transfers between host and device, and the update on the host, as far as computation does not hide them.
-        bubble: idle time of pipeline stages.
-    """
-
-    matmul: float = 0.0
-    experts: float = 0.0
-    elementwise: float = 0.0
-    launch: float = 0.0
-    exchange: float = 0.0
-    reduction: float = 0.0
-    update: float = 0.0
-    host: float = 0.0
-    bubble: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def compute(self) -> float:
-        """Seconds of all operators of forward and backward passes."""
-        return self.matmul + self.experts + self.elementwise + self.launch
-
-    def parts(self) -> dict[str, float]:
-        """The seconds by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
 class TimeModel:
     """Computes the step times of one run's layouts on one cluster.
 
@@ -88,7 +47,6 @@ class TimeModel:
         cluster: all of its devices compute.
         profile: measured rates, or assumed efficiencies.
         memory: of the same run; it counts parameters and activations.
-        stage_share: (seconds of the layers, pipeline stages) -> the share of the slowest stage.
     """
 
     def __init__(
@@ -97,10 +55,8 @@ class TimeModel:
         cluster: Cluster,
         profile: Profile,
         memory: MemoryModel,
-        stage_share: Callable[[Sequence[float], int], float] = balanced_share,
     ) -> None:
         self.config, self.cluster, self.profile, self.memory = config, cluster, profile, memory
-        self._stage_share = stage_share
         self.dtype = config.deepspeed.product_dtype
         self.nodes: Nodes = cluster.slowest(self.dtype)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
@@ -109,26 +65,44 @@ class TimeModel:
         self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
         self._computes: dict[tuple[int, int, int, bool], StepTime] = {}
         self._exchanges: dict[tuple[int, int, int], int] = {}
+        self.pipeline = PipelineTime(
+            cluster, lambda nodes, layout: self._on(nodes).layers(layout), self._stage_message_s, self.dtype
+        )
+        self._others: dict[str, TimeModel] = {}
 
     def __call__(self, layout: ParallelLayout) -> StepTime:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        once, exchange = self._compute(layout), self._exchange(layout)
-        stages = layout.pp_size
-        # A rank computes the layers of its own pipeline stage only.
-        parts = {name: value * steps / stages for name, value in once.parts().items()}
-        parts["exchange"] += steps * exchange / stages
+        if layout.pp_size > 1:
+            parts = self.pipeline(layout, steps).parts()
+        else:
+            parts = {name: value * steps for name, value in self._compute(layout).parts().items()}
+            parts["exchange"] = steps * self._exchange(layout)
         if layout.zero_stage == 3:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
-        parts["reduction"] = self.profile.factor("reduction") * self._reduction(layout, steps)
-        parts["update"], host = self._update(layout, steps)
-        parts["update"] *= self.profile.factor("update")
-        parts["host"] = self.profile.factor("host") * host
-        if stages > 1:
-            # 1F1B: every stage waits for stages - 1 micro-batches of the slowest stage.
-            slowest = self._stage_share(self.layer_s(layout), stages) * (once.compute + exchange)
-            parts["bubble"] = (steps + stages - 1) * slowest - steps * (once.compute + exchange) / stages
-        return StepTime(**parts)
+        ranks = [
+            self._on(nodes)._after(layout, steps, counts)
+            for nodes, counts in zip(self.pipeline.slowest_of(layout), self.memory.counts_of_ranks(layout), strict=True)
+        ]
+        return StepTime(**parts | max(ranks, key=lambda rank: sum(rank.values())))
+
+    def _after(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> dict[str, float]:
+        """Seconds by part of a rank with ``counts`` after the passes of a step."""
+        update, host = self._update(layout, steps, counts)
+        return {
+            "reduction": self.profile.factor("reduction") * self._reduction(layout, steps, counts),
+            "update": self.profile.factor("update") * update,
+            "host": self.profile.factor("host") * host,
+        }
+
+    def _on(self, nodes: Nodes) -> TimeModel:
+        """The model of a rank on devices of one type."""
+        if nodes is self.nodes:
+            return self
+        if nodes.device.name not in self._others:
+            alone = self.cluster.model_copy(update={"nodes": [nodes]})
+            self._others[nodes.device.name] = TimeModel(self.config, alone, self.profile, self.memory)
+        return self._others[nodes.device.name]
 
     def _stage_3_launches(self, layout: ParallelLayout) -> float:
         """Seconds a micro-batch, in which every parameter is fetched twice and its gradient reduced once."""
@@ -137,15 +111,22 @@ class TimeModel:
 
     def layer_s(self, layout: ParallelLayout) -> list[float]:
         """Seconds of computing one micro-batch: of the embeddings, of each layer, and of the head with the loss."""
+        return [layer.parts.compute for layer in self.layers(layout)]
+
+    def layers(self, layout: ParallelLayout) -> list[LayerTime]:
+        """The times of the embeddings, of each layer, and of the head with the loss."""
         model = self.memory.model
         types = [block.type for block, count, _ in model.blocks if count]
-        seconds = {
-            block_type: self._block(work, layout).compute
+        times = {
+            block_type: LayerTime(
+                replace(self._block(work, layout), exchange=self._block_exchange(work, layout)),
+                self._passes(work, layout),
+            )
             for block_type, (work, _) in zip(types, self._work(layout), strict=True)
         }
         layers = range(model.config.num_layers)
-        between = [seconds["sparse" if model.config.is_moe_layer(layer) else "dense"] for layer in layers]
-        return [seconds["embeddings"], *between, seconds["norm"]]
+        between = [times["sparse" if model.config.is_moe_layer(layer) else "dense"] for layer in layers]
+        return [times["embeddings"], *between, times["norm"]]
 
     def flops(self, layout: ParallelLayout, recomputed: bool) -> float:
         """FLOPs of a rank's matrix products in a step, with or without those of recomputation."""
@@ -155,7 +136,10 @@ class TimeModel:
         return steps / layout.pp_size * sum(map(operator.mul, products, passes))
 
     def lower_bound(self, layout: ParallelLayout) -> float:
-        """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s."""
+        """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s; in a pipeline equal
+        shares of all passes."""
+        if layout.pp_size > 1:
+            return self.pipeline.least(layout, layout.accumulation(self.config.deepspeed.train_batch_size))
         peak = max(self.nodes.device.matmul_flops.values())
         return self.flops(layout, recomputed=True) / peak * self._fastest_factor()
 
@@ -226,31 +210,29 @@ class TimeModel:
 
     def _exchange(self, layout: ParallelLayout) -> float:
         """Seconds of one micro-batch in all layers that computation does not hide."""
+        return sum(self._block_exchange(work, layout) * count for work, count in self._work(layout))
+
+    def _block_exchange(self, work: BlockWork, layout: ParallelLayout) -> float:
+        """The same of one block."""
         seconds = 0.0
-        if layout.tp_size > 1:
+        if layout.tp_size > 1 and work.recomputed:
             batch, group = self.memory.batch_of(layout), contiguous_group(layout.tp_size, self.nodes)
             numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
-            layers = sum(count for work, count in self._work(layout) if work.recomputed)
             passes = 3 if layout.checkpointing else 2  # forward, backward, recomputation
             reduced = self._collective("all_reduce", numel * self.memory.precision.compute, group)
-            seconds += layers * passes * 2 * reduced
-        if layout.pp_size > 1:
-            seconds += layout.pp_size * self._stage_messages_s(layout)
-        return self._routing(layout).exposed + seconds * self.profile.factor("exchange")
+            seconds = passes * 2 * reduced * self.profile.factor("exchange")
+        return seconds + self._routing(work, layout).exposed
 
-    def _routing(self, layout: ParallelLayout) -> RoutingTime:
-        """Seconds of one micro-batch in which all layers bring tokens to experts on other ranks and back."""
-        total, factor = RoutingTime(), self.profile.factor
-        if self._moe is None:
-            return total
+    def _routing(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
+        """Seconds in which one block brings the tokens of a micro-batch to experts on other ranks and back."""
+        if self._moe is None or work.routed is None:
+            return RoutingTime()
+        factor = self.profile.factor
         moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
         price = RoutingTimes(moe, layout.ep_size, self.nodes, self.profile, factor("exchange") / core_share(self.nodes))
-        for work, count in self._work(layout):
-            if work.routed is not None:
-                passes = self._passes(work, layout)
-                shared = sum(self._matmul_s(product) for product in work.shared) * factor("matmul")
-                total += price(work.routed, self._block(work, layout).experts / passes, shared, passes) * count
-        return total
+        passes = self._passes(work, layout)
+        shared = sum(self._matmul_s(product) for product in work.shared) * factor("matmul")
+        return price(work.routed, self._block(work, layout).experts / passes, shared, passes)
 
     def with_exchange(self, layout: ParallelLayout) -> ParallelLayout:
         """The layout with the faster exchange of tokens, flat or node first. What the run's JSON says of it is kept."""
@@ -267,27 +249,28 @@ class TimeModel:
             self._exchanges[key] = min(ways, key=self._exchange).ranks_per_node
         return replace(layout, ranks_per_node=self._exchanges[key])
 
-    def _stage_messages_s(self, layout: ParallelLayout) -> float:
-        """Seconds a pipeline stage and micro-batch: the residual stream to the next stage, and its gradient back."""
+    def _stage_message_s(self, layout: ParallelLayout) -> float:
+        """Seconds of the residual stream of a micro-batch from a rank of a pipeline to the next, or of its gradient."""
         batch = self.memory.batch_of(layout)
         numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
-        return 2 * send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
+        seconds = send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
+        return seconds * self.profile.factor("exchange")
 
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
-    def _reduction(self, layout: ParallelLayout, steps: int) -> float:
+    def _reduction(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> float:
         """Seconds of a step in which gradients are summed and weights gathered."""
-        seconds = self.reduction(layout, steps)
+        seconds = self.reduction(layout, steps, counts)
         if layout.stream_experts:
             replicas = expert_replicas(layout, self.nodes)
             moved = self._streamed_experts(layout) * self.memory.expert_store(layout).weight_bytes
             seconds += steps * self._parts(layout) * self._collective("all_reduce", moved, replicas)
         return seconds
 
-    def _update(self, layout: ParallelLayout, steps: int) -> tuple[float, float]:
+    def _update(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> tuple[float, float]:
         """Seconds of the update on the device, and of transfers and updates in host memory."""
-        counts = self.memory.counts(layout).divided(layout.tp_size)
+        counts = counts.divided(layout.tp_size)
         stage, width = layout.zero_stage, self.memory.precision.weights
         owned, owned_experts = float(counts.local - counts.experts), float(counts.experts)
         if stage > 0:
@@ -336,7 +319,8 @@ class TimeModel:
     def hidden_s(self, layout: ParallelLayout) -> float:
         """Seconds a step in which tokens are exchanged, and streamed experts copied and updated, beside computation."""
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        hidden = self._routing(layout).hidden * steps / layout.pp_size
+        hidden = sum(self._routing(work, layout).hidden * count for work, count in self._work(layout))
+        hidden *= steps / layout.pp_size
         if layout.stream_experts:
             hidden += self._streaming(layout, steps).hidden * self.profile.factor("host")
         return hidden

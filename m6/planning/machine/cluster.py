@@ -135,6 +135,16 @@ class Cluster(Section):
         """The nodes with the lowest FLOP/s in ``dtype``. All ranks get equal work, so the others wait for these."""
         return min(self.nodes, key=lambda node_type: node_type.device.flops(dtype))
 
+    def types_of(self, first: int, count: int) -> list[Nodes]:
+        """The types of ``count`` devices from the number ``first`` on, in the order of the file."""
+        found, begin = [], 0
+        for node_type in self.nodes:
+            end = begin + node_type.num_devices
+            if begin < first + count and first < end:
+                found.append(node_type)
+            begin = end
+        return found
+
     def first(self, num_devices: int) -> Cluster:
         """The first ``num_devices`` of the cluster: whole nodes in the order of the file, or a part of one node.
 

@@ -1,102 +1,53 @@
-"""Prices of what the search does not choose: pipelines, token slices, delayed gradients, unequal shares of a batch.
+"""Prices of what a plan does not have: a pipeline, or none, token slices, delayed gradients, unequal shares of a batch.
 
-A plan's report shows them next to the plan, so that a reader sees what an implementation would gain.
+A plan's report shows them next to the plan, so that a reader sees what they would gain.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-from m6.errors import UserError
-from m6.planning.cost.folding import BlockType
-from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
-from m6.planning.cost.partition import delayed_step_s, partition_layers, share_rows, slice_tokens
+from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.machine.cluster import Cluster
-from m6.planning.search.planner import Planner, PricedLayout, format_gb
-from m6.planning.search.requirements import fastest_if_lifted
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout, SearchResult, format_gb
 
 _NUM_GRAINS = 16  # a slice is a multiple of 1/16 of the row
-_NO_PIPELINE = "refused: the search does not choose m6.parallel.pipeline"
 
 
-def unsupported_alternatives(planner: Planner, best: PricedLayout) -> list[str]:
-    """Markdown items, one for each alternative to ``best``; empty on a single device."""
+def alternatives(planner: Planner, result: SearchResult) -> list[str]:
+    """Markdown items, one for each alternative to the best plan; empty on a single device."""
     lines: list[str] = []
-    pipeline = best_pipeline(planner, best)
-    if pipeline is not None:
-        lines = _pipeline_lines(planner, best, pipeline)
-    elif planner.cluster.num_devices > 1:
-        lines = [f"- Pipeline stages ({_NO_PIPELINE}): no number of stages divides layers and devices and fits."]
+    best = result.best
+    if planner.cluster.num_devices > 1:
+        other = result.fastest.get(best.layout.pp_size == 1)
+        lines.append("- Pipelines: none runs and fits." if other is None else _comparison(best, other))
+        pipeline = result.fastest.get(True)
+        if pipeline is not None:
+            lines += [_delay_line(pipeline), _slice_line(planner, pipeline)]
     if planner.cluster.is_mixed:
         lines.append(_share_line(planner, best))
     return lines
 
 
-def best_pipeline(planner: Planner, best: PricedLayout) -> PricedLayout | None:
-    """The fastest layout with pipeline stages that fits; of ``best`` only ranks, exchange and micro-batch change."""
-    free = ("pp_size", "ep_size", "micro_batch_size", "ranks_per_node")
-    forced = {name: getattr(best.layout, name) for name in DIMENSIONS if name not in free}
-    return fastest_if_lifted(
-        planner.changed(forced=forced), {"pipeline parallelism"}, {}, lambda layout: layout.pp_size > 1
-    )
-
-
-def partition_model(planner: Planner, layout: ParallelLayout) -> tuple[list[int], float, float]:
-    """Partitions embeddings, layers and head into the layout's pipeline stages by BaPipe, within the device's memory.
-
-    The memory of a layer is estimated from that of the fullest of equal stages, by the layer's share of the parameters.
-
-    Returns:
-        The layers of each stage, embeddings and head included; the seconds of a micro-batch in the slowest stage; and
-        those with an equal number of layers in each stage.
-
-    Raises:
-        UserError: no partition fits.
-    """
-    times, stages, model = planner.time.layer_s(layout), layout.pp_size, planner.memory.model
-    numels = {block.type: block.numel for block, count, _ in model.blocks if count}
-    layers: list[BlockType] = [
-        "sparse" if model.config.is_moe_layer(layer) else "dense" for layer in range(model.config.num_layers)
-    ]
-    items = [
-        numels["embeddings"],
-        *(numels[kind] for kind in layers),
-        numels["embeddings"],
-    ]  # the head shares their weights
-    footprint, nodes = planner.memory(layout), planner.cluster.smallest
-    each = (footprint.peak - footprint.process) * stages / sum(items)
-    usable = nodes.device.memory_bytes * planner.memory_fraction - footprint.process
-    starts, slowest = partition_layers(times, [each * numel for numel in items], [usable] * stages)
-    equal = [0, *(1 + len(layers) // stages * stage for stage in range(1, stages)), len(times)]
+def _comparison(best: PricedLayout, other: PricedLayout) -> str:
+    ratio = other.time.total / best.time.total - 1
+    which = "without one" if best.layout.pp_size > 1 else "with one"
     return (
-        [end - begin for begin, end in itertools.pairwise([*starts, len(times)])],
-        slowest,
-        max(sum(times[begin:end]) for begin, end in itertools.pairwise(equal)),
+        f"- Pipelines (m6.parallel.pipeline): the fastest layout {which}, {other.layout}, takes "
+        f"{other.time.total:.4g} s a step ({ratio:+.1%}), of which {other.time.bubble:.4g} s are waits, and "
+        f"{format_gb(other.footprint.peak)}."
     )
 
 
-def _pipeline_lines(planner: Planner, best: PricedLayout, found: PricedLayout) -> list[str]:
-    """The best pipeline with its partition, without its flush, and with sliced rows."""
-    ratio = found.time.total / best.time.total - 1
-    line = (
-        f"- Pipeline stages ({_NO_PIPELINE}): {found.layout} would take {found.time.total:.4g} s a step "
-        f"({ratio:+.1%}) and {format_gb(found.footprint.peak)}"
+def _delay_line(found: PricedLayout) -> str:
+    """A pipeline without the flush between steps."""
+    waits = found.time.bubble / found.time.total
+    return (
+        f"- Gradients one step late (PipeDream-2BW; no engine here) would take at most {-waits:+.1%} of this pipeline "
+        f"without its flush between steps, for a second copy of the weights, {format_gb(found.footprint.weights)} a "
+        "rank."
     )
-    try:
-        sizes, slowest, equal = partition_model(planner, found.layout)
-    except UserError as error:
-        return [f"{line}; {error}."]
-    steps, stages = found.layout.accumulation(planner.config.deepspeed.train_batch_size), found.layout.pp_size
-    flushed, delayed = delayed_step_s(slowest, steps, stages)
-    return [
-        f"{line}; embeddings, layers and head are best cut into {', '.join(map(str, sizes))} (BaPipe), whose slowest "
-        f"stage takes {slowest / equal - 1:+.1%} against an equal number of layers.",
-        f"- Gradients one step late (PipeDream-2BW; no engine here): computing takes {delayed / flushed - 1:+.1%} "
-        f"without the flush between steps, for a second copy of the weights, {format_gb(found.footprint.weights)} a "
-        "rank.",
-        _slice_line(planner, found),
-    ]
 
 
 def _slice_line(planner: Planner, found: PricedLayout) -> str:
@@ -130,7 +81,7 @@ def _share_line(planner: Planner, best: PricedLayout) -> str:
     rows, speeds, capacities = planner.config.deepspeed.train_batch_size, [], []
     for nodes in planner.cluster.nodes:
         alone = planner.changed(cluster=Cluster(name=nodes.device.name, nodes=[nodes]))
-        fits = alone.memory_rejection(best.layout, best.footprint) is None
+        fits = alone.memory_rejection(replace(best.layout, pp_size=1, cut=())) is None
         speeds += [best.layout.micro_batch_size / sum(alone.time.layer_s(best.layout))] * nodes.num_devices
         # Rows come in micro-batches, so a device that holds one micro-batch can take any number of rows.
         capacities += [rows if fits else 0] * nodes.num_devices

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from m6.config.communication import CommunicationSettings
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 
 # Usual choices: the densities and the rank of scripts/experiments/gradient_bytes.
 _CHOICES = (

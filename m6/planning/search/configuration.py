@@ -7,6 +7,7 @@ from typing import Any
 
 from m6.config.checks import check_world_size
 from m6.config.deepspeed_ignored import without_ignored
+from m6.config.pipeline import ZERO_KEYS
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
@@ -18,9 +19,8 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
     """The layout that a run's JSON asks for.
 
     Raises:
-        UserError: the run does not fit ``world_size``, or has a pipeline.
+        UserError: the run does not fit ``world_size``.
     """
-    check_priced(config)
     check_world_size(config, world_size)
     return ParallelLayout(world_size, **choices_of(config))
 
@@ -29,10 +29,12 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
     """What a run's JSON says of its layout, by the names of ``ParallelLayout``: all but the number of ranks."""
     zero = config.deepspeed.keys.get("zero_optimization", {})
     moe = None if config.m6.moe is None else config.model.moe_config()
+    pipeline = config.pipeline
+    cut = () if pipeline is None else tuple(map(len, pipeline.cut(config.model.num_layers)))
     return {
         "ep_size": config.m6.training.ep_size,
         "tp_size": 1,
-        "pp_size": 1,
+        "pp_size": config.pipeline_size,
         "zero_stage": config.deepspeed.zero_stage,
         "micro_batch_size": config.deepspeed.micro_batch_size,
         "checkpointing": config.m6.training.activation_checkpointing,
@@ -40,16 +42,9 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
         "offload_params": _offloads(zero.get("offload_param")),
         "stream_experts": config.expert_store is not None,
         "ranks_per_node": 0 if moe is None else moe.ranks_per_node or 0,
+        "schedule": "1f1b" if pipeline is None else pipeline.schedule,
+        "cut": cut,
     }
-
-
-def check_priced(config: RunConfig) -> None:
-    """Raises UserError for a run with a pipeline, whose memory and time no formula here describes."""
-    if config.pipeline is not None:
-        raise UserError(
-            "m6.parallel.pipeline: the planner prices no run with stages of layers; plan it with "
-            "m6.parallel.pipeline=null, and see m6 plan explain for what a pipeline would cost"
-        )
 
 
 def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
@@ -58,8 +53,8 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     Raises:
         UserError: a run's JSON cannot ask for the layout.
     """
-    if layout.tp_size > 1 or layout.pp_size > 1:
-        raise UserError(f"{layout}: the planner writes no JSON with tensor or pipeline parallelism")
+    if layout.tp_size > 1:
+        raise UserError(f"{layout}: the model has no tensor parallelism")
     if layout.stream_experts and config.expert_store is None:
         raise UserError(
             f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"
@@ -74,6 +69,9 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         document["m6"]["moe"].pop("ranks_per_node", None)
         if layout.ranks_per_node:
             document["m6"]["moe"]["ranks_per_node"] = layout.ranks_per_node
+    document["m6"].get("parallel", {}).pop("pipeline", None)
+    if layout.pipeline is not None:
+        document["m6"].setdefault("parallel", {})["pipeline"] = layout.pipeline.model_dump(exclude_none=True)
     training = document["m6"]["training"]
     training["ep_size"] = layout.ep_size
     training["activation_checkpointing"] = layout.checkpointing
@@ -102,13 +100,22 @@ def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if name not in DIMENSIONS or not separator:
             raise UserError(f"--force {text}: expected NAME=VALUE{nearest(name, DIMENSIONS)}")
-        is_flag = isinstance(getattr(ParallelLayout(1), name), bool)
         try:
-            forced[name] = {"true": True, "false": False}[value] if is_flag else int(value)
-        except (KeyError, ValueError):
-            expected = "true or false" if is_flag else "a whole number"
-            raise UserError(f"--force {text}: expected {expected}, found {value!r}") from None
+            forced[name] = _parsed(value, getattr(ParallelLayout(1), name))
+        except ValueError as error:
+            raise UserError(f"--force {text}: expected {error}, found {value!r}") from None
     return forced
+
+
+def _parsed(value: str, like: Any) -> Any:
+    """The value of a text, of the type of ``like``; ValueError says what was expected."""
+    try:
+        if isinstance(like, bool):
+            return {"true": True, "false": False}[value]
+        return tuple(map(int, value.split(","))) if isinstance(like, tuple) else type(like)(value)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "a whole number", tuple: "numbers of layers such as 3,1"}
+        raise ValueError(expected[type(like)]) from None
 
 
 def _offloads(section: dict[str, Any] | None) -> bool:
@@ -116,9 +123,11 @@ def _offloads(section: dict[str, Any] | None) -> bool:
 
 
 def _zero_section(given: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
-    """``given`` for the layout's ZeRO stage, without the keys that this stage ignores (the validation refuses them)."""
+    """``given`` for the layout's ZeRO stage, without the keys that are ignored then (the validation refuses them)."""
     dropped = {"stage", "offload_optimizer", "offload_param"}
     section = without_ignored({key: value for key, value in given.items() if key not in dropped}, layout.zero_stage)
+    if layout.pp_size > 1:
+        section = {key: value for key, value in section.items() if key in ZERO_KEYS}
     section["stage"] = layout.zero_stage
     if layout.offload_optimizer:
         section["offload_optimizer"] = dict(given.get("offload_optimizer") or _OFFLOAD)

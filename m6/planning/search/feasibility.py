@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from m6.config.checks import tree_refusal
+from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import markdown_table
@@ -18,7 +19,7 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.configuration import configured
 
 RefusalKind = Literal[
-    "batch", "experts", "ranks", "tensor parallelism", "pipeline parallelism", "streamed experts", "configuration"
+    "batch", "experts", "ranks", "tensor parallelism", "pipeline", "streamed experts", "configuration"
 ]
 
 
@@ -66,6 +67,7 @@ class Feasibility:
             layout.ep_size > 1,
             layout.offload_optimizer,
             layout.offload_params,
+            layout.schedule if layout.pp_size > 1 else "",
         )
         if layout.stream_experts:  # m6.offload has conditions of its own
             one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
@@ -82,8 +84,6 @@ class Feasibility:
         """Arithmetic, and features that the model does not have."""
         if layout.tp_size > 1 and "tensor parallelism" not in lifted:
             return Refusal("tensor parallelism", "the M6 model has no tensor parallelism")
-        if layout.pp_size > 1 and "pipeline parallelism" not in lifted:
-            return Refusal("pipeline parallelism", "the search does not choose m6.parallel.pipeline")
         if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
             return Refusal(
                 "streamed experts",
@@ -94,12 +94,8 @@ class Feasibility:
 
 def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: ParallelLayout) -> Refusal | None:
     model = config.model
-    if (
-        layout.world_size % (layout.tp_size * layout.pp_size)
-        or model.num_attention_heads % layout.tp_size
-        or model.num_layers % layout.pp_size
-    ):
-        return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks, the heads or the layers")
+    if layout.world_size % (layout.tp_size * layout.pp_size) or model.num_attention_heads % layout.tp_size:
+        return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks or the heads")
     try:
         accumulation = layout.accumulation(config.deepspeed.train_batch_size)
     except UserError as error:
@@ -113,6 +109,10 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             f"ep_size {layout.ep_size} does not divide both {layout.dp_size} data-parallel ranks and {num_experts} "
             "experts",
         )
+    if layout.pipeline is not None:
+        refusal = _refused_pipeline(layout.pipeline, model.num_layers, accumulation)
+        if refusal is not None:
+            return Refusal("pipeline", refusal)
     if config.m6.training.deterministic is not None:
         refusal = tree_refusal(accumulation * layout.dp_size, layout.dp_size, layout.ep_size)
         if refusal is not None:
@@ -123,9 +123,17 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
     return None
 
 
+def _refused_pipeline(settings: PipelineSettings, num_layers: int, micro_batches: int) -> str | None:
+    try:
+        settings.check_cut(num_layers)
+    except UserError as error:
+        return str(error)
+    return settings.micro_batches_refusal(micro_batches)
+
+
 def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal | None:
-    # The validation knows neither tensor nor pipeline parallelism; it judges the other choices.
-    plain = replace(layout, world_size=layout.dp_size, tp_size=1, pp_size=1)
+    # The validation does not know tensor parallelism; it judges the other choices.
+    plain = replace(layout, world_size=layout.world_size // layout.tp_size, tp_size=1)
     try:
         configured(config, plain)
     except UserError as error:

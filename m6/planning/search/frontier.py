@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from m6.errors import UserError
 from m6.planning.machine.cluster import Cluster
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 
 Item = TypeVar("Item")
 _ALL_PLANS = 1 << 30

@@ -10,7 +10,8 @@ from typing import Any
 from m6.errors import UserError
 from m6.files import write_json, write_text
 from m6.planning.search.configuration import configured
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 from m6.slurm.job import SIGNAL_EARLY_S, JobDescription
 from m6.validation import validate
 

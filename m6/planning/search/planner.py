@@ -8,93 +8,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
+from m6.config.pipeline import SCHEDULES, Schedule
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
-from m6.planning.cost.step_time import StepTime, TimeModel
+from m6.planning.cost.stage_cuts import Fits
+from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import check_priced
 from m6.planning.search.feasibility import Feasibility
+from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, RejectionKind, SearchResult, format_gb
 
 MEMORY_FRACTION = 0.9
 """The default share of a memory that a plan may use; allocators need the rest."""
-_TP_SIZES = (1, 2, 4, 8)
-# Among layouts whose times differ by less the simplest is preferred: an uncalibrated model cannot tell them apart.
-_TIME_TOLERANCE = 0.01
-
-RejectionKind = Literal["infeasible", "device memory", "host memory", "slower"]
-
-
-@dataclass(frozen=True)
-class PricedLayout:
-    """A layout that the code can run and that fits, with its memory and its time."""
-
-    layout: ParallelLayout
-    footprint: MemoryFootprint
-    time: StepTime
-
-    @property
-    def complexity(self) -> int:
-        """A count of the techniques that the layout uses, to prefer simple ones."""
-        layout = self.layout
-        parts = (layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer)
-        return layout.zero_stage + 2 * sum(parts) + 2 * layout.offload_params + (layout.ep_size > 1)
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Why a layout is not a plan.
-
-    Attributes:
-        shortfall_bytes: missing memory, where memory is the reason.
-    """
-
-    layout: ParallelLayout
-    kind: RejectionKind
-    reason: str
-    shortfall_bytes: int = 0
-
-
-@dataclass
-class SearchResult:
-    """The outcome of a search.
-
-    Attributes:
-        plans: the fastest layouts, by time.
-        visited: number of candidates.
-        tally: how many candidates were rejected for each reason, or priced.
-        nearest: the candidate that the code can run and that lacks the fewest bytes.
-    """
-
-    plans: list[PricedLayout] = field(default_factory=list)
-    visited: int = 0
-    tally: dict[str, int] = field(default_factory=dict)
-    nearest: Rejection | None = None
-
-    @property
-    def best(self) -> PricedLayout:
-        """The simplest of the plans that are as fast as the fastest, within the tolerance of the time model.
-
-        Raises:
-            UserError: no layout fits.
-        """
-        if not self.plans:
-            near = "" if self.nearest is None else f"; the nearest: {self.nearest.layout}: {self.nearest.reason}"
-            raise UserError(f"no layout fits{near}")
-        limit = self.plans[0].time.total * (1 + _TIME_TOLERANCE)
-        return min((plan for plan in self.plans if plan.time.total <= limit), key=lambda plan: plan.complexity)
-
-    def count(self, reason: str) -> None:
-        """Adds a candidate to the tally."""
-        self.tally[reason] = self.tally.get(reason, 0) + 1
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "zbv")
+"""The schedules that a search considers. The others never win: "interleaved_zero_bubble" and "dualpipev" wait as long
+as "zbv" or longer, and keep as many activations or more. They are priced where they are forced."""
 
 
 class Planner:
@@ -122,7 +58,6 @@ class Planner:
         forced: dict[str, Any] | None = None,
         feasibility: Feasibility | None = None,
     ) -> None:
-        check_priced(config)
         self.config, self.cluster, self.profile = config, cluster, profile or Profile()
         self.memory_fraction, self.forced = memory_fraction, forced or {}
         on_cpu = cluster.smallest.links.host is None
@@ -151,26 +86,32 @@ class Planner:
         """
         world, rows = self.cluster.num_devices, self.config.deepspeed.train_batch_size
         experts = 1 if self.config.m6.moe is None else self.config.model.moe_config().num_experts
-        heads, layers = self.config.model.num_attention_heads, self.config.model.num_layers
+        layers = self.config.model.num_layers
         for tp_size, pp_size in itertools.product(
-            self._values("tp_size", (size for size in _TP_SIZES if world % size == heads % size == 0)),
-            self._values("pp_size", (size for size in divisors(layers) if world % size == 0)),
+            self._values("tp_size", (1,)),  # the model has no other
+            self._values("pp_size", (size for size in divisors(world) if size <= layers)),
         ):
             if world % (tp_size * pp_size) and not self.forced:
                 continue
             dp_size = max(1, world // (tp_size * pp_size))
-            ep_sizes = self._values("ep_size", divisors(math.gcd(dp_size, experts)))
-            micro_batches = self._values("micro_batch_size", divisors(rows // dp_size) if rows % dp_size == 0 else ())
-            switches = [
-                self._values(name, (False, True)) for name in ("checkpointing", "offload_optimizer", "offload_params")
-            ]
-            zero_stages = self._values("zero_stage", range(4))
-            for ep_size, zero_stage, micro_batch, *flags in itertools.product(
-                ep_sizes, zero_stages, micro_batches, *switches
-            ):
+            axes: dict[str, list[Any]] = {
+                "ep_size": self._values("ep_size", divisors(math.gcd(dp_size, experts))),
+                "zero_stage": self._values("zero_stage", range(4)),
+                "micro_batch_size": self._values(
+                    "micro_batch_size", divisors(rows // dp_size) if rows % dp_size == 0 else ()
+                ),
+                "schedule": self._values("schedule", SEARCHED if pp_size > 1 else SEARCHED[:1]),
+            }
+            for name in ("checkpointing", "offload_optimizer", "offload_params"):
+                axes[name] = self._values(name, (False, True))
+            for values in itertools.product(*axes.values()):
+                chosen = dict(zip(axes, values, strict=True))
                 # Streaming is considered where a rank holds a share of the experts.
-                for stream in self._values("stream_experts", (False, True) if ep_size > 1 else (False,)):
-                    layout = ParallelLayout(world, ep_size, tp_size, pp_size, zero_stage, micro_batch, *flags, stream)  # type: ignore[call-arg]
+                streams = (False, True) if chosen["ep_size"] > 1 else (False,)
+                for stream in self._values("stream_experts", streams):
+                    layout = ParallelLayout(world, tp_size=tp_size, pp_size=pp_size, stream_experts=stream, **chosen)
+                    if pp_size > 1 and "cut" in self.forced:
+                        layout = replace(layout, cut=self.forced["cut"])
                     if "ranks_per_node" in self.forced:
                         yield replace(layout, ranks_per_node=self.forced["ranks_per_node"])
                     else:
@@ -196,26 +137,27 @@ class Planner:
                 result.count(refusal.kind)
                 refused.setdefault(refusal.kind, refusal.reason)
                 continue
-            footprint = self.memory(layout)
-            rejection = self.memory_rejection(layout, footprint)
+            if layout.pp_size > 1 and self._too_slow(layout, result, num_plans):  # before its best cut is looked for
+                result.count("slower by equal shares of its passes alone")
+                continue
+            layout = self.with_cut(layout)
+            rejection = self.memory_rejection(layout)
             if rejection is not None:
                 result.count(rejection.kind)
                 if result.nearest is None or rejection.shortfall_bytes < result.nearest.shortfall_bytes:
                     result.nearest = rejection
                 continue
-            if len(result.plans) >= num_plans:
-                limit = max(result.plans[-1].time.total, result.plans[0].time.total * (1 + _TIME_TOLERANCE))
-                # No plan of the result can be displaced by a layout whose bound is above the slowest of them.
-                if self.time.lower_bound(layout) > limit:
-                    result.count("slower by the FLOPs alone")
-                    continue
+            if self._too_slow(layout, result, num_plans):
+                result.count("slower by the FLOPs alone")
+                continue
             result.count("priced")
-            result.plans.append(PricedLayout(layout, footprint, self.time(layout)))
+            result.add(self._priced(layout))
             result.plans.sort(key=lambda plan: plan.time.total)
             # All plans within the tolerance are kept: the best of them is the simplest.
-            limit = result.plans[0].time.total * (1 + _TIME_TOLERANCE)
+            limit = result.plans[0].time.total * (1 + TIME_TOLERANCE)
             cut = max(num_plans, sum(plan.time.total <= limit for plan in result.plans))
             del result.plans[cut:]
+        result.refine(self.refined)
         if not result.plans and result.nearest is None:
             rows, world = self.config.deepspeed.train_batch_size, self.cluster.num_devices
             if rows % world:  # every other reason follows from this one
@@ -229,35 +171,71 @@ class Planner:
         refusal = self.feasibility.explain(layout)
         if refusal is not None:
             return Rejection(layout, "infeasible", f"refused: {refusal.reason}")
-        footprint = self.memory(layout)
-        return self.memory_rejection(layout, footprint) or PricedLayout(layout, footprint, self.time(layout))
+        layout = self.with_cut(layout)
+        return self.memory_rejection(layout) or self.refined(self._priced(layout))
 
-    def memory_rejection(self, layout: ParallelLayout, footprint: MemoryFootprint) -> Rejection | None:
-        """The memory that ``layout`` exceeds, or None."""
-        nodes = self.cluster.smallest
+    def _priced(self, layout: ParallelLayout) -> PricedLayout:
+        return PricedLayout(layout, self.memory(layout), self.time(layout))
+
+    def _too_slow(self, layout: ParallelLayout, result: SearchResult, num_plans: int) -> bool:
+        """Whether the layout's bound is above the slowest plan and above the fastest of its kind: then it can displace
+        none of them."""
+        alike = result.fastest.get(layout.pp_size > 1)
+        if len(result.plans) < num_plans or alike is None:
+            return False
+        slowest = max(result.plans[-1].time.total, result.plans[0].time.total * (1 + TIME_TOLERANCE))
+        return self.time.lower_bound(layout) > max(slowest, alike.time.total)
+
+    def with_cut(self, layout: ParallelLayout) -> ParallelLayout:
+        """The layout with the cut of its pipeline whose slowest rank is fastest and that fits the memory; with equal
+        stages if none fits."""
+        if layout.pp_size == 1 or layout.cut:
+            return layout
+        return self.time.pipeline.with_cut(layout, self._fits(layout)) or layout
+
+    def refined(self, plan: PricedLayout) -> PricedLayout:
+        """The plan of a pipeline with its cut improved by the time of the whole step; other plans as they are."""
+        layout = plan.layout
+        if not layout.cut or "cut" in self.forced:
+            return plan
+        refine, fits = self.time.pipeline.refined, self._fits(layout)
+        return self._priced(refine(layout, lambda other: self.time(other).total, fits))
+
+    def _fits(self, layout: ParallelLayout) -> Fits:
+        fitting: dict[tuple[Any, ...], bool] = {}
+
+        def fits(place: int, stages: Sequence[range]) -> bool:
+            key = (place, *(self._contents(stage) for stage in stages))
+            if key not in fitting:
+                fitting[key] = self._shortfall(layout, place, self.memory.footprint(layout, place, stages)) is None
+            return fitting[key]
+
+        return fits
+
+    def _contents(self, stage: range) -> tuple[int, int, bool, bool]:
+        """What decides the memory of a stage."""
+        is_sparse = self.memory.model.is_sparse
+        return len(stage), sum(is_sparse[stage.start : stage.stop]), stage.start == 0, stage.stop == len(is_sparse)
+
+    def memory_rejection(self, layout: ParallelLayout) -> Rejection | None:
+        """The memory that ``layout`` exceeds, or None; of several ranks of a pipeline the one that lacks most."""
+        found = (self._shortfall(layout, *each) for each in enumerate(self.memory.footprints(layout)))
+        return max((each for each in found if each is not None), key=lambda each: each.shortfall_bytes, default=None)
+
+    def _shortfall(self, layout: ParallelLayout, place: int, footprint: MemoryFootprint) -> Rejection | None:
+        """The memory that a rank of a place in the pipeline exceeds, or None."""
+        nodes = min(self.time.pipeline.nodes_of(layout, place), key=lambda nodes: nodes.device.memory_bytes)
         per_node, host = nodes.devices_per_node, nodes.host.memory_bytes * self.memory_fraction
         device = nodes.device.memory_bytes * self.memory_fraction
         on_host = per_node * (footprint.host + footprint.host_process)
         if nodes.links.host is None:  # a CPU: device and host memory are the same
             on_host += per_node * footprint.peak
         elif footprint.peak > device:
-            missing = int(footprint.peak - device)
-            return Rejection(
-                layout,
-                "device memory",
-                f"needs {format_gb(footprint.peak)} of {format_gb(device)} on {nodes.device.name}, "
-                f"{format_gb(missing)} too much",
-                missing,
-            )
+            needs = f"{format_gb(footprint.peak)} of {format_gb(device)} on {nodes.device.name}"
+            return _rejection(layout, "device memory", needs, footprint.peak - device)
         if on_host > host:
-            missing = int(on_host - host)
-            return Rejection(
-                layout,
-                "host memory",
-                f"needs {format_gb(on_host)} of {format_gb(host)} in the host memory of a node, "
-                f"{format_gb(missing)} too much",
-                missing,
-            )
+            needs = f"{format_gb(on_host)} of {format_gb(host)} in the host memory of a node"
+            return _rejection(layout, "host memory", needs, on_host - host)
         return None
 
     def neighbours(self, plan: PricedLayout) -> list[Rejection]:
@@ -265,7 +243,7 @@ class Planner:
         found = []
         for name, values in self._neighbour_values(plan.layout):
             for value in values:
-                changed = replace(plan.layout, **{name: value})
+                changed = replace(plan.layout, **{"cut": (), name: value})
                 if name != "ranks_per_node":  # a choice of its own, which depends on the others
                     changed = self.time.with_exchange(replace(changed, ranks_per_node=0))
                 judged = self.evaluate(changed)
@@ -285,7 +263,11 @@ class Planner:
         axes: dict[str, list[Any]] = {
             name: _adjacent_divisors(getattr(layout, name), number) for name, number in sizes.items()
         }
-        axes |= {"zero_stage": list(range(4)), "tp_size": [1, 2], "pp_size": [1, 2]}
+        axes |= {"zero_stage": list(range(4)), "tp_size": [1, 2]}
+        if self.cluster.num_devices > 1:
+            axes["pp_size"] = [1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)]
+        if layout.pp_size > 1:
+            axes["schedule"] = list(SCHEDULES)
         axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
         if layout.ep_size > 1:
             axes["stream_experts"] = [False, True]
@@ -295,9 +277,8 @@ class Planner:
             yield name, [value for value in values if value != getattr(layout, name)]
 
 
-def format_gb(num_bytes: float) -> str:
-    """Gigabytes of 10^9 bytes."""
-    return f"{num_bytes / 1e9:,.2f} GB"
+def _rejection(layout: ParallelLayout, kind: RejectionKind, needs: str, missing: float) -> Rejection:
+    return Rejection(layout, kind, f"needs {needs}, {format_gb(int(missing))} too much", int(missing))
 
 
 def _adjacent_divisors(size: int, number: int) -> list[int]:

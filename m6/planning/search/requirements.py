@@ -14,7 +14,8 @@ from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.configuration import configure
 from m6.planning.search.feasibility import RefusalKind
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 
 _NO_MODEL_PARALLELISM = {"tp_size": 1, "pp_size": 1, "stream_experts": False}
 
@@ -32,7 +33,7 @@ def smallest_cluster(planner: Planner) -> Cluster | None:
         # Candidates that the code cannot run anyway are not generated for every size.
         other = planner.changed(cluster=cluster, forced={**_NO_MODEL_PARALLELISM, **planner.forced})
         for layout in other.candidates():
-            if other.feasibility.refusal(layout) is None and not other.memory_rejection(layout, other.memory(layout)):
+            if other.feasibility.refusal(layout) is None and not other.memory_rejection(layout):
                 return cluster
     return None
 
@@ -54,9 +55,8 @@ def fastest_if_lifted(
     for layout in filter(accepts, other.candidates()):
         if other.feasibility.refusal(layout, lifted) is not None:
             continue
-        footprint = other.memory(layout)
-        if other.memory_rejection(layout, footprint) is None:
-            plan = PricedLayout(layout, footprint, other.time(layout))
+        if other.memory_rejection(layout) is None:
+            plan = PricedLayout(layout, other.memory(layout), other.time(layout))
             found = plan if found is None or plan.time.total < found.time.total else found
     return found
 

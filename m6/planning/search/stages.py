@@ -9,7 +9,8 @@ from typing import Any
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import PARTS, Sharing
-from m6.planning.search.planner import Planner, PricedLayout, SearchResult
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout, SearchResult
 
 # What decides which numbers a run computes, and so is equal in both stages: packing, dropout and capacities go by the
 # micro-batch, and experts in host memory have an optimizer of their own.

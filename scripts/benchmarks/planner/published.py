@@ -9,7 +9,7 @@ import csv
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ from m6.config.run import RunConfig, load_config, parse_config
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.partition import balanced_share
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.fitting import fit_factors, kendall_tau, regret
@@ -97,14 +96,10 @@ def gpt(layers: int, hidden: int, heads: int, global_batch: int) -> RunConfig:
     return parse_config(document)
 
 
-def even_share(times: Sequence[float], stages: int) -> float:
-    """Of the time, the share of the slowest stage where every one but the last has the same number of layers."""
-    embeddings, *layers, head = times
-    each = math.ceil(len(layers) / stages)
-    sums = [sum(layers[begin : begin + each]) for begin in range(0, each * stages, each)]
-    sums[0] += embeddings
-    sums[-1] += head
-    return max(sums) / sum(times)
+def even_cut(layers: int, stages: int) -> tuple[int, ...]:
+    """Every stage but the last has the same number of layers."""
+    each = math.ceil(layers / stages)
+    return (*[each] * (stages - 1), layers - each * (stages - 1))
 
 
 ONE_SAMPLE = BatchShape(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, SEQUENCE_LENGTH, 0)
@@ -114,12 +109,22 @@ CLUSTER = load_cluster(FOLDER / "jean_zay_x384.json")
 def time_parts(row: Row, profile: Profile) -> dict[str, float]:
     """Seconds by part; the pipeline's bubble is spread over what it is a share of, so that factors reach it."""
     memory = MemoryModel(row.config, profile, ONE_SAMPLE)
-    share = balanced_share if row.balanced else even_share
-    parts = TimeModel(row.config, CLUSTER.first(row.layout.world_size), profile, memory, share)(row.layout).parts()
+    time = TimeModel(row.config, CLUSTER.first(row.layout.world_size), profile, memory)
+    parts = time(with_stages(row, time)).parts()
     bubble = parts.pop("bubble")
     inside = ("matmul", "experts", "elementwise", "launch", "exchange")
     inflation = 1 + bubble / sum(parts[name] for name in inside)
     return {name: value * (inflation if name in inside else 1.0) for name, value in parts.items()}
+
+
+def with_stages(row: Row, time: TimeModel) -> ParallelLayout:
+    """The layout of a row with the stages that it had."""
+    layout = row.layout
+    if layout.pp_size == 1:
+        return layout
+    if row.balanced:
+        return time.pipeline.with_cut(layout, lambda place, stages: True) or layout
+    return replace(layout, cut=even_cut(row.config.model.num_layers, layout.pp_size))
 
 
 def memory_parts(row: Row) -> tuple[float, float]:

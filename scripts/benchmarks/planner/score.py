@@ -19,7 +19,8 @@ from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
 from m6.planning.machine.profile import Profile, load_profile
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 from scripts.benchmarks.planner.cases import CASES, CONFIG, MODELS, Case
 from scripts.benchmarks.planner.measure import TABLE
 from scripts.benchmarks.record import RESULTS, Recorder

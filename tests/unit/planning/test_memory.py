@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig, load_config, parse_config
+from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.sharing import PARTS, Sharing
+from m6.model.stages import keep_layers
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -175,13 +178,50 @@ def test_host_memory_takes_what_the_device_gives_up():
     assert offloaded.peak < on_device.peak
 
 
-def test_pipeline_stages_share_layers_and_have_the_embeddings():
-    config = small_run()
+@pytest.mark.parametrize(
+    ("schedule", "cut", "layers_of"),
+    [
+        ("1f1b", (4, 2), [{0, 1, 2, 3}, {4, 5}]),
+        ("interleaved_1f1b", (1, 2, 1, 2), [{0, 3}, {1, 2, 4, 5}]),
+        ("zbv", (1, 2, 2, 1), [{0, 5}, {1, 2, 3, 4}]),
+    ],
+)
+def test_states_of_pipelines_are_those_of_the_layers_that_a_rank_keeps(
+    schedule: Schedule, cut: tuple[int, ...], layers_of: list[set[int]]
+):
+    config = small_run(bf16={}, zero_optimization={"stage": 0})
     memory = MemoryModel(config, Profile())
-    whole, half = (memory.counts(ParallelLayout(8, pp_size=size)) for size in (1, 2))
-    embeddings = sum(block.numel * n for block, _, n in memory.model.blocks if block.type in ("embeddings", "norm"))
-    assert half.local - embeddings == (whole.local - embeddings) / 2
-    one, two, four = (memory(ParallelLayout(8, pp_size=size, tp_size=1, micro_batch_size=4)) for size in (1, 2, 4))
-    assert one.weights > two.weights > four.weights
-    # The first of two stages keeps two micro-batches of half of the layers.
-    assert two.activations == one.activations
+    found = memory.footprints(ParallelLayout(8, pp_size=2, schedule=schedule, cut=cut))
+    assert len(found) == len(layers_of)
+    table = config.model.vocab_size * config.model.hidden_size
+    for layers, footprint in zip(layers_of, found, strict=True):
+        with torch.device("meta"):
+            model = M6ForConditionalGeneration(config.model)
+            keep_layers(model, layers)
+        # The rank of the last stage has a copy of the table, but no state for it.
+        copy = table if 5 in layers and 0 not in layers else 0
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        assert abs(footprint.weights - 4 * (numel + copy) - buffers) <= 64  # of buffers outside of layers
+        assert footprint.gradients == 4 * (numel + copy)
+        parameters = len(list(model.parameters()))
+        assert footprint.optimizer_state == 4 * (2 * numel + parameters)
+    assert memory(ParallelLayout(8, pp_size=2, schedule=schedule, cut=cut)).peak == max(each.peak for each in found)
+
+
+def test_activations_of_pipelines_grow_with_the_micro_batches_under_way():
+    memory = MemoryModel(small_run(), Profile())
+
+    def kept(schedule: Schedule, ranks: int) -> list[int]:
+        layout = ParallelLayout(4 * ranks, pp_size=ranks, schedule=schedule, micro_batch_size=4, zero_stage=1)
+        return [each.activations for each in memory.footprints(layout)]
+
+    first, second, last = kept("1f1b", 3)
+    assert first > second
+    whole = memory.activations_of(ParallelLayout(8, micro_batch_size=4, zero_stage=1))
+    # The first of three ranks keeps three micro-batches of a third of the layers: as much as one rank of one.
+    own = whole.kept_by_blocks() + 3 * (whole.embeddings() + whole.block_input())
+    assert first == pytest.approx(own, rel=1e-3)
+    # The last one keeps one micro-batch of its two layers, and the head.
+    own = sum(whole.blocks()[4:]) + whole.norm() + whole.head() + whole.loss_backward()
+    assert last == pytest.approx(own, rel=1e-3)

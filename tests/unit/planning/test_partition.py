@@ -7,42 +7,7 @@ import random
 import pytest
 
 from m6.errors import UserError
-from m6.planning.cost.partition import balanced_share, delayed_step_s, partition_layers, share_rows, slice_tokens
-
-
-def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:
-    return [(0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), stages - 1)]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_partition_is_the_best_of_all(seed: int):
-    generator = random.Random(seed)
-    layers = generator.randrange(1, 11)
-    stages = generator.randrange(1, min(4, layers) + 1)
-    times = [generator.random() for _ in range(layers)]
-    memories = [generator.random() for _ in range(layers)]
-    caps = [generator.uniform(0.3, 1.0) * layers / stages * 1.5 for _ in range(stages)]
-    best = math.inf
-    for edges in every_partition(layers, stages):
-        pairs = list(itertools.pairwise(edges))
-        if all(sum(memories[a:b]) <= cap + 1e-12 for (a, b), cap in zip(pairs, caps, strict=True)):
-            best = min(best, max(sum(times[a:b]) for a, b in pairs))
-    if best == math.inf:
-        with pytest.raises(UserError, match="no partition"):
-            partition_layers(times, memories, caps)
-        return
-    starts, slowest = partition_layers(times, memories, caps)
-    assert slowest == pytest.approx(best)
-    edges = [*starts, layers]
-    assert starts[0] == 0
-    assert max(sum(times[a:b]) for a, b in itertools.pairwise(edges)) == pytest.approx(slowest)
-
-
-def test_early_stages_keep_more_activations_and_get_fewer_layers():
-    starts, _ = partition_layers([1.0] * 8, [1.0] * 8, [2.0, 10.0])
-    assert starts == [0, 2]
-    with pytest.raises(UserError, match="3 stages of 2 layers"):
-        partition_layers([1, 1], [1, 1], [9, 9, 9])
+from m6.planning.cost.partition import share_rows, slice_tokens
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -88,23 +53,3 @@ def test_shares_are_the_best_of_all(seed: int):
         if sum(option) == rows
     )
     assert max(share / speed for share, speed in zip(shares, speeds, strict=True)) == pytest.approx(best)
-
-
-def test_a_schedule_without_flush_has_no_bubble():
-    flushed, delayed = delayed_step_s(2.0, 8, 4)
-    assert (flushed, delayed) == (22.0, 16.0)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_balanced_share_is_the_best_of_all_cuts(seed: int):
-    generator = random.Random(seed)
-    times = [generator.uniform(0.1, 2.0) for _ in range(generator.randrange(2, 9))]
-    stages = generator.randrange(1, len(times) + 1)
-    best = min(
-        max(sum(times[begin:end]) for begin, end in itertools.pairwise((0, *cuts, len(times))))
-        for cuts in itertools.combinations(range(1, len(times)), stages - 1)
-    )
-    assert balanced_share(times, stages) == pytest.approx(best / sum(times), rel=1e-6)
-    assert balanced_share(times, stages) == pytest.approx(
-        partition_layers(times, [0.0] * len(times), [0.0] * stages)[1] / sum(times), rel=1e-6
-    )

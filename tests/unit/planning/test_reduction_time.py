@@ -14,7 +14,8 @@ from m6.planning.cost.reduction_time import all_replicas, gradient_tensors
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.collectives import collective_s
 from m6.planning.search.compression import compression_line
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 from m6.training.reduction.reducer import gradient_tensor
 from tests.fixtures.plans import CONFIGS
 

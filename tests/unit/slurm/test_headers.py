@@ -10,7 +10,8 @@ from m6.config.run import load_config
 from m6.planning.machine.cluster import load_cluster as load_machine
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import signal_lead_s
-from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout
 from m6.slurm.job import load_job
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,162 @@
+"""Seconds in which the ranks of a pipeline compute and wait, and the best cut of the layers into stages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from m6.config.pipeline import PipelineSettings
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.schedules import StageSeconds, step_s
+from m6.planning.cost.stage_cuts import Fits, Shape, cut_layers
+from m6.planning.cost.step_parts import LayerTime, StepTime
+from m6.planning.machine.cluster import Cluster, Nodes
+
+LayersOn = Callable[[Nodes, ParallelLayout], list[LayerTime]]
+"""The times of embeddings, layers and head on devices of one type."""
+_ROUNDING = 1e-9
+
+
+class PipelineTime:
+    """Prices pipelines whose stages have layers of different times, on devices of different types.
+
+    Ranks of a pipeline take the devices in the order of the cluster.
+
+    Args:
+        layers_on: see ``LayersOn``.
+        message_s: seconds of the hidden states of a micro-batch from a rank to the next.
+        dtype: of matrix products, by which the slowest devices of a place in the pipeline are known.
+    """
+
+    def __init__(
+        self, cluster: Cluster, layers_on: LayersOn, message_s: Callable[[ParallelLayout], float], dtype: str
+    ) -> None:
+        self._cluster, self._layers_on, self._message_s, self._dtype = cluster, layers_on, message_s, dtype
+        self._layers: dict[tuple[int, ...], list[list[LayerTime]]] = {}
+        self._cuts: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
+
+    def __call__(self, layout: ParallelLayout, steps: int) -> StepTime:
+        """Seconds of the passes of ``steps`` micro-batches: those of the slowest rank, and how long it waits."""
+        assert layout.pipeline is not None
+        settings, layers = layout.pipeline, self._layers_of(layout)
+        cut = settings.cut(len(layers[0]) - 2)
+        stages = [StageSeconds(0, 0, 0)] * len(cut)
+        ranks = []
+        for place, own in enumerate(layers):
+            held = [(stage, _items(own, cut[stage])) for stage in settings.stages_of(place)]
+            for stage, items in held:
+                stages[stage] = _stage_seconds(items, splits=not layout.checkpointing)
+            ranks.append(StepTime.sum_of(item.parts for _, items in held for item in items))
+        slowest = max(ranks, key=lambda time: time.compute + time.exchange)
+        times = {name: seconds * steps for name, seconds in slowest.parts().items()}
+        whole = step_s(settings, steps, stages, self._message_s(layout))
+        return StepTime(**{**times, "bubble": whole - sum(times.values())})
+
+    def least(self, layout: ParallelLayout, steps: int) -> float:
+        """A lower bound for every cut: each layer on its fastest devices, equal shares for all ranks."""
+        fastest = (min(item.total for item in items) for items in zip(*self._layers_of(layout), strict=True))
+        return steps * sum(fastest) / layout.pp_size
+
+    def with_cut(self, layout: ParallelLayout, fits: Fits) -> ParallelLayout | None:
+        """The layout with the best cut that ``fits``, see ``cut_layers``; None if there is none."""
+        assert layout.pipeline is not None
+        settings, layers = layout.pipeline, self._layers_of(layout)
+        key = (*_sizes(layout), settings.schedule)
+        if key not in self._cuts:
+            self._cuts[key] = cut_layers(_seconds(layers), _shape(settings), lambda place, stages: True)
+        cut = self._cuts[key]
+        if cut is None:
+            return None
+        if not self._fits(replace(layout, cut=cut), fits):
+            cut = cut_layers(_seconds(layers), _shape(settings), fits)
+        return None if cut is None else replace(layout, cut=cut)
+
+    def refined(self, layout: ParallelLayout, step_s: Callable[[ParallelLayout], float], fits: Fits) -> ParallelLayout:
+        """The layout with a cut that is not slower than those with one layer less in a stage and one more in another.
+
+        The slowest rank is not all that decides: stages of unequal length wait for each other, and the rank with most
+        parameters updates last.
+
+        Args:
+            step_s: seconds of a whole step.
+        """
+        best, seconds = layout, step_s(layout)
+        while True:
+            moved = [other for other in _neighbours(best) if self._fits(other, fits)]
+            times = [step_s(other) for other in moved]
+            if not times or min(times) >= seconds * (1 - _ROUNDING):
+                return best
+            seconds = min(times)
+            best = moved[times.index(seconds)]
+
+    def _fits(self, layout: ParallelLayout, fits: Fits) -> bool:
+        assert layout.pipeline is not None
+        stages = layout.pipeline.cut(sum(layout.cut))
+        places = range(layout.pp_size)
+        return all(fits(place, [stages[number] for number in layout.pipeline.stages_of(place)]) for place in places)
+
+    def nodes_of(self, layout: ParallelLayout, place: int) -> list[Nodes]:
+        """The types of the devices of a place in the pipeline."""
+        count = layout.world_size // layout.pp_size
+        return self._cluster.types_of(place * count, count)
+
+    def slowest_of(self, layout: ParallelLayout) -> list[Nodes]:
+        """Place in the pipeline -> its slowest devices."""
+        places = (self.nodes_of(layout, place) for place in range(layout.pp_size))
+        return [min(types, key=lambda nodes: nodes.device.flops(self._dtype)) for types in places]
+
+    def _layers_of(self, layout: ParallelLayout) -> list[list[LayerTime]]:
+        """Place -> the times of embeddings, layers and head on its slowest devices."""
+        key = _sizes(layout)
+        if key not in self._layers:
+            slowest = self.slowest_of(layout)
+            on = {nodes.device.name: self._layers_on(nodes, layout) for nodes in slowest}
+            self._layers[key] = [on[nodes.device.name] for nodes in slowest]
+        return self._layers[key]
+
+
+def _neighbours(layout: ParallelLayout) -> Iterator[ParallelLayout]:
+    """The cuts with one layer less in a stage and one more in another."""
+    for less, more in itertools.permutations(range(len(layout.cut)), 2):
+        cut = list(layout.cut)
+        cut[less] -= 1
+        cut[more] += 1
+        if cut[less] > 0:
+            yield replace(layout, cut=tuple(cut))
+
+
+def _sizes(layout: ParallelLayout) -> tuple[int, ...]:
+    """What decides the times of layers."""
+    sizes = layout.ep_size, layout.tp_size, layout.pp_size, layout.micro_batch_size, layout.ranks_per_node
+    return (layout.world_size, *sizes, layout.checkpointing)
+
+
+def _seconds(layers: Sequence[Sequence[LayerTime]]) -> list[list[float]]:
+    """Place -> seconds of each layer, with those of the embeddings in the first and of the head in the last one."""
+    found = []
+    for first, *between, last in layers:
+        own = [item.total for item in between]
+        own[0] += first.total
+        own[-1] += last.total
+        found.append(own)
+    return found
+
+
+def _items(layers: Sequence[LayerTime], stage: range) -> list[LayerTime]:
+    """What a stage computes, the embeddings with the first layer and the head with the last one."""
+    num_layers = len(layers) - 2
+    begin = 0 if stage.start == 0 else 1 + stage.start
+    return list(layers[begin : 1 + stage.stop + (stage.stop == num_layers)])
+
+
+def _stage_seconds(items: Sequence[LayerTime], splits: bool) -> StageSeconds:
+    forward, total = sum(item.forward for item in items), sum(item.total for item in items)
+    weight = sum(item.weight for item in items) if splits else 0.0
+    return StageSeconds(forward, total - forward - weight, weight)
+
+
+def _shape(settings: PipelineSettings) -> Shape:
+    if settings.stages_per_rank() == 1:
+        return "line"
+    return "v" if settings.is_v else "rounds"

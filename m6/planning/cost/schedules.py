@@ -1,0 +1,213 @@
+"""The passes of a pipeline's schedule, and how long they take on a virtual clock."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from m6.config.pipeline import PipelineSettings
+
+PassKind = Literal["forward", "backward", "input", "weight"]
+_KINDS: dict[str, PassKind] = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "input",
+    "BACKWARD_WEIGHT": "weight",
+}
+# PyTorch's classes of the schedules with several stages on a rank.
+_CLASSES = {
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+_FILLED_ROUNDS = 4  # rounds of all ranks after which every schedule repeats itself
+
+
+class Pass(NamedTuple):
+    """One pass of a micro-batch through a stage; the halves of a backward pass are ``input`` and ``weight``."""
+
+    kind: PassKind
+    stage: int
+    number: int
+
+
+Orders = tuple[tuple[Pass, ...], ...]
+"""The passes of each rank of a pipeline, in their order."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of a micro-batch in one stage.
+
+    Attributes:
+        forward: of the forward pass.
+        input: of the half of the backward pass that ends with the gradient of the input.
+        weight: of the half that computes the gradients of weights.
+    """
+
+    forward: float
+    input: float
+    weight: float
+
+    def of(self, kind: PassKind) -> float:
+        """Seconds of one pass."""
+        return self.input + self.weight if kind == "backward" else float(getattr(self, kind))
+
+    @property
+    def total(self) -> float:
+        """Seconds of all passes."""
+        return self.forward + self.input + self.weight
+
+
+@functools.lru_cache(maxsize=256)
+def orders_of(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Orders:
+    """The order of the passes in a step, as the classes of PyTorch 2.13 run them.
+
+    Args:
+        schedule: a name of ``PipelineSettings.schedule``.
+    """
+    if schedule == "1f1b":  # what PyTorch lists for its class of this schedule has passes too many
+        return tuple(_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks))
+    # Its import takes seconds.
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    actions = get_schedule_ops(_CLASSES[schedule], ranks, micro_batches, stages_per_rank)
+    return tuple(tuple(each for action in rank if action is not None for each in _passes(action)) for rank in actions)
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Pass, ...]:
+    ahead = min(ranks - rank, micro_batches)  # micro-batches under way before the first backward pass
+    found = [Pass("forward", rank, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        found.append(Pass("backward", rank, number))
+        if number + ahead < micro_batches:
+            found.append(Pass("forward", rank, number + ahead))
+    return tuple(found)
+
+
+def _passes(action: Any) -> tuple[Pass, ...]:
+    parts = action.sub_actions or (action,)  # DualPipeV names pairs, which run one after the other
+    return tuple(
+        Pass(_KINDS[part.computation_type.name], part.stage_index, part.microbatch_index)
+        for part in parts
+        if part.computation_type.name in _KINDS  # the rest are reductions
+    )
+
+
+def run_clock(orders: Sequence[Sequence[Pass]], stages: Sequence[StageSeconds], message_s: float = 0.0) -> float:
+    """Seconds until the last rank has ended.
+
+    The passes of a rank follow each other, and a pass waits for what it receives. A message delays nothing else.
+
+    Args:
+        orders: the passes of each rank.
+        stages: seconds of each stage.
+        message_s: seconds of a message to the next or the previous stage, if that is on another rank.
+    """
+    last = len(stages) - 1
+    rank_of = {each.stage: rank for rank, order in enumerate(orders) for each in order}
+    clocks, places, done = [0.0] * len(orders), [0] * len(orders), dict[Pass, float]()
+    left = sum(len(order) for order in orders)
+    while left:
+        before = left
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                current = order[places[rank]]
+                source = _source(current, last)
+                begin = clocks[rank]
+                if source is not None:
+                    finished = _finished(done, source)
+                    if finished is None:
+                        break
+                    begin = max(begin, finished + (message_s if rank_of[source.stage] != rank else 0.0))
+                clocks[rank] = done[current] = begin + stages[current.stage].of(current.kind)
+                places[rank] += 1
+                left -= 1
+        assert left < before, "the ranks wait for each other"
+    return max(clocks)
+
+
+def filled_step(settings: PipelineSettings, micro_batches: int) -> int:
+    """The number of micro-batches, at most ``micro_batches``, after which a step only repeats itself."""
+    ranks = settings.num_ranks
+    if micro_batches % ranks and settings.schedule.startswith("interleaved"):
+        return micro_batches  # its rounds have other sizes
+    return min(micro_batches, _FILLED_ROUNDS * ranks + micro_batches % ranks)
+
+
+def step_s(settings: PipelineSettings, micro_batches: int, stages: Sequence[StageSeconds], message_s: float) -> float:
+    """Seconds of all passes of a step, waits included.
+
+    Of many micro-batches only the first and last ones are run on the clock: between them a schedule repeats itself.
+    """
+    ranks, filled = settings.num_ranks, filled_step(settings, micro_batches)
+
+    def run(number: int) -> float:
+        orders = orders_of(settings.schedule, ranks, number, settings.stages_per_rank())
+        return run_clock(orders, stages, message_s)
+
+    if micro_batches <= filled + ranks:
+        return run(micro_batches)
+    longer = run(filled + ranks)
+    return longer + (longer - run(filled)) / ranks * (micro_batches - filled - ranks)
+
+
+@functools.lru_cache(maxsize=256)
+def most_under_way(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """How many micro-batches ranks keep activations of: from the forward to the end of the backward pass.
+
+    Returns:
+        for each rank the numbers for each of its stages, in the order of the model, at all times that no other time
+        exceeds in each stage.
+    """
+    found = []
+    for order in orders_of(schedule, ranks, micro_batches, stages_per_rank):
+        counts = dict.fromkeys(sorted({each.stage for each in order}), 0)
+        times: set[tuple[int, ...]] = set()
+        for each in order:
+            counts[each.stage] += {"forward": 1, "input": 0, "weight": -1, "backward": -1}[each.kind]
+            times.add(tuple(counts.values()))
+        found.append(tuple(time for time in times if not any(time != o and _covers(o, time) for o in times)))
+    return tuple(found)
+
+
+def _covers(other: tuple[int, ...], time: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(other, time, strict=True))
+
+
+def waits_of_equal_stages(schedule: str, ranks: int, stages_per_rank: int, rank: StageSeconds) -> float:
+    """Seconds that a rank waits in a step with equal stages and without messages, for any number of micro-batches.
+
+    1F1B and interleaved 1F1B: arXiv 2104.04473, section 2.2; zero bubble: arXiv 2401.10241. The form for V schedules
+    holds if the halves of a backward pass take as long as a forward pass.
+
+    Args:
+        rank: seconds of a micro-batch in all stages of a rank.
+    """
+    if schedule == "1f1b":
+        return (ranks - 1) * rank.total
+    if schedule == "interleaved_1f1b":
+        return (ranks - 1) * rank.total / stages_per_rank
+    return (ranks - 1) * (rank.forward + rank.input - rank.weight) / 2
+
+
+def _source(current: Pass, last: int) -> Pass | None:
+    """The pass whose result a pass needs."""
+    kind, stage, number = current
+    if kind == "forward":
+        return Pass("forward", stage - 1, number) if stage else None
+    if kind == "weight":
+        return Pass("input", stage, number)
+    return Pass("backward", stage + 1, number) if stage < last else Pass("forward", stage, number)
+
+
+def _finished(done: dict[Pass, float], needed: Pass) -> float | None:
+    # The gradient of a stage's input comes from a whole backward pass or from its first half.
+    found = done.get(needed)
+    return done.get(needed._replace(kind="input")) if found is None and needed.kind == "backward" else found

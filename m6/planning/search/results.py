@@ -1,0 +1,100 @@
+"""The outcome of a search: layouts with their prices, and why others are no plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from m6.errors import UserError
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryFootprint
+from m6.planning.cost.step_parts import StepTime
+
+# Among layouts whose times differ by less the simplest is preferred: an uncalibrated model cannot tell them apart.
+TIME_TOLERANCE = 0.01
+
+RejectionKind = Literal["infeasible", "device memory", "host memory", "slower"]
+
+
+@dataclass(frozen=True)
+class PricedLayout:
+    """A layout that the code can run and that fits, with its memory and its time."""
+
+    layout: ParallelLayout
+    footprint: MemoryFootprint
+    time: StepTime
+
+    @property
+    def complexity(self) -> int:
+        """A count of the techniques that the layout uses, to prefer simple ones."""
+        layout = self.layout
+        parts = (layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer)
+        return layout.zero_stage + 2 * sum(parts) + 2 * layout.offload_params + (layout.ep_size > 1)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a layout is not a plan.
+
+    Attributes:
+        shortfall_bytes: missing memory, where memory is the reason.
+    """
+
+    layout: ParallelLayout
+    kind: RejectionKind
+    reason: str
+    shortfall_bytes: int = 0
+
+
+@dataclass
+class SearchResult:
+    """The outcome of a search.
+
+    Attributes:
+        plans: the fastest layouts, by time.
+        visited: number of candidates.
+        tally: how many candidates were rejected for each reason, or priced.
+        nearest: the candidate that the code can run and that lacks the fewest bytes.
+        fastest: with a pipeline (True) and without one.
+    """
+
+    plans: list[PricedLayout] = field(default_factory=list)
+    visited: int = 0
+    tally: dict[str, int] = field(default_factory=dict)
+    nearest: Rejection | None = None
+    fastest: dict[bool, PricedLayout] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PricedLayout:
+        """The simplest of the plans that are as fast as the fastest, within the tolerance of the time model.
+
+        Raises:
+            UserError: no layout fits.
+        """
+        if not self.plans:
+            near = "" if self.nearest is None else f"; the nearest: {self.nearest.layout}: {self.nearest.reason}"
+            raise UserError(f"no layout fits{near}")
+        limit = self.plans[0].time.total * (1 + TIME_TOLERANCE)
+        return min((plan for plan in self.plans if plan.time.total <= limit), key=lambda plan: plan.complexity)
+
+    def add(self, plan: PricedLayout) -> None:
+        """Adds a plan."""
+        self.plans.append(plan)
+        alike = self.fastest.setdefault(plan.layout.pp_size > 1, plan)
+        if plan.time.total < alike.time.total:
+            self.fastest[plan.layout.pp_size > 1] = plan
+
+    def refine(self, improve: Callable[[PricedLayout], PricedLayout]) -> None:
+        """Replaces every plan by what ``improve`` makes of it."""
+        self.plans = sorted(map(improve, self.plans), key=lambda plan: plan.time.total)
+        self.fastest = {with_pipeline: improve(plan) for with_pipeline, plan in self.fastest.items()}
+
+    def count(self, reason: str) -> None:
+        """Adds a candidate to the tally."""
+        self.tally[reason] = self.tally.get(reason, 0) + 1
+
+
+def format_gb(num_bytes: float) -> str:
+    """Gigabytes of 10^9 bytes."""
+    return f"{num_bytes / 1e9:,.2f} GB"

@@ -1,0 +1,119 @@
+"""The search over schedule, cut and micro-batch of pipelines against brute force, and the JSON that it writes."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m6.config.run import parse_config
+from m6.errors import UserError
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.machine.profile import Profile
+from m6.planning.search.alternatives import alternatives
+from m6.planning.search.configuration import configure, layout_of, parse_forced
+from m6.planning.search.planner import Planner
+from m6.planning.search.results import PricedLayout, Rejection
+from tests.fixtures.plans import brute_force, planner, small_base
+
+PERFECT = Profile(bandwidth_efficiency=1.0, link_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
+
+
+def few(world: int) -> Cluster:
+    return load_cluster(Path("a100_80g_x128")).first(world)
+
+
+def mixed() -> Cluster:
+    """Two fast and two slow devices; the slow ones have less memory."""
+    types = load_cluster(Path("a100_v100_mixed")).nodes
+    nodes = [each.model_copy(update={"count": 1, "devices_per_node": 2}) for each in types]
+    return Cluster(name="mixed", nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rows", "layers"), [(few(2), 8, 6), (few(4), 8, 7), (few(4), 16, 8), (mixed(), 8, 7), (mixed(), 16, 8)]
+)
+def test_pipelines_are_those_of_brute_force_over_every_cut(cluster: Cluster, rows: int, layers: int):
+    subject = Planner(small_base(rows, num_layers=layers), cluster)
+    every = brute_force(subject, every_cut=True)
+    found = subject.search(5)
+    assert found.plans[0].time.total == every[0].time.total
+    pipelines = [plan for plan in every if plan.layout.pp_size > 1]
+    assert len(pipelines) > 50
+    assert found.fastest[True].time.total == pytest.approx(pipelines[0].time.total, rel=1e-12)
+    assert found.fastest[True].time.bubble > 0
+
+
+def test_fast_devices_get_more_layers():
+    forced = {"pp_size": 2, "schedule": "1f1b", "ep_size": 1, "zero_stage": 1, "micro_batch_size": 2}
+    forced |= {"checkpointing": False, "offload_optimizer": False}
+    subject = Planner(small_base(8, num_layers=8), mixed(), PERFECT, forced=forced)
+    plan = subject.search(1).plans[0]
+    fast, slow = plan.layout.cut
+    assert fast > slow
+    # Devices of little memory get fewer layers, however fast they are.
+    needed = subject.memory.footprints(plan.layout)[0].peak
+    types = mixed().nodes
+    little = types[0].device.model_copy(update={"memory_bytes": int(0.97 * needed / 0.9)})
+    tight = Cluster(name="tight", nodes=[types[0].model_copy(update={"device": little}), types[1]])
+    subject = Planner(small_base(8, num_layers=8), tight, PERFECT, forced=forced)
+    plan = subject.search(1).plans[0]
+    assert plan.layout.cut[0] < fast
+    assert subject.memory.footprints(plan.layout)[0].peak <= 0.97 * needed
+
+
+def test_what_the_search_finds_is_a_json_that_runs():
+    config = small_base(16, num_layers=8)
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv", "dualpipev"):
+        subject = Planner(config, few(4), forced={"pp_size": 2, "schedule": schedule})
+        layout = subject.search(1).plans[0].layout
+        assert sum(layout.cut) == 8
+        written = parse_config(configure(config, layout))
+        assert written.pipeline == layout.pipeline
+        assert layout_of(written, 4) == layout
+        again = configure(written, ParallelLayout(4, micro_batch_size=1, zero_stage=2))
+        assert "pipeline" not in again["m6"]["parallel"]
+        assert again["zero_optimization"]["stage"] == 2
+
+
+def test_refusals_name_the_rule():
+    subject = planner("m6_100b", "a100_80g_x128")
+    base = ParallelLayout(128, 16, pp_size=8, zero_stage=1, micro_batch_size=8, schedule="zbv")
+    assert isinstance(subject.evaluate(base), PricedLayout)
+    for changes, reason in [
+        ({"zero_stage": 2}, "zero_optimization.stage 2 divides gradients"),
+        (
+            {"micro_batch_size": 16},
+            r"needs 16 micro-batches or more in a step \(2 x num_ranks\), but each pipeline has 8",
+        ),
+        ({"pp_size": 16, "ep_size": 8}, "makes 32 stages, but m6.model.num_layers is 24"),
+    ]:
+        found = subject.evaluate(replace(base, **changes))
+        assert isinstance(found, Rejection)
+        assert re.search(reason, found.reason), found.reason
+    streamed = planner("m6_1t", "v100_32g_x480").evaluate(
+        ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True)
+    )
+    assert isinstance(streamed, Rejection)
+    assert "m6.parallel.pipeline" in streamed.reason
+
+
+def test_a_plan_names_the_best_with_and_without_a_pipeline():
+    subject = Planner(small_base(16, num_layers=8), few(4))
+    result = subject.search()
+    text = "\n".join(alternatives(subject, result))
+    assert f"the fastest layout with one, {result.fastest[True].layout}, takes" in text
+    forced = Planner(small_base(16, num_layers=8), few(4), forced={"pp_size": 2})
+    assert "none runs and fits" in "\n".join(alternatives(forced, forced.search()))
+
+
+def test_a_user_forces_schedule_and_cut():
+    forced = parse_forced(("pp_size=2", "schedule=1f1b", "cut=3,5"))
+    assert forced == {"pp_size": 2, "schedule": "1f1b", "cut": (3, 5)}
+    found = Planner(small_base(16, num_layers=8), few(4), forced=forced).search(3)
+    assert {plan.layout.cut for plan in found.plans} == {(3, 5)}
+    with pytest.raises(UserError, match="expected numbers of layers such as 3,1, found '3;5'"):
+        parse_forced(("cut=3;5",))
+    with pytest.raises(UserError, match=r'every layout .* is refused .*"schedule": "1f1b" on 2 ranks, found 3'):
+        Planner(small_base(16, num_layers=8), few(4), forced={**forced, "cut": (3, 3, 2)}).search()

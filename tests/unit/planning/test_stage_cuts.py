@@ -1,0 +1,87 @@
+"""Cuts of a pipeline against every cut there is."""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from m6.planning.cost.schedules import StageSeconds, orders_of, run_clock
+from m6.planning.cost.stage_cuts import Fits, Shape, cut_layers
+
+SCHEDULES: dict[Shape, str] = {"line": "1f1b", "rounds": "interleaved_1f1b", "v": "zbv"}
+
+
+def stages_of(sizes: Sequence[int], shape: Shape, ranks: int) -> list[list[range]]:
+    """Rank -> its stages."""
+    stages = [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    second = {"line": lambda rank: [], "rounds": lambda rank: [ranks + rank], "v": lambda rank: [2 * ranks - 1 - rank]}
+    return [[stages[rank], *(stages[number] for number in second[shape](rank))] for rank in range(ranks)]
+
+
+def cost(seconds: Sequence[Sequence[float]], held: list[list[range]]) -> tuple[float, float]:
+    """Seconds of the slowest rank, and the sum of squares of the stages'."""
+    times = [[sum(own[layer] for layer in stage) for stage in of] for own, of in zip(seconds, held, strict=True)]
+    return max(map(sum, times)), sum(each**2 for of_rank in times for each in of_rank)
+
+
+def every_cut(layers: int, ranks: int, shape: Shape) -> list[tuple[int, ...]]:
+    stages = ranks if shape == "line" else 2 * ranks
+    return [
+        tuple(b - a for a, b in itertools.pairwise((0, *ends, layers)))
+        for ends in itertools.combinations(range(1, layers), stages - 1)
+    ]
+
+
+@pytest.mark.parametrize("shape", SCHEDULES)
+@pytest.mark.parametrize("seed", range(25))
+def test_cut_is_the_best_of_all(shape: Shape, seed: int):
+    """Layers and devices of different speeds, and ranks that hold no more than some layers."""
+    generator = random.Random(seed)
+    ranks = generator.choice([2, 3])
+    layers = generator.randrange(ranks if shape == "line" else 2 * ranks, 10)
+    speeds = [generator.choice([1.0, 1.0, 2.0]) for _ in range(ranks)]
+    work = [generator.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(layers)]
+    seconds = [[each / speed for each in work] for speed in speeds]
+    most = [generator.choice([3, 4, 6, 99]) for _ in range(ranks)]
+
+    def fits(rank: int, stages: Sequence[range]) -> bool:
+        return sum(map(len, stages)) <= most[rank]
+
+    cuts = [stages_of(sizes, shape, ranks) for sizes in every_cut(layers, ranks, shape)]
+    fitting = [held for held in cuts if all(itertools.starmap(fits, enumerate(held)))]
+    found = cut_layers(seconds, shape, fits)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(found) == layers
+    held = stages_of(found, shape, ranks)
+    assert all(fits(rank, own) for rank, own in enumerate(held))
+    assert cost(seconds, held) == pytest.approx(min(cost(seconds, each) for each in fitting))
+
+
+def test_more_stages_than_layers_have_no_cut():
+    fits: Fits = lambda rank, stages: True  # noqa: E731
+    assert cut_layers([[1.0, 1.0]] * 3, "line", fits) is None
+    assert cut_layers([[1.0, 1.0, 1.0]] * 2, "v", fits) is None
+    assert cut_layers([[1.0, 1.0, 1.0, 1.0]] * 2, "v", fits) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "layers", "micro_batches", "gap"),
+    [("v", 2, 10, 8, 0.01), ("v", 3, 11, 6, 0.02), ("line", 4, 12, 16, 0.001), ("line", 2, 10, 8, 0.001)],
+)
+def test_on_the_clock_the_cut_is_as_good_as_any(shape: Shape, ranks: int, layers: int, micro_batches: int, gap: float):
+    """The slowest rank decides almost all of a step: the best of all cuts on the clock is hardly faster."""
+    work = [1.1, *[1.0] * (layers - 2), 1.8]  # embeddings and head come on top
+
+    def step(sizes: Sequence[int]) -> float:
+        ends = itertools.accumulate(sizes)
+        times = [sum(work[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        orders = orders_of(SCHEDULES[shape], ranks, micro_batches, 1 if shape == "line" else 2)
+        return run_clock(orders, [StageSeconds(each, each, each) for each in times], 0.02)
+
+    found = cut_layers([work] * ranks, shape, lambda rank, stages: True)
+    assert found is not None
+    assert step(found) <= min(map(step, every_cut(layers, ranks, shape))) * (1 + gap)
