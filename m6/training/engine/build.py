@@ -86,13 +86,16 @@ def build_engine(
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
+    deepspeed_config = config.deepspeed.engine_config(places.data_size)
+    if config.m6.communication.compresses:
+        deepspeed_config["communication_data_type"] = "fp32"  # also in steps that leave nothing out
     # DeepSpeed's initialization prints warnings about features that the run does not use.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         initialized, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=config.deepspeed.engine_config(places.data_size),
+            config=deepspeed_config,
             mpu=groups,
             dist_init_required=False,
         )
