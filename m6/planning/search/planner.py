@@ -26,6 +26,7 @@ from m6.planning.search.feasibility import Feasibility
 
 MEMORY_FRACTION = 0.9
 """The default share of a memory that a plan may use; allocators need the rest."""
+_MIB = 2**20
 _TP_SIZES = (1, 2, 4, 8)
 # Among layouts whose times differ by less the simplest is preferred: an uncalibrated model cannot tell them apart.
 _TIME_TOLERANCE = 0.01
@@ -234,31 +235,35 @@ class Planner:
 
     def memory_rejection(self, layout: ParallelLayout, footprint: MemoryFootprint) -> Rejection | None:
         """The memory that ``layout`` exceeds, or None."""
-        nodes = self.cluster.smallest
+        for kind, needed, limit, place in self._memory_limits(layout, footprint):
+            if needed > limit:
+                missing = int(needed - limit)
+                found = f"needs {format_gb(needed)} of {format_gb(limit)} {place}, {format_gb(missing)} too much"
+                return Rejection(layout, kind, found, missing)
+        return None
+
+    def _memory_limits(
+        self, layout: ParallelLayout, footprint: MemoryFootprint
+    ) -> Iterator[tuple[RejectionKind, float, float, str]]:
+        """Yields kinds of memory with the bytes that are needed, those that there are, and a name."""
+        nodes, store = self.cluster.smallest, self.config.expert_store
         per_node, host = nodes.devices_per_node, nodes.host.memory_bytes * self.memory_fraction
-        device = nodes.device.memory_bytes * self.memory_fraction
         on_host = per_node * (footprint.host + footprint.host_process)
         if nodes.links.host is None:  # a CPU: device and host memory are the same
             on_host += per_node * footprint.peak
-        elif footprint.peak > device:
-            missing = int(footprint.peak - device)
-            return Rejection(
-                layout,
-                "device memory",
-                f"needs {format_gb(footprint.peak)} of {format_gb(device)} on {nodes.device.name}, "
-                f"{format_gb(missing)} too much",
-                missing,
-            )
-        if on_host > host:
-            missing = int(on_host - host)
-            return Rejection(
-                layout,
-                "host memory",
-                f"needs {format_gb(on_host)} of {format_gb(host)} in the host memory of a node, "
-                f"{format_gb(missing)} too much",
-                missing,
-            )
-        return None
+        else:
+            device = nodes.device.memory_bytes * self.memory_fraction
+            yield "device memory", footprint.peak, device, f"on {nodes.device.name}"
+        yield "host memory", on_host, host, "in the host memory of a node"
+        if not layout.stream_experts or store is None:
+            return
+        # Budgets are those of a rank, which has more experts where there are fewer ranks.
+        if not isinstance(store.device_budget_mib, str):
+            budget = store.device_budget_mib * _MIB
+            yield "device memory", footprint.peak, budget, "in m6.offload.device_budget_mib"
+        if not isinstance(store.host_budget_mib, str):
+            budget = store.host_budget_mib * _MIB
+            yield "host memory", self.memory.stored_experts(layout), budget, "in m6.offload.host_budget_mib"
 
     def neighbours(self, plan: PricedLayout) -> list[Rejection]:
         """The layouts that differ from ``plan`` in one choice, and why each of them is not better."""
