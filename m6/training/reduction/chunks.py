@@ -2,8 +2,10 @@
 
 DLCP lets switches drop packets of small gradients, up to a bound of loss, and divides a sum by the packets that
 arrived. Networks of training clusters lose nothing, so here the ranks agree on what to leave out. A sum thus has the
-terms of all ranks or of none, and is divided by their number as always. What was left out is kept for the next step,
-which in DLCP is lost.
+terms of all ranks or of none, and is divided by their number as always. At most one minus the density of the chunks is
+left out of a step. It is kept for the next one, which in DLCP is lost: measured in
+scripts/experiments/gradient_bytes/README.md, the losses of both are equal within the spread of seeds, and to lose what
+all ranks leave out alike is worse at densities of 30 and 50 %.
 """
 
 from __future__ import annotations
