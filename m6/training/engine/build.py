@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -80,6 +81,8 @@ def build_engine(
     if config.pipeline is not None:
         groups = PipelineGroups(places, runtime.device)
         cut = config.pipeline.cut(config.model.num_layers)
+        # So that the log of a rank that fails or hangs names its part of the model.
+        print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
         layers = {layer for stage in config.pipeline.stages_of(places.pipeline_rank) for layer in cut[stage]}
     deepspeed.utils.groups.mpu = groups
     model, offloaded = build_model(config, runtime.device, sharing, layers)
