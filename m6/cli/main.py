@@ -99,6 +99,7 @@ def _train(
     from m6.planning.prediction import check_memory
     from m6.runs.directory import RunDirectory
     from m6.runs.machine import check_machine
+    from m6.runs.placement import misplacement
     from m6.runs.processes import is_main_of_environment, ranks_of_this_node, start, world_size_of_environment
 
     # All checks come before anything is written.
@@ -127,7 +128,10 @@ def _train(
     if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
         check_initial_weights(settings.m6.init, tokenizer)
     if restart or finished_pseudo_stage(settings, folder.checkpoints) is None:
-        pretrain_run(settings, folder.root, start(), stop_flag, calibration, restart)
+        runtime = start()
+        if runtime.is_main and (problem := misplacement(settings, runtime.nodes)):
+            print(f"warning: {problem}", file=sys.stderr)
+        pretrain_run(settings, folder.root, runtime, stop_flag, calibration, restart)
     # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()
     step = finished_pseudo_stage(settings, folder.checkpoints)

@@ -35,6 +35,7 @@ from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
 from m6.lock import FolderLock
 from m6.runs.hardware import hardware
+from m6.runs.placement import misplacement
 from m6.runs.processes import default_device
 from m6.runs.snapshot import SNAPSHOT, git
 
@@ -102,8 +103,11 @@ class RunDirectory:
             reason = (self.root / "FATAL").read_text(encoding="utf-8").strip()
             raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
 
-    def open(self, config: RunConfig, world_size: int) -> None:
+    def open(self, config: RunConfig, world_size: int, nodes: Sequence[str] = ()) -> None:
         """Creates the folder and records this attempt. A finished run that became longer is not done any more.
+
+        Args:
+            nodes: the name of the node of each rank, if it is known.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -113,7 +117,7 @@ class RunDirectory:
             write_json(self.root / "config.json", config.document)
             if not self.is_done(config.m6.training.total_steps):
                 (self.root / "DONE").unlink(missing_ok=True)
-            self._record_attempt(config, world_size)
+            self._record_attempt(config, world_size, nodes)
 
     def is_done(self, total_steps: int) -> bool:
         """Whether the run has finished ``total_steps`` steps; it may have finished fewer before it became longer."""
@@ -164,7 +168,7 @@ class RunDirectory:
         except OSError as error:
             raise StorageError(f"{self.root} cannot be written: {error.strerror or error}") from None
 
-    def _record_attempt(self, config: RunConfig, world_size: int) -> None:
+    def _record_attempt(self, config: RunConfig, world_size: int, nodes: Sequence[str]) -> None:
         parent = self.root / "provenance"
         parent.mkdir(exist_ok=True)
         # The largest number plus one, not the count: a person may have removed the folder of an attempt.
@@ -178,6 +182,8 @@ class RunDirectory:
             "command": sys.argv,
             "world_size": world_size,
             "host": platform.node(),
+            "nodes": list(nodes),  # of the ranks
+            "misplacement": misplacement(config, nodes),
             "platform": platform.platform(),
             "hardware": hardware(default_device()),  # of the main rank
             "python": platform.python_version(),

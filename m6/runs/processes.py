@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import socket
 import sys
 from collections.abc import Callable
@@ -30,12 +31,14 @@ class Runtime:
         world_size: number of processes.
         local_rank: number of the process on its node; it chooses the GPU.
         device: the GPU of this process, or the CPU.
+        nodes: the name of the node of each process.
     """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+    nodes: tuple[str, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -77,7 +80,11 @@ def start(timeout_s: float = 1800.0) -> Runtime:
             auto_mpi_discovery=False,  # the environment is complete, and mpi4py need not be installed
             verbose=False,
         )
-    return Runtime(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_rank, device)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    nodes = [""] * world_size
+    # Slurm's name: several of its nodes may be one host.
+    torch.distributed.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or platform.node())
+    return Runtime(rank, world_size, local_rank, device, tuple(nodes))
 
 
 def free_memory(device: torch.device) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt, model_validator
 
+from m6.runs.placement import DISTRIBUTION
 from m6.shipped import shipped_file
 from m6.validation import Section, read_model
 
@@ -68,6 +69,7 @@ class JobDescription(Section):
         options = [
             *(self._tasks() if bounds is None else self._tasks_between(*bounds)),
             f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",  # 0: all memory of a node
+            DISTRIBUTION,
             f"--time={self.time_limit_min}",
             f"--signal=B:USR2@{self.signal_lead_s}",
         ]

@@ -336,7 +336,7 @@ def pretrain(
         run.lock.acquire()
         if restart:
             run.restart()
-        run.open(config, runtime.world_size)
+        run.open(config, runtime.world_size, runtime.nodes)
 
     try:
         on_main_rank(runtime, open_run)

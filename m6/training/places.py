@@ -44,6 +44,10 @@ class Places:
         """The number of this rank in its pipeline."""
         return self.rank // self.data_size
 
+    def describe(self, config: RunConfig) -> str:
+        """The place in a pipeline in words, such as "pipeline 1, stages 0 and 3, layers 0-1 and 6-7"."""
+        return f"pipeline {self.data_rank}, {stages_in_words(config, self.pipeline_rank)}"
+
     @property
     def reads_first(self) -> bool:
         """Whether this rank is the one that speaks for its micro-batches where each of them counts once."""
@@ -56,3 +60,12 @@ class Places:
     def pipelines(self) -> list[list[int]]:
         """The ranks of each pipeline, in the order of their places."""
         return [list(ranks) for ranks in zip(*self.replicas(), strict=True)]
+
+
+def stages_in_words(config: RunConfig, pipeline_rank: int) -> str:
+    """The stages and layers at a place in the pipelines of a run."""
+    assert config.pipeline is not None
+    cut, stages = config.pipeline.cut(config.model.num_layers), config.pipeline.stages_of(pipeline_rank)
+    layers = [f"{cut[stage][0]}-{cut[stage][-1]}" if len(cut[stage]) > 1 else str(cut[stage][0]) for stage in stages]
+    numbers = " and ".join(map(str, stages))
+    return f"stage{'s' if len(stages) > 1 else ''} {numbers}, layers {' and '.join(layers)}"

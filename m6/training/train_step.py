@@ -114,6 +114,7 @@ class TrainStep:
             skipped=update.skipped,
             loss_scale=update.loss_scale,
             nonfinite_routers=nonfinite_routers,
+            nonfinite_stages=update.nonfinite_stages,
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),

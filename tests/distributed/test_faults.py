@@ -231,3 +231,25 @@ def test_ctrl_c_saves_and_ends_in_peace(tmp_path: Path):
     last = entries(run)[-1]["step"]
     assert complete_checkpoints(run / "checkpoints")[-1].name == f"step_{last:08d}"
     assert not (run / "DONE").exists()
+
+
+def scattered(root: Path) -> None:
+    """Ranks that Slurm distributed in turns; main is the command, whose warning goes to a file."""
+    import contextlib
+
+    from m6.cli.main import app
+
+    os.environ["SLURMD_NODENAME"] = f"n{int(os.environ['RANK']) % 2}"
+    with (root / f"said_{os.environ['RANK']}").open("w") as said, contextlib.redirect_stderr(said):
+        app(["pretrain", str(root / "tiny.json"), "--run-dir", str(root / "run")], standalone_mode=False)
+
+
+def test_a_run_whose_ranks_lie_otherwise_says_so(tmp_path: Path):
+    """In the log of the main rank, and in the record of the attempt."""
+    write_tiny_config(tmp_path, m6__training__ep_size=2, m6__training__total_steps=1)
+    run_distributed(scattered, 4, tmp_path)
+    record = json.loads((tmp_path / "run" / "provenance" / "attempt_000" / "attempt.json").read_text())
+    assert record["nodes"] == ["n0", "n1", "n0", "n1"]
+    assert record["misplacement"].startswith("node n0 has the ranks 0, 2, which are no neighbours; ")
+    assert f"warning: {record['misplacement']}\n" in (tmp_path / "said_0").read_text()
+    assert "warning: node" not in (tmp_path / "said_1").read_text()

@@ -51,10 +51,16 @@ def test_activations_of_experts_on_several_ranks(folder: Path, reference: Path):
     assert norms(root) == pytest.approx(norms(reference), rel=1e-4)
 
 
-def test_a_checkpoint_goes_on_under_another_ep_size(folder: Path, reference: Path):
-    """Half the run on one rank, half on two that share the experts, as a run without offloading would."""
-    root = folder / "offloaded_moves"
-    run_distributed(train, 1, layout(folder, 1, 0, 1, m6__offload=OFFLOAD), str(root), 2, timeout_s=280)
-    larger = {"device_budget_mib": 6000.0}
-    run_distributed(train, 2, layout(folder, 2, 2, 2, m6__offload=larger), str(root), timeout_s=280)
+@pytest.mark.parametrize(("first", "second"), [((1, 0, 1), (2, 2, 2)), ((4, 1, 4), (2, 1, 2))])
+def test_a_checkpoint_goes_on_under_another_ep_size(
+    folder: Path, reference: Path, first: tuple[int, int, int], second: tuple[int, int, int]
+):
+    """(ranks, ZeRO stage, ep_size): where a rank gets other experts its plan is a new one, and the losses stay."""
+    root, chunks = folder / f"offloaded_moves_{first[0]}", []
+    for place, budget, stop_at in ((first, 5000.0, 2), (second, 6000.0, None)):
+        document = layout(folder, *place, m6__offload={**OFFLOAD, "device_budget_mib": budget})
+        run_distributed(train, place[0], document, str(root), stop_at, timeout_s=280)
+        record = json.loads((root / MEMORY_RECORD).read_text())
+        chunks.append(len({moment["chunk"] for moment in record["planned"]}))
+    assert chunks[1] * second[2] == chunks[0] * first[2]  # a chunk of this size is an expert
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)

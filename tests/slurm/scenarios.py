@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.fixtures.pages import blocks, execute
 from tests.slurm import kills
@@ -336,17 +337,25 @@ def random_kills(make_run: MakeRun) -> tuple[ClusterRun, list[kills.Kill]]:
 
 
 def elastic(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
+    return _nodes_come_and_go(make_run, "elastic", m6__training__deterministic="any_world")
+
+
+def elastic_experts(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
+    """With so many experts that to split them is faster on any number of nodes."""
+    return _nodes_come_and_go(make_run, "elastic_experts", m6__moe__num_experts=16)
+
+
+def _nodes_come_and_go(make_run: MakeRun, name: str, **changes: Any) -> tuple[ClusterRun, ClusterRun]:
     """Up to 4 nodes, then 1 after a preemption, then 2 before a time limit; and the run without Slurm."""
     machine = json.loads((ROOT / "configs" / "clusters" / "cpu_laptop.json").read_text(encoding="utf-8"))
-    link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4, "source": "the loopback device"}
+    link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5, "source": "the loopback device"}
     machine["nodes"][0] |= {"count": 4, "devices_per_node": 1, "links": {"network": link}}
-    changes = {"m6__training__deterministic": "any_world"}
-    alone = make_run("elastic_alone", **changes)
+    alone = make_run(f"{name}_alone", **changes)
     description = alone.folder / "cpu_nodes.json"
     description.write_text(json.dumps(machine), encoding="utf-8")
-    run = make_run("elastic", **changes, m6__elastic={"max_nodes": 4, "cluster": str(description)})
+    run = make_run(name, **changes, m6__elastic={"max_nodes": 4, "cluster": str(description)})
     command = [sys.executable, "-m", "m6", "pretrain", str(alone.config), "--run-dir", str(alone.root)]
-    with (alone.folder / "elastic_alone.log").open("w") as log:
+    with alone.root.with_suffix(".log").open("w") as log:
         ended = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def go_on(nodes: int) -> None:

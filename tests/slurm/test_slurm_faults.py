@@ -3,6 +3,8 @@
 To the bit where the layout stayed the same; see scripts/slurm/README.md.
 """
 
+import re
+
 import pytest
 
 from tests.slurm.run import INTERVAL, STEPS, ClusterRun
@@ -131,6 +133,8 @@ def test_a_rank_that_hangs(played: tuple[ClusterRun, int], whole: ClusterRun):
         assert "most recent call first" in (first / f"rank_{rank:05d}.log").read_text(), "every rank told its stacks"
     assert "all_reduce" in (first / "rank_00000.log").read_text(), "rank 0 was waiting for the other"
     assert "gloo:all_reduce" in (first / "flight_recorder_00000.json").read_text()
+    said = next(run.root.glob("slurm/*.log")).read_text()
+    assert re.search(r"and where it stands:\n +\d     rank_0000\d\.log: m6/training/\S+\.py:\d+ in \w+", said)
 
 
 @pytest.mark.scenario("not_finite")

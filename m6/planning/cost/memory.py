@@ -293,16 +293,21 @@ class MemoryModel:
     def _with_streamed_experts(self, dense: MemoryFootprint, layout: ParallelLayout) -> MemoryFootprint:
         """``dense`` with two layers' expert weights and one layer's gradients on the device, the rest on the host."""
         store = self.expert_store(layout)
-        key = layout.ep_size, 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
-        if key not in self._stores:
-            self._stores[key] = store.host_bytes(self.model, layout.ep_size)
         layer = math.ceil(layer_numel(self.model, layout.ep_size) / layout.tp_size) * store.weight_bytes
         return replace(
             dense,
             weights=dense.weights + _STREAM_WINDOW_LAYERS * layer,
             gradients=dense.gradients + layer,
-            host=dense.host + math.ceil(self._stores[key] / layout.tp_size),
+            host=dense.host + self.stored_experts(layout),
         )
+
+    def stored_experts(self, layout: ParallelLayout) -> int:
+        """Bytes of host memory that a rank's streamed experts take."""
+        store = self.expert_store(layout)
+        key = layout.ep_size, 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
+        if key not in self._stores:
+            self._stores[key] = store.host_bytes(self.model, layout.ep_size)
+        return math.ceil(self._stores[key] / layout.tp_size)
 
 
 def _with_training(config: RunConfig, layout: ParallelLayout) -> RunConfig:

@@ -28,6 +28,7 @@ from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, 
 
 MEMORY_FRACTION = 0.9
 """The default share of a memory that a plan may use; allocators need the rest."""
+_MIB = 2**20
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "zbv")
 """The schedules that a search considers. The others never win: "interleaved_zero_bubble" and "dualpipev" wait as long
 as "zbv" or longer, and keep as many activations or more. They are priced where they are forced."""
@@ -224,19 +225,36 @@ class Planner:
 
     def _shortfall(self, layout: ParallelLayout, place: int, footprint: MemoryFootprint) -> Rejection | None:
         """The memory that a rank of a place in the pipeline exceeds, or None."""
+        for kind, needed, limit, where in self._memory_limits(layout, place, footprint):
+            if needed > limit:
+                missing = int(needed - limit)
+                found = f"needs {format_gb(needed)} of {format_gb(limit)} {where}, {format_gb(missing)} too much"
+                return Rejection(layout, kind, found, missing)
+        return None
+
+    def _memory_limits(
+        self, layout: ParallelLayout, place: int, footprint: MemoryFootprint
+    ) -> Iterator[tuple[RejectionKind, float, float, str]]:
+        """Yields kinds of memory with the bytes that are needed, those that there are, and a name."""
         nodes = min(self.time.pipeline.nodes_of(layout, place), key=lambda nodes: nodes.device.memory_bytes)
         per_node, host = nodes.devices_per_node, nodes.host.memory_bytes * self.memory_fraction
-        device = nodes.device.memory_bytes * self.memory_fraction
         on_host = per_node * (footprint.host + footprint.host_process)
         if nodes.links.host is None:  # a CPU: device and host memory are the same
             on_host += per_node * footprint.peak
-        elif footprint.peak > device:
-            needs = f"{format_gb(footprint.peak)} of {format_gb(device)} on {nodes.device.name}"
-            return _rejection(layout, "device memory", needs, footprint.peak - device)
-        if on_host > host:
-            needs = f"{format_gb(on_host)} of {format_gb(host)} in the host memory of a node"
-            return _rejection(layout, "host memory", needs, on_host - host)
-        return None
+        else:
+            device = nodes.device.memory_bytes * self.memory_fraction
+            yield "device memory", footprint.peak, device, f"on {nodes.device.name}"
+        yield "host memory", on_host, host, "in the host memory of a node"
+        store = self.config.expert_store
+        if not layout.stream_experts or store is None:
+            return
+        # Budgets are those of a rank, which has more experts where there are fewer ranks.
+        if not isinstance(store.device_budget_mib, str):
+            budget = store.device_budget_mib * _MIB
+            yield "device memory", footprint.peak, budget, "in m6.offload.device_budget_mib"
+        if not isinstance(store.host_budget_mib, str):
+            budget = store.host_budget_mib * _MIB
+            yield "host memory", self.memory.stored_experts(layout), budget, "in m6.offload.host_budget_mib"
 
     def neighbours(self, plan: PricedLayout) -> list[Rejection]:
         """The layouts that differ from ``plan`` in one choice, and why each of them is not better."""
@@ -275,10 +293,6 @@ class Planner:
             axes["ranks_per_node"] = [0, self.time.nodes.devices_per_domain]
         for name, values in axes.items():
             yield name, [value for value in values if value != getattr(layout, name)]
-
-
-def _rejection(layout: ParallelLayout, kind: RejectionKind, needs: str, missing: float) -> Rejection:
-    return Rejection(layout, kind, f"needs {needs}, {format_gb(int(missing))} too much", int(missing))
 
 
 def _adjacent_divisors(size: int, number: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -80,19 +81,24 @@ def build_engine(
     if config.pipeline is not None:
         groups = PipelineGroups(places, runtime.device)
         cut = config.pipeline.cut(config.model.num_layers)
+        # So that the log of a rank that fails or hangs names its part of the model.
+        print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
         layers = {layer for stage in config.pipeline.stages_of(places.pipeline_rank) for layer in cut[stage]}
     deepspeed.utils.groups.mpu = groups
     model, offloaded = build_model(config, runtime.device, sharing, layers)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
+    deepspeed_config = config.deepspeed.engine_config(places.data_size)
+    if config.m6.communication.compresses:
+        deepspeed_config["communication_data_type"] = "fp32"  # also in steps that leave nothing out
     # DeepSpeed's initialization prints warnings about features that the run does not use.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         initialized, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=config.deepspeed.engine_config(places.data_size),
+            config=deepspeed_config,
             mpu=groups,
             dist_init_required=False,
         )

@@ -28,8 +28,12 @@ _FACTORS = "powersgd_q"
 class CompressedEngine(Engine):
     """Takes this rank's gradients of a step, and gives DeepSpeed their sums over ranks.
 
-    DeepSpeed reduces nothing, and at stage 1 takes its partition of the sums. It clips what was sent, as it clips
+    DeepSpeed then reduces nothing, and at stage 1 takes its partition of the sums. It clips what was sent, as it clips
     sums of whole gradients. Residuals are in the units of the batch's gradient, without loss scale or number of ranks.
+
+    In a step that leaves nothing out and has no residual to send, DeepSpeed reduces the gradients itself. Such a step
+    is that of a run without compression to the bit, because an all-reduce adds up in an order that depends on where an
+    element lies in a message, and DeepSpeed's messages are its own. They are in fp32, as ours.
     """
 
     def __init__(
@@ -43,10 +47,16 @@ class CompressedEngine(Engine):
         self._reducer = Reducer(config.m6.communication, dense, self._collectives, like)
         self._same_experts = CountedCollectives(expert_group("expert_data_parallel", config.m6.training.ep_size))
         self._step = self._reported_step = 0
-        deepspeed.enable_backward_allreduce = False
+        self._leaves_nothing_out = False
+        self._reduces_alone = deepspeed.enable_backward_allreduce
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
         """See ``Engine.accumulate``."""
+        self._leaves_nothing_out = self._reducer.leaves_nothing_out(self._step)
+        self._deepspeed.enable_backward_allreduce = self._leaves_nothing_out and self._reduces_alone
+        if self._leaves_nothing_out:
+            super().accumulate(micro_batches, loss, seeds)
+            return
         # DeepSpeed takes every micro-batch for one in the middle of a step: it adds gradients up and reduces nothing.
         self._deepspeed.set_gradient_accumulation_boundary(False)
         for _ in self._each(micro_batches, loss, seeds):
@@ -54,19 +64,20 @@ class CompressedEngine(Engine):
 
     def update(self) -> Update:
         """See ``Engine.update``."""
-        scale = self.averaged_over * (1.0 if self._loss_scale is None else self._loss_scale.value)
-        gradients = {name: take_gradient(parameter).div_(scale) for name, parameter in self._trained.items()}
-        self._give(self._reduce(gradients), scale / self.averaged_over)
+        if self._leaves_nothing_out:
+            self._collectives.sent_bytes += self._reducer.bytes_due(self._step)[1]
+        else:
+            scale = self.averaged_over * (1.0 if self._loss_scale is None else self._loss_scale.value)
+            gradients = {name: take_gradient(parameter).div_(scale) for name, parameter in self._trained.items()}
+            self._give(self._reduce(gradients), scale / self.averaged_over)
+            self._deepspeed.set_gradient_accumulation_boundary(True)
         self._step += 1
-        self._deepspeed.set_gradient_accumulation_boundary(True)
         return super().update()
 
     def _reduce(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums over ranks; infinite everywhere, with residuals as they were, if a gradient of a rank is."""
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
-        nonfinite = (~torch.isfinite(norms)).any().float()
-        dist.all_reduce(nonfinite)
-        if nonfinite:
+        if _on_any_rank(~torch.isfinite(norms)):
             return {name: gradient.fill_(torch.inf) for name, gradient in gradients.items()}
         experts = [name for name in gradients if is_expert(self._trained[name])]
         sums = self._reducer({name: each for name, each in gradients.items() if name not in experts}, self._step)
@@ -97,6 +108,8 @@ class CompressedEngine(Engine):
     def load_residuals(self, reader: WeightReader) -> None:
         """See ``Engine.load_residuals``."""
         load_residuals(reader, self._reducer.residuals, dist.get_rank(), dist.get_world_size())
+        kept = [bool(each.any()) for each in self._reducer.residuals.values()]
+        self._reducer.has_residuals = _on_any_rank(torch.tensor(kept, device=self._device))
         for name, factors in self._reducer.factors().items():
             if reader.shapes.get((name, _FACTORS)) == tuple(factors.shape):  # another rank begins anew
                 reader.read_into(name, _FACTORS, 0, factors.view(-1))
@@ -105,3 +118,10 @@ class CompressedEngine(Engine):
         """See ``Engine.load_counters``."""
         super().load_counters(counters, step)
         self._step = self._reported_step = step
+
+
+def _on_any_rank(flags: Tensor) -> bool:
+    """Whether a flag is set on any rank; called on all."""
+    found = flags.any().float()
+    dist.all_reduce(found)
+    return bool(found)

@@ -46,11 +46,13 @@ class Update:
         grad_norm: norm of all gradients before clipping, without the loss scale; infinite or NaN if a gradient is.
         skipped: whether a gradient was not finite, so that no weight changed.
         loss_scale: of this step; 1 except in fp16.
+        nonfinite_stages: the stages of a pipeline whose gradients are not finite, in words.
     """
 
     grad_norm: float
     skipped: bool
     loss_scale: float
+    nonfinite_stages: tuple[str, ...] = ()
 
 
 class Engine:

@@ -24,6 +24,7 @@ from m6.training.engine.partitions import is_expert
 from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
 from m6.training.expert_groups import expert_group
+from m6.training.places import stages_in_words
 from m6.training.reduction.buckets import buckets
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class PipelineEngine(Engine):
     def update(self) -> Update:
         """See ``Engine.update``."""
         gradients = self._sum_gradients()
-        self._norm = self._norm_of(gradients)
+        squares = self._squares_of(gradients)
+        self._norm = squares.sum().sqrt().float()
         scale = self._scale
         norm = float(self._norm) / scale
         skipped = not math.isfinite(norm)
@@ -114,7 +116,9 @@ class PipelineEngine(Engine):
         self._deepspeed.step()
         if self._loss_scale is not None:
             self._loss_scale.change(skipped)
-        return Update(norm, skipped, scale)
+        finite = squares.isfinite().tolist()
+        nonfinite = (stages_in_words(self._config, place) for place, each in enumerate(finite) if not each)
+        return Update(norm, skipped, scale, tuple(nonfinite))
 
     @property
     def _scale(self) -> float:
@@ -253,13 +257,16 @@ class PipelineEngine(Engine):
                     gradient.copy_(total.view_as(gradient))
         return gradients
 
-    def _norm_of(self, gradients: dict[nn.Parameter, Tensor]) -> Tensor:
-        """The norm over all stages; equal on all ranks."""
+    def _squares_of(self, gradients: dict[nn.Parameter, Tensor]) -> Tensor:
+        """The squared norm of the gradients of each rank of the pipeline; equal on all ranks."""
         experts = [gradient for parameter, gradient in gradients.items() if is_expert(parameter)]
         dense = [gradient for parameter, gradient in gradients.items() if not is_expert(parameter)]
-        squares = gradient_norm(dense, experts, self._expert_group, self._device).double().square()
+        places = self._groups.places
+        squares = torch.zeros(places.pipeline_size, dtype=torch.float64, device=self._device)
+        norm = gradient_norm(dense, experts, self._expert_group, self._device)
+        squares[places.pipeline_rank] = norm.double().square()
         dist.all_reduce(squares, group=self._groups.pipeline)
-        return squares.sqrt().float()
+        return squares
 
     def _take_over(self, zero: Any) -> None:
         """Gives this engine the reduction, the norm and the decision to skip of DeepSpeed's optimizer (0.19.8)."""

@@ -2,8 +2,10 @@
 
 DLCP lets switches drop packets of small gradients, up to a bound of loss, and divides a sum by the packets that
 arrived. Networks of training clusters lose nothing, so here the ranks agree on what to leave out. A sum thus has the
-terms of all ranks or of none, and is divided by their number as always. What was left out is kept for the next step,
-which in DLCP is lost.
+terms of all ranks or of none, and is divided by their number as always. At most one minus the density of the chunks is
+left out of a step. It is kept for the next one, which in DLCP is lost: measured in
+scripts/experiments/gradient_bytes/README.md, the losses of both are equal within the spread of seeds, and to lose what
+all ranks leave out alike is worse at densities of 30 and 50 %.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ class Chunks:
         self._collectives.all_reduce(sent)
         sums = torch.zeros_like(chunks)
         sums[chosen], chunks[chosen] = sent, 0
-        counts = [-(-tensor.numel() // self._size) for tensor in waiting]
-        for tensor, rest in zip(waiting, chunks.split(counts), strict=True):
-            tensor.copy_(_joined(rest, tensor))
-        return [_joined(total, tensor) for tensor, total in zip(waiting, sums.split(counts), strict=True)]
+        for tensor, rest in zip(waiting, self._joined(chunks, waiting), strict=True):
+            tensor.copy_(rest)
+        return self._joined(sums, waiting)
 
     def _cut(self, tensor: Tensor) -> Tensor:
         """[C, size]"""
         flat = tensor.view(-1)
         return nn.functional.pad(flat, (0, -len(flat) % self._size)).view(-1, self._size)
 
-
-def _joined(chunks: Tensor, like: Tensor) -> Tensor:
-    return chunks.view(-1)[: like.numel()].view_as(like)
+    def _joined(self, chunks: Tensor, like: list[Tensor]) -> list[Tensor]:
+        """Tensors of the shapes of ``like`` from the chunks of all of them."""
+        parts = chunks.split([-(-tensor.numel() // self._size) for tensor in like])
+        return [part.view(-1)[: each.numel()].view_as(each) for part, each in zip(parts, like, strict=True)]

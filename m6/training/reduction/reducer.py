@@ -39,6 +39,7 @@ class Reducer:
 
     Attributes:
         residuals: what this rank has not sent yet, for each gradient that is compressed.
+        has_residuals: whether any rank may have a residual that is not 0; equal on all ranks.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Reducer:
         self.residuals = {
             name: torch.zeros(tensors[name].shape, dtype=like.dtype, device=like.device) for name in compressed
         }
+        self.has_residuals = False
         self._low_rank: LowRank | None = None
         self._compress: Compressor
         if settings.gradients == "top_k":
@@ -72,16 +74,24 @@ class Reducer:
         """
         for name, residual in self.residuals.items():
             residual.add_(gradients[name])
-        density = self._settings.density_of(step)
-        waiting = {name: self.residuals.get(name, gradient) for name, gradient in gradients.items()}
-        if not self.residuals or sends_whole(self._settings, density, self._collectives.ranks):
-            found = self._sums(waiting)
+        if self._sends_whole(step):
+            found = self._sums({name: self.residuals.get(name, gradient) for name, gradient in gradients.items()})
             for residual in self.residuals.values():
                 residual.zero_()
+            self.has_residuals = False
             return found
         found = self._sums({name: gradient for name, gradient in gradients.items() if name not in self.residuals})
-        sums = self._compress(list(self.residuals.values()), density)
+        sums = self._compress(list(self.residuals.values()), self._settings.density_of(step))
+        self.has_residuals = True
         return found | dict(zip(self.residuals, sums, strict=True))
+
+    def leaves_nothing_out(self, step: int) -> bool:
+        """Whether the sums of the step after ``step`` steps are those of all gradients and of nothing else."""
+        return self._sends_whole(step) and not self.has_residuals
+
+    def _sends_whole(self, step: int) -> bool:
+        density = self._settings.density_of(step)
+        return not self.residuals or sends_whole(self._settings, density, self._collectives.ranks)
 
     def _sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(zip(tensors, self._collectives.sums(list(tensors.values())), strict=True))

@@ -44,10 +44,11 @@ class NonfinitePolicy:
         if self.consecutive <= self._limit:
             return
         folder = self._run.root / "nonfinite"
-        routers = ", ".join(outcome.nonfinite_routers)
+        routers, stages = ", ".join(outcome.nonfinite_routers), "; ".join(outcome.nonfinite_stages)
         reason = (
             f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, loss scale {outcome.loss_scale:g}; "
             f"{self.consecutive} steps in a row were not finite (m6.training.max_skipped_steps {self._limit}); "
+            f"{f'gradients are not finite in {stages}; ' if stages else ''}"
             f"{f'router logits are not finite in {routers}; ' if routers else ''}batches in {folder}"
         )
         if runtime.is_main:

@@ -19,6 +19,7 @@ class StepOutcome:
         skipped: whether a gradient was not finite, so that no weight changed.
         loss_scale: of the gradients; 1 except in fp16.
         nonfinite_routers: names of the layers whose router logits were not finite; empty if the step was not skipped.
+        nonfinite_stages: see ``Update``.
         tokens, samples, pictures: of the global batch, without padding.
         bad_rows: rows of the data that could not be used.
         token_pairs: sum of the squared lengths of the samples.
@@ -33,6 +34,7 @@ class StepOutcome:
     skipped: bool
     loss_scale: float
     nonfinite_routers: list[str]
+    nonfinite_stages: tuple[str, ...]
     tokens: int
     samples: int
     bad_rows: int

@@ -18,7 +18,7 @@ from typing import Any
 
 from m6.config.run import load_config
 from m6.planning.cost.gradient_bytes import ring_bytes
-from m6.runs.processes import start
+from m6.runs.processes import Runtime, start
 from m6.training.meta_model import build_meta_model
 from scripts.experiments.experiment import ResultTable, code_version, train_on_ranks
 
@@ -49,26 +49,40 @@ SETTINGS = (
 
 def main(seeds: int) -> None:
     """Trains what is missing in results.csv; all reducers of one seed come before the next seed."""
-    table, runtime, code = ResultTable(RESULTS, ("reducer", "seed")), start(), code_version()
+    table, runtime = ResultTable(RESULTS, ("reducer", "seed")), start()
     for seed, reducer in product(range(seeds), REDUCERS):
-        if table.holds({"reducer": reducer, "seed": seed}):
-            continue
-        communication = f"m6.communication={json.dumps(REDUCERS[reducer])}"
-        config = load_config(CONFIG, (*SETTINGS, communication, f"m6.training.seed={seed}"))
-        if lines := train_on_ranks(config, runtime):
-            numel = sum(parameter.numel() for parameter in build_meta_model(config, None).parameters())
-            whole = ring_bytes(numel * 4, runtime.world_size)
-            steps = [line for line in lines if "loss" in line]
-            sent = [line.get("gradient_bytes", {"sent": whole})["sent"] for line in steps]
-            losses = [line["loss"] for line in steps]
-            validation = next(line["validation"] for line in lines if "validation" in line)
-            row = {"reducer": reducer, "seed": seed, "code": code, "parameters": numel}
-            row |= {"training": statistics.mean(losses[-5 * WINDOW :])}
-            row |= {name: validation[name] for name in sorted(validation)}
-            windows = range(0, STEPS, WINDOW)
-            row["curve"] = " ".join(f"{statistics.mean(losses[at : at + WINDOW]):.4f}" for at in windows)
-            row["bytes"] = " ".join(f"{statistics.mean(sent[at : at + WINDOW]):.0f}" for at in windows)
-            table.append(row)
+        if not table.holds({"reducer": reducer, "seed": seed}):
+            train_and_record(table, reducer, REDUCERS[reducer], seed, runtime)
+
+
+def train_and_record(
+    table: ResultTable, reducer: str, communication: dict[str, Any], seed: int, runtime: Runtime
+) -> None:
+    """Trains one run; the main rank adds its row to the table.
+
+    Args:
+        reducer: its name in the table.
+        communication: the run's ``m6.communication``.
+    """
+    config = load_config(
+        CONFIG, (*SETTINGS, f"m6.communication={json.dumps(communication)}", f"m6.training.seed={seed}")
+    )
+    code = code_version()
+    if not (lines := train_on_ranks(config, runtime)):
+        return
+    numel = sum(parameter.numel() for parameter in build_meta_model(config, None).parameters())
+    whole = ring_bytes(numel * 4, runtime.world_size)
+    steps = [line for line in lines if "loss" in line]
+    sent = [line.get("gradient_bytes", {"sent": whole})["sent"] for line in steps]
+    losses = [line["loss"] for line in steps]
+    validation = next(line["validation"] for line in lines if "validation" in line)
+    row = {"reducer": reducer, "seed": seed, "code": code, "parameters": numel}
+    row |= {"training": statistics.mean(losses[-5 * WINDOW :])}
+    row |= {name: validation[name] for name in sorted(validation)}
+    windows = range(0, STEPS, WINDOW)
+    row["curve"] = " ".join(f"{statistics.mean(losses[at : at + WINDOW]):.4f}" for at in windows)
+    row["bytes"] = " ".join(f"{statistics.mean(sent[at : at + WINDOW]):.0f}" for at in windows)
+    table.append(row)
 
 
 if __name__ == "__main__":

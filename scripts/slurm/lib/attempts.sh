@@ -60,10 +60,23 @@ newest_attempt() { # its number; nothing before the first
     find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -printf '%f\n' | sort | tail -n 1
 }
 
-describe_failure() { # the last words of the rank that failed, as far as they can be told from those of the others
-    local rank_log words
+describe_failure() { describe_ranks last_words; } # as far as the rank that failed can be told from the others
+
+describe_ranks() { # describe_ranks WORDS: what WORDS says of the ranks' logs, of how many it says the same, and one of them
+    local rank_log place words
     for rank_log in "$RUN_DIR/slurm/attempts/$(newest_attempt)"/rank_*.log; do
-        words=$(grep -Ev '^ *$|slurmstepd' "$rank_log" 2>/dev/null | tail -n 1 | cut -c 1-300 || true)
-        [[ -z $words ]] || printf '    %s: %s\n' "${rank_log##*/}" "$words"
-    done | sort -k 2 | uniq -c -f 1 | head -n 8
+        words=$("$1" "$rank_log" | tr '\t' ' ')
+        # The stages of a rank, which it says at the start of a run with a pipeline.
+        place=$(sed -n 's/^place: rank [0-9]*, \(.*\)/ (\1)/p' "$rank_log" 2>/dev/null | tail -n 1 || true)
+        [[ -z $words ]] || printf '%s%s\t%s\n' "${rank_log##*/}" "$place" "$words"
+    done | awk -F '\t' '!count[$2]++ { first[$2] = $1 }
+        END { for (words in count) printf "%7d     %s: %s\n", count[words], first[words], words }' | sort -k 2 | head -n 8
+}
+
+last_words() { grep -Ev '^ *$|slurmstepd' "$1" 2>/dev/null | tail -n 1 | cut -c 1-300 || true; }
+
+position() { # the innermost line of the project in the newest stack of a rank's main thread, which is the last of its threads
+    awk -v root="$M6_ROOT/m6/" '/most recent call first/ { told = 1; found = "" }
+        told && found == "" && (start = index($0, root)) { found = substr($0, start + length(root) - 3) }
+        END { sub("\", line ", ":", found); print !told ? "told no stacks" : found == "" ? "not in m6" : found }' "$1" || true
 }

@@ -19,7 +19,8 @@ settings() {
     RUN_DIR=${RUN_DIR:-runs/${name%.json}}
     mkdir -p "$RUN_DIR/slurm/attempts"
     RUN_DIR=$(cd "$RUN_DIR" && pwd)
-    export RUN_DIR PYTHONPATH="$M6_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    # Else `python -m` looks in the working folder first, which may be the checkout that M6_ROOT is a copy of.
+    export RUN_DIR PYTHONPATH="$M6_ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
     export MASTER_ADDR
 

@@ -28,7 +28,8 @@ end_with_evidence() { # stacks go to the ranks' logs, the flight recorder's file
         scancel --signal=CONT "$step" || true # a rank that was stopped answers only when it goes on
         sleep "$EVIDENCE_S"
         log "watchdog: stacks of $(grep -l 'most recent call first' "$M6_ATTEMPT_DIR"/rank_*.log | wc -l) of" \
-            "$((STEP_NODES * RANKS_PER_NODE)) ranks in $M6_ATTEMPT_DIR"
+            "$((STEP_NODES * RANKS_PER_NODE)) ranks in $M6_ATTEMPT_DIR; number of ranks, one of them and where it stands:"
+        describe_ranks position
         scancel --signal=KILL "$step" || true
         sleep 10
     fi

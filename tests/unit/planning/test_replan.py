@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,33 @@ def test_any_world_keeps_the_experts_of_a_rank():
     document["m6"]["elastic"]["may_change"] = ["ep_size"]
     with pytest.raises(UserError, match=r'm6\.elastic\.may_change: "ep_size" changes the sums'):
         parse_config(document)
+
+
+def test_fixed_budgets_of_offloaded_experts_bound_the_layouts():
+    """With half of the nodes a rank has twice the experts: a budget between both needs leaves only the larger job."""
+    document = run(may_change=["ep_size"]).document
+    document["zero_optimization"] = {"stage": 1}
+
+    def with_budgets(**budgets: float) -> RunConfig:
+        changed = json.loads(json.dumps(document))
+        changed["m6"]["offload"] = {"optimizer": {"type": "Adafactor", "lr": 0.001}, **budgets}
+        return parse_config(changed)
+
+    four, two = (replan(with_budgets(), NODE, nodes).layout for nodes in (4, 2))
+    need = Planner(with_budgets(), NODE.resized(32)).memory.stored_experts
+    largest = [replace(layout, ep_size=layout.world_size) for layout in (four, two)]
+    enough, half = (need(layout) / 2**20 for layout in largest)
+    assert half > 1.9 * enough
+    tight = with_budgets(host_budget_mib=1.1 * enough)
+    assert replan(tight, NODE, 4).layout.ep_size == 32
+    with pytest.raises(
+        UserError, match=r"m6\.elastic: no layout of 1 to 2 nodes fits: .* in m6\.offload\.host_budget_mib"
+    ):
+        replan(tight, NODE, 2)
+    peak = Planner(with_budgets(), NODE.resized(16)).memory(two).peak / 2**20
+    assert replan(with_budgets(device_budget_mib=1.01 * peak), NODE, 2).nodes <= 2
+    with pytest.raises(UserError, match=r"in m6\.offload\.device_budget_mib"):
+        replan(with_budgets(device_budget_mib=0.1 * peak), NODE, 2)
 
 
 def test_a_layout_stays_until_another_saves_enough():
