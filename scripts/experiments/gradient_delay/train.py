@@ -50,9 +50,9 @@ def optimizer(name: str, rate: float) -> dict[str, Any]:
 
 
 def main(seeds: int) -> None:
-    """Trains what is missing in results.csv; all runs of one seed come before the next seed."""
+    """Trains what is missing in results.csv; all runs of the first rates come before those of the second ones."""
     table, runtime, code = ResultTable(RESULTS, ("optimizer", "rate", "delay", "seed")), start(), code_version()
-    for seed, name, index, delay in product(range(seeds), OPTIMIZERS, range(2), (0, 1)):
+    for index, seed, name, delay in product(range(2), range(seeds), OPTIMIZERS, (0, 1)):
         rate = OPTIMIZERS[name][1][index]
         run = {"optimizer": name, "rate": rate, "delay": delay, "seed": seed}
         if table.holds(run):
