@@ -3,7 +3,9 @@
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,11 @@ from m6.training.engine.build import build_engine, build_model
 from m6.training.engine.engine import Engine
 from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.optimizer import build_optimizer
+from offload.runtime.updates import Updates
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import layout
 
 STEPS = 6
-RATES = [0.02 / (1 + step) for step in range(STEPS)]
-"""One for each step, so that a gradient that is used with the rate of another step is seen."""
 BAD_STEP = 2
 """The step whose gradients are infinite."""
 DELAY: dict[str, Any] = {"m6__gradient_delay": {"accept_loss": True}, "gradient_clipping": 0.5}
@@ -41,7 +42,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "m6__gradient_delay": {},
     },
     # Its update is linear in the gradient but for the norm of a tensor, so errors of fp32 stay small.
-    "Lars": {"optimizer": {"type": "Lars", "params": {"lr": 0.5, "weight_decay": 0.01, "momentum": 0.9}}},
+    "Lars": {"optimizer": {"type": "Lars", "params": {"lr": 0.05, "trust_coefficient": 1.0, "momentum": 0.5}}},
+}
+
+OFFLOAD: dict[str, Any] = {
+    "device_budget_mib": 5000.0,
+    "chunk_mib": 0.001,
+    "rules": [{"kind": "expert", "place": "stream"}],
+    "optimizer": {"type": "SGD", "lr": 0.3, "momentum": 0.9},
 }
 
 
@@ -50,7 +58,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("delay")
 
 
-def loss_of(batch: MicroBatch, output: Any, step: int, scale: float) -> Tensor:
+def rate(config: RunConfig, step: int) -> float:
+    """One for each step, so that a gradient that is used with the rate of another step is seen."""
+    peak: float = config.deepspeed.optimizer_params["lr"]
+    return peak / (1 + step)
+
+
+def loss_of(_: MicroBatch, output: Any, step: int, scale: float) -> Tensor:
     """The part of a micro-batch; most of the gradients' norms are above the largest that clipping lets pass."""
     loss = (output.target_losses.sum() / 100 + output.aux_loss) * scale
     return loss * math.inf if step == BAD_STEP else loss
@@ -67,9 +81,14 @@ def batches(config: RunConfig, step: int, ranks: range, world_size: int) -> Iter
 
 def recurrence(config: RunConfig, world_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """W(STEPS), written down: two versions of the weights, and PyTorch's autograd on one process."""
+    offloaded = config.m6.offload is not None
+    training = config.m6.training.model_copy(update={"ep_size": 1})
+    config = replace(config, m6=config.m6.model_copy(update={"offload": None, "training": training}))
     model, _ = build_model(config, torch.device("cpu"))
     model.to(dtype).train()
     now, optimizer = model, build_optimizer(model, config.deepspeed, 1)
+    experts = {name: each for name, each in now.named_parameters() if ".experts." in name}
+    of_experts = torch.optim.SGD(experts.values(), momentum=0.9)
     before = copy.deepcopy(now)  # W(t-1) of step t; in step 0 it is W(0), too
     for step in range(STEPS):
         before.zero_grad()
@@ -87,20 +106,22 @@ def recurrence(config: RunConfig, world_size: int, dtype: torch.dtype) -> dict[s
         for parameter, gradient in zip(now.parameters(), gradients, strict=True):
             parameter.grad = gradient * factor
         for group in optimizer.param_groups:
-            group["lr"] = RATES[step] * group.get("lr_ratio", 1.0)
+            group["lr"] = rate(config, step) * group.get("lr_ratio", 1.0)
+        if offloaded:
+            of_experts.param_groups[0]["lr"] = rate(config, step) * OFFLOAD["optimizer"]["lr"] / rate(config, 0)
+            of_experts.step()
+            of_experts.zero_grad()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in now.named_parameters()}
 
 
 def train_engine(engine: Engine, config: RunConfig, rank: int, world_size: int, dtype: torch.dtype) -> None:
+    scale = float(engine.averaged_over)
     for step in range(STEPS):
-        engine.begin_step(RATES[step])
+        engine.begin_step(rate(config, step))
         of_rank = list(batches(config, step, range(rank, rank + 1), world_size))
         micro_batches = [replace(batch, pixel_values=batch.pixel_values.to(dtype)) for batch, _ in of_rank]
-        scale = float(engine.averaged_over)
-        engine.accumulate(
-            micro_batches, lambda batch, output, step=step: loss_of(batch, output, step, scale), [s for _, s in of_rank]
-        )
+        engine.accumulate(micro_batches, partial(loss_of, step=step, scale=scale), [seed for _, seed in of_rank])
         assert engine.update().skipped == (step == BAD_STEP)
     engine.use_late_gradients()
 
@@ -121,21 +142,73 @@ def _sum_in_float64(gradients: list[Tensor], device: torch.device) -> Tensor:
     return sum((gradient.square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64))
 
 
-def follows_the_recurrence(document: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def error_of(document: dict[str, Any], dtype: torch.dtype, world_size: int) -> float:
+    """The largest difference to the recurrence in float64 on any rank."""
     config, runtime = parse_config(document), start()
     engine = build_engine(config, runtime)
     if dtype == torch.float64:
         engine.module.double()
         clipping._sum_of_squares = _sum_in_float64
-    expected = recurrence(config, runtime.world_size, torch.float64)
-    train_engine(engine, config, runtime.rank, runtime.world_size, dtype)
-    error = largest_error(engine, expected)
+    expected = recurrence(config, world_size, torch.float64)
+    train_engine(engine, config, runtime.rank, world_size, dtype)
+    return largest_error(engine, expected)
+
+
+def follows_the_recurrence(document: dict[str, Any], dtype: torch.dtype, world_size: int, tolerance: float) -> None:
+    error = error_of(document, dtype, world_size)
     print("error", error)
     assert error < tolerance
+
+
+def misses_the_recurrence(document: dict[str, Any], dtype: torch.dtype, world_size: int, least: float) -> None:
+    """Without the exchange of gradients each step uses its own: a staleness that is gone must not pass the tests."""
+    LateGradients.exchanging = nullcontext  # type: ignore[assignment,method-assign]
+    LateGradients.end_step = lambda *_: None  # type: ignore[method-assign]
+    assert error_of(document, dtype, world_size) > least
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_in_float64_on_one_rank(folder: Path, optimizer: str):
     """To rounding errors: clipping, dropout, tied embeddings, experts, and a step that is skipped included."""
     document = layout(folder, 1, 0, 1, **DELAY | OPTIMIZERS[optimizer])
-    run_distributed(follows_the_recurrence, 1, document, torch.float64, 1e-12)
+    run_distributed(follows_the_recurrence, 1, document, torch.float64, 1, 1e-12)
+
+
+def test_a_step_that_uses_its_own_gradient_fails(folder: Path):
+    document = layout(folder, 1, 0, 1, **DELAY | OPTIMIZERS["Lars"])
+    run_distributed(misses_the_recurrence, 1, document, torch.float64, 1, 1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "ep_size"), [(1, 1, 1), (2, 0, 1), (2, 1, 2), (2, 2, 1)])
+def test_in_fp32_on_other_layouts(folder: Path, ranks: int, stage: int, ep_size: int):
+    document = layout(folder, ranks, stage, ep_size, **DELAY | OPTIMIZERS["Lars"])
+    run_distributed(follows_the_recurrence, ranks, document, torch.float32, ranks, 3e-7)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "ep_size", "accumulation"), [(1, 0, 1, 1), (2, 0, 1, 1), (2, 1, 2, 1), (2, 2, 2, 2)]
+)
+def test_offloaded_experts(folder: Path, ranks: int, stage: int, ep_size: int, accumulation: int):
+    """With several micro-batches new weights have a place of their own, with one that of the gradient."""
+    sizes = {"train_batch_size": 4 * ranks * accumulation, "train_micro_batch_size_per_gpu": 4}
+    changes = {"m6__offload": OFFLOAD, **sizes}
+    document = layout(folder, ranks, stage, ep_size, **DELAY | OPTIMIZERS["Lars"] | changes)
+    run_distributed(follows_the_recurrence, ranks, document, torch.float32, ranks, 3e-7)
+
+
+def test_offloaded_experts_whose_versions_are_not_kept_apart_fail(folder: Path):
+    sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    document = layout(folder, 1, 0, 1, **DELAY | OPTIMIZERS["Lars"] | {"m6__offload": OFFLOAD} | sizes)
+    run_distributed(misses_versions, 1, document)
+
+
+def misses_versions(document: dict[str, Any]) -> None:
+    """New weights are published before the step that must not see them."""
+    begin = Updates.begin_step
+
+    def early(self: Updates) -> None:
+        begin(self)
+        self.publish()
+
+    Updates.begin_step = early  # type: ignore[method-assign]
+    assert error_of(document, torch.float32, 1) > 1e-4

@@ -313,7 +313,7 @@ class Engine:
             )
         self._late.expect(waiting["learning_rate"])
         if self.offloaded is not None:
-            self.offloaded.expect(waiting["learning_rate"], waiting["experts_coefficient"])
+            self.offloaded.expect(waiting)
 
     def load_counters(self, counters: dict[str, Any], step: int) -> None:
         """Restores the counters of an engine that had finished ``step`` steps."""
