@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.comparison import compare, open_step
+from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.fragment import LATE_GRADIENT, LATE_UPDATE, WEIGHT
 from m6.config.run import RunConfig, parse_config
 from m6.data.collate import MicroBatch
 from m6.runs.data import open_data
@@ -25,7 +27,8 @@ from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.optimizer import build_optimizer
 from offload.runtime.updates import Updates
 from tests.distributed.spawn import run_distributed
-from tests.distributed.test_training_layouts import layout
+from tests.distributed.test_any_world import train_in_any_precision
+from tests.distributed.test_training_layouts import TOLERANCE, layout, losses
 
 STEPS = 6
 BAD_STEP = 2
@@ -133,7 +136,7 @@ def largest_error(engine: Engine, expected: dict[str, Tensor]) -> float:
         if fragment.kind == WEIGHT and fragment.name in expected:
             part = expected[fragment.name].reshape(-1)[fragment.offset : fragment.end]
             errors.append(float((part.double() - fragment.data.double()).abs().max()))
-        assert fragment.kind != "late_gradient"
+        assert fragment.kind != LATE_GRADIENT
     assert errors
     return max(errors)
 
@@ -212,3 +215,85 @@ def misses_versions(document: dict[str, Any]) -> None:
 
     Updates.begin_step = early  # type: ignore[method-assign]
     assert error_of(document, torch.float32, 1) > 1e-4
+
+
+def trained(folder: Path, name: str, attempts: list[tuple[int, int, int, int | None]], **changes: Any) -> Path:
+    """A run over attempts of (ranks, ZeRO stage, ep_size, steps in all after which it stops)."""
+    for ranks, stage, ep_size, stop_at in attempts:
+        document = layout(folder, ranks, stage, ep_size, **DELAY | changes)
+        run_distributed(train_in_any_precision, ranks, document, str(folder / name), stop_at)
+    return folder / name
+
+
+def differences(run: Path, other: Path) -> list[str]:
+    return compare(*open_step((run, other), None)).differences
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "experts in bf16": {
+        "bf16": {"enabled": True},
+        "m6__offload": {**OFFLOAD, "optimizer": {"type": "Adafactor", "lr": 0.01}, "master_weights": False},
+        "train_micro_batch_size_per_gpu": 4,
+    },
+    "experts in fp16": {
+        # The first steps overflow, so that some updates are left out.
+        "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1},
+        "m6__training__max_skipped_steps": 9,
+        "m6__training__total_steps": 8,
+        "m6__offload": {**OFFLOAD, "optimizer": {"type": "Adafactor", "lr": 0.01}},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_resumes_to_the_bit(folder: Path, name: str):
+    """Gradients that wait are in the checkpoint of a stopped run, and not in that of a finished one."""
+    steps = RUNS[name].get("m6__training__total_steps", 4)
+    straight = trained(folder, f"{name} straight", [(2, 1, 1, None)], **RUNS[name])
+    stops = [(2, 1, 1, stop) for stop in (steps - 1, None)]
+    resumed = trained(folder, f"{name} resumed", stops[:1], **RUNS[name])
+    waiting = CheckpointReader(resumed / "checkpoints" / f"step_{steps - 1:08d}")
+    assert set(waiting.names(LATE_GRADIENT)) == set(waiting.names(WEIGHT))
+    trained(folder, f"{name} resumed", stops[1:], **RUNS[name])
+    assert differences(resumed, straight) == []
+    assert losses(resumed) == losses(straight)
+    finished = CheckpointReader(resumed / "checkpoints" / f"step_{steps:08d}")
+    assert finished.names(LATE_GRADIENT) == []
+    assert LATE_UPDATE not in finished.state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [None, OFFLOAD])
+def test_a_run_continues_on_other_layouts(folder: Path, offload: dict[str, Any] | None):
+    changes = {"m6__offload": offload} | OPTIMIZERS["Lars"]
+    straight = trained(folder, f"straight {offload is None}", [(1, 0, 1, None)], **changes)
+    attempts = [(2, 1, 2, 1), (1, 1, 1, 2), (2, 2, 1, 3), (1, 0, 1, None)]
+    run = trained(folder, f"wandering {offload is None}", attempts, **changes)
+    assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_gradients_that_wait_are_not_lost(folder: Path):
+    trained(folder, "given up", [(1, 1, 1, 2)])
+    with pytest.raises(
+        RuntimeError, match=r"gradients that wait .* go on with m6.gradient_delay and without m6.offload"
+    ):
+        trained(folder, "given up", [(1, 1, 1, None)], m6__gradient_delay=None)
+    with pytest.raises(
+        RuntimeError, match=r"gradients that wait .* go on with m6.gradient_delay and without m6.offload"
+    ):
+        trained(folder, "given up", [(1, 1, 1, None)], m6__offload=OFFLOAD)
+    trained(folder, "given up", [(1, 1, 1, None)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["copy", "reset"])
+def test_the_switch_of_the_pseudo_stage(folder: Path, state: str):
+    """The gradients that wait are used before the switch, also in a run that was stopped there."""
+    changes = {"m6__pseudo_to_real": {"switch_step": 2, "optimizer_state": state}, "m6__offload": OFFLOAD}
+    straight = trained(folder, f"switched {state}", [(1, 1, 1, None)], **changes)
+    resumed = trained(folder, f"stopped at the switch {state}", [(1, 1, 1, 2), (1, 1, 1, None)], **changes)
+    assert CheckpointReader(resumed / "checkpoints" / "step_00000002").names(LATE_GRADIENT) == []
+    assert differences(resumed, straight) == []

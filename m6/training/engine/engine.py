@@ -163,9 +163,9 @@ class Engine:
             skipped = not math.isfinite(norm)
             if skipped:
                 self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
-            self._step()
+            self._optimize()
         else:
-            self._step()
+            self._optimize()
             skipped = bool(self._deepspeed.optimizer.overflow)
             self._loss_scale.change(skipped)
             reported = self._deepspeed.get_global_grad_norm()
@@ -177,7 +177,7 @@ class Engine:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
         return Update(norm, skipped, loss_scale)
 
-    def _step(self) -> None:
+    def _optimize(self) -> None:
         with nullcontext() if self._late is None else self._late.exchanging():
             self._deepspeed.step()
 

@@ -39,7 +39,7 @@ class LateGradients:
         """Inside, a step of the optimizer uses the gradients that wait, and those that it is given begin to wait."""
         self._make_room()
         optimizer, self._used = self._optimizer, False
-        optimizer.step = self._exchange  # type: ignore[method-assign]
+        optimizer.step = self._exchange  # type: ignore[assignment,method-assign]
         yield
         del optimizer.step
 
