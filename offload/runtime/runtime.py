@@ -55,8 +55,8 @@ class OffloadRuntime:
         chunk_bytes: the most that one upload moves, see ``cut``.
         num_threads: the number of host threads that update chunks.
         host_budget_bytes: the limit of ``host_bytes``; None: there is none.
-        next_weights: where late updates put the new weights, which must not replace the old ones during the step. In the
-            place of the gradient they take no memory, but each chunk may get only one gradient in a step. None: updates
+        next_weights: where late updates put the new weights, which must not replace the old ones during the step. In
+            the place of the gradient they take no memory, but each chunk may get one gradient in a step. None: updates
             are not late.
         plan: the plan for the first step and later ones, if it is known. Chunks that the device owns then never take
             memory on the host.

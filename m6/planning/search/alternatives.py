@@ -92,9 +92,9 @@ def _pipeline_lines(planner: Planner, best: PricedLayout, found: PricedLayout) -
     return [
         f"{line}; embeddings, layers and head are best cut into {', '.join(map(str, sizes))} (BaPipe), whose slowest "
         f"stage takes {slowest / equal - 1:+.1%} against an equal number of layers.",
-        f"- Gradients one step late (PipeDream-2BW; no engine here): computing takes {delayed / flushed - 1:+.1%} "
-        f"without the flush between steps, for a second copy of the weights, {format_gb(found.footprint.weights)} a "
-        "rank.",
+        "- Gradients one step late across these stages (PipeDream-2BW; no engine here): computing takes "
+        f"{delayed / flushed - 1:+.1%} without the flush between steps, for a second copy of the weights, "
+        f"{format_gb(found.footprint.weights)} a rank.",
         _slice_line(planner, found),
     ]
 
