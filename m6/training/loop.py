@@ -235,8 +235,9 @@ class Trainer:
         """Prints the predicted memory and time of the run, based on a few of its micro-batches, or what LoRA trains."""
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
-            ranks, memory_map = self.runtime.world_size, self.engine.memory_map()
-            for text in announcements(self.config, self.run.root, ranks, shape, self.stage, memory_map, self.profile):
+            stages, memory_map = self.stage.stages_ahead(), self.engine.memory_map()
+            arguments = (self.run.root, self.runtime.world_size, shape, stages, memory_map, self.profile)
+            for text in announcements(self.config, *arguments):
                 self._print(text)
 
     def _replan_offloading(self) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m6.config.run import RunConfig
+from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, predict_memory
 from m6.training.meta_model import count_trained
-from m6.training.stages.stage import Stage
 
 
 def announcements(
@@ -18,7 +18,7 @@ def announcements(
     root: Path,
     world_size: int,
     shape: BatchShape,
-    stage: Stage,
+    stages: list[tuple[str, Sharing | None]],
     memory_map: str | None,
     profile: Profile,
 ) -> Iterator[str]:
@@ -27,6 +27,7 @@ def announcements(
     Args:
         root: the run's folder.
         shape: of a few of its micro-batches.
+        stages: what is ahead, each with a prefix for its line, and what its layers share.
         memory_map: the places of offloaded experts; None if the run does not offload.
     """
     if config.m6.lora is not None:
@@ -38,7 +39,7 @@ def announcements(
     elif config.pipeline is not None:
         yield f"{config.pipeline.describe(config.model.num_layers)}; memory and time are not predicted"
     else:
-        for name, sharing in stage.stages_ahead():
+        for name, sharing in stages:
             yield f"{name}{describe_memory(predict_memory(config, world_size, shape, sharing))}"
         if memory_map:
             yield memory_map
