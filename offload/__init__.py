@@ -6,7 +6,7 @@ from offload.devices.meter import StorageMeter
 from offload.devices.simulated import SimulatedDevice
 from offload.memory.chunks import Stack
 from offload.memory.host_memory import available_bytes
-from offload.memory.layout import lay_out
+from offload.memory.layout import NextWeights, lay_out
 from offload.optimizer.master_weights import remainder_dtype
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.chunk_size import search_chunk_bytes
@@ -19,6 +19,7 @@ from offload.runtime.activations import ActivationOffload
 from offload.runtime.dry_run import DryRuntime
 from offload.runtime.experts import StreamedExperts
 from offload.runtime.runtime import OffloadRuntime
+from offload.runtime.updates import LateUpdate
 from offload.runtime.workers import WorkerFailure
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "CudaDevice",
     "Device",
     "DryRuntime",
+    "LateUpdate",
+    "NextWeights",
     "OffloadRuntime",
     "OptimizerSettings",
     "PlacementConstraints",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.fragment import LATE_UPDATE, WEIGHT
 from m6.model.sharing import Sharing
 
 STATE = "pseudo_to_real"
@@ -58,6 +58,8 @@ def sharing_of(reader: CheckpointReader) -> Sharing:
 def real_state(state: dict[str, Any], reset: bool) -> dict[str, Any]:
     """Converts the state of a Pseudo checkpoint to that of a Real checkpoint at the same step."""
     optimizer_step = 0 if reset else state["optimizer_step"]
+    if reset:  # the gradients that wait go with the moments
+        state = {key: value for key, value in state.items() if key != LATE_UPDATE}
     return {
         **state,
         "optimizer_step": optimizer_step,

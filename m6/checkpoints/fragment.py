@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 WEIGHT = "weight"
+LATE_GRADIENT = "late_gradient"
+"""The kind of gradients that wait for the end of the next step, see ``m6.gradient_delay``."""
+LATE_UPDATE = "late_update"
+"""The key of a checkpoint's state that is there if gradients wait, with what else their update needs."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveInt
 
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.errors import UserError
 from m6.validation import Section
+
+if TYPE_CHECKING:
+    from m6.config.sections import M6Settings
 
 Reducer = Literal["all_reduce", "top_k", "chunks", "powersgd"]
 _KEYS: dict[str, set[str]] = {
@@ -87,3 +90,23 @@ class CommunicationSettings(Section):
             raise UserError(
                 f"{name}: sends gradients in fp32 and would ignore communication_data_type; leave one of them out"
             )
+
+
+def check_communication(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    """Raises UserError if the run cannot send its gradients as ``m6.communication`` says."""
+    settings.communication.check(deepspeed)
+    if not settings.communication.compresses:
+        return
+    name = f'm6.communication.gradients "{settings.communication.gradients}"'
+    if settings.training.deterministic is not None:
+        raise UserError(
+            f'{name}: what is sent depends on the number of ranks, against m6.training.deterministic "any_world"; use '
+            '"all_reduce"'
+        )
+    if settings.lora is not None:
+        raise UserError(f'{name}: adapters of m6.lora have too few gradients to compress; use "all_reduce"')
+    if settings.pseudo_to_real is not None:
+        raise UserError(
+            f"{name}: gradients of shared layers that are not sent yet belong to no layer of the Real model; leave "
+            'm6.pseudo_to_real out, or use "all_reduce"'
+        )

@@ -181,7 +181,6 @@ def _refused_sections(run: M6Settings) -> list[tuple[str, bool, str]]:
             bool(run.training.batch_ramp),
             "a schedule of m6.parallel.pipeline is made for one number of micro-batches",
         ),
-        ("m6.elastic", run.elastic is not None, "the planner does not choose m6.parallel.pipeline"),
         ("m6.samples", run.samples is not None, "no rank of m6.parallel.pipeline has the whole model, which draws"),
         (
             'm6.moe.balance_scope "global_batch"',

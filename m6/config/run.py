@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from m6.config.batch_ramp import BatchSizes
+from m6.config.communication import check_communication
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.elastic import ElasticSettings
+from m6.config.gradient_delay import check_gradient_delay
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.pipeline import PipelineSettings, check_pipeline
@@ -147,7 +149,9 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         _check_overlap(settings, deepspeed, model)
     if settings.training.deterministic is not None:
         _check_deterministic(settings, deepspeed)
-    _check_communication(settings, deepspeed)
+    check_communication(settings, deepspeed)
+    if settings.gradient_delay is not None:
+        check_gradient_delay(settings.gradient_delay, settings, deepspeed)
     if settings.training.batch_ramp:
         _check_batch_ramp(settings, deepspeed)
     _check_schedule(settings.schedule, settings.training.total_steps)
@@ -211,25 +215,6 @@ def _check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> 
         raise UserError(
             f'{name}: m6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank; use '
             '"step" or "loss_plateau"'
-        )
-
-
-def _check_communication(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
-    settings.communication.check(deepspeed)
-    if not settings.communication.compresses:
-        return
-    name = f'm6.communication.gradients "{settings.communication.gradients}"'
-    if settings.training.deterministic is not None:
-        raise UserError(
-            f'{name}: what is sent depends on the number of ranks, against m6.training.deterministic "any_world"; use '
-            '"all_reduce"'
-        )
-    if settings.lora is not None:
-        raise UserError(f'{name}: adapters of m6.lora have too few gradients to compress; use "all_reduce"')
-    if settings.pseudo_to_real is not None:
-        raise UserError(
-            f"{name}: gradients of shared layers that are not sent yet belong to no layer of the Real model; leave "
-            'm6.pseudo_to_real out, or use "all_reduce"'
         )
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from m6.config.batch_ramp import BatchRampStage
 from m6.config.communication import CommunicationSettings
 from m6.config.elastic import ElasticSettings
+from m6.config.gradient_delay import GradientDelaySettings
 from m6.config.offload import OffloadSettings
 from m6.config.pipeline import ParallelSettings
 from m6.data.objective_settings import ObjectivesSettings
@@ -221,6 +222,9 @@ class M6Settings(Section):
     schedule: ScheduleSettings = ScheduleSettings()
     communication: CommunicationSettings = CommunicationSettings()
     parallel: ParallelSettings = ParallelSettings()
+    gradient_delay: GradientDelaySettings | None = Field(
+        None, description="gradients that are used one step late; absent: each step uses its own"
+    )
     pseudo_to_real: PseudoToRealSettings | None = Field(
         None,
         description="first stage in which layers share weights (M6-10T, arXiv 2110.03888); absent: the Real model is "

@@ -14,7 +14,7 @@ from typing import Any
 from m6.config.elastic import CHANGEABLE, ElasticSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
+from m6.planning.cost.layout import DIMENSIONS, ParallelLayout, divisors
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.detection import detect_cluster
 from m6.planning.machine.fitting import fit_factors
@@ -30,6 +30,7 @@ _SETTINGS = (
     ("m6", "training", "ep_size"),
     ("m6", "training", "activation_checkpointing"),
     ("m6", "moe", "ranks_per_node"),
+    ("m6", "parallel", "pipeline"),
 )
 """The keys of a run's JSON that a layout of a run with ``m6.elastic`` sets."""
 
@@ -130,7 +131,11 @@ def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:
         value: Any = document
         for key in path:
             value = None if value is None else value.get(key)
-        if value is not None or (path[:2] == ("m6", "moe") and config.m6.moe is not None):
+        # The run's JSON may have a section that this layout does not have.
+        taken_away = (path[1:2] == ("moe",) and config.m6.moe is not None) or (
+            path[1:2] == ("parallel",) and config.pipeline is not None
+        )
+        if value is not None or taken_away:
             found.append(f"{'.'.join(path)}={json.dumps(value)}")
     return found
 
@@ -144,8 +149,15 @@ def possible_nodes(config: RunConfig, ranks_per_node: int) -> list[int]:
         world = nodes * ranks_per_node
         stages = [fixed["zero_stage"]] if "zero_stage" in fixed else range(4)
         sizes = [fixed["ep_size"]] if "ep_size" in fixed else [n for n in range(1, world + 1) if world % n == 0]
-        given = {name: value for name, value in fixed.items() if name not in ("zero_stage", "ep_size")}
-        layouts = (ParallelLayout(world, ep_size=e, zero_stage=z, **given) for e in sizes for z in stages)
+        # Of all schedules 1f1b asks for the fewest micro-batches and layers.
+        pipelines = [fixed["pp_size"]] if "pp_size" in fixed else list(divisors(world))
+        given = {name: value for name, value in fixed.items() if name not in ("zero_stage", "ep_size", "pp_size")}
+        layouts = (
+            ParallelLayout(world, ep_size=e, zero_stage=z, pp_size=p, **given)
+            for e in sizes
+            for z in stages
+            for p in pipelines
+        )
         return any(feasibility.refusal(layout) is None for layout in layouts)
 
     return [nodes for nodes in range(settings.min_nodes, settings.max_nodes + 1) if runs(nodes)]
@@ -202,11 +214,13 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
     """The choices that must stay, by the names of ``ParallelLayout``."""
     allowed = _settings(config).may_change
     if allowed is None:
-        # The sums of "any_world" depend on the experts of a rank.
-        kept = () if config.m6.training.deterministic is None else ("ep_size",)
+        # The sums of "any_world" depend on the experts of a rank, and need whole models.
+        kept = () if config.m6.training.deterministic is None else ("ep_size", "pipeline")
         allowed = [name for name in CHANGEABLE if name not in kept]
-    own = choices_of(config)
-    return {name: own[name] for name in DIMENSIONS if name not in allowed}
+    own, free = choices_of(config), set[str](allowed)
+    if "pipeline" in free:
+        free |= {"pp_size", "schedule", "cut"}
+    return {name: own[name] for name in DIMENSIONS if name not in free}
 
 
 def _learned(profile: Profile, history: Sequence[LayoutRecord], measured: Sequence[float | None]) -> Profile:

@@ -7,6 +7,7 @@ from m6.planning.cost.memory import MemoryFootprint
 from m6.planning.cost.step_parts import StepTime
 from m6.planning.search.alternatives import alternatives
 from m6.planning.search.compression import compression_line
+from m6.planning.search.delay import delay_line
 from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
@@ -34,7 +35,7 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         memory_table(planner, best.footprint),
         "",
         checkpoint_line(planner, best),
-        *([line] if (line := compression_line(planner, best)) else []),
+        *(line for line in (compression_line(planner, best), delay_line(planner, best)) if line),
         "",
         layout_table(planner, [best, *(plan for plan in result.plans if plan is not best)][:num_plans]),
         "",

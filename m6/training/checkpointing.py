@@ -145,6 +145,7 @@ def restore(engine: Engine, reader: CheckpointReader) -> None:
     Raises:
         UserError: the checkpoint belongs to another model or optimizer.
     """
+    engine.expect(reader.state, str(reader.folder))
     _fill(engine, reader, engine.fragments())
     engine.load_residuals(reader)
     engine.load_counters(reader.state, reader.state["step"])

@@ -19,7 +19,7 @@ from m6.data.pretraining import MicroBatch
 from m6.errors import StorageError, UserError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
-from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
+from m6.planning.prediction import outcome_line
 from m6.runs.data import keep_sources, open_data
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
@@ -28,8 +28,8 @@ from m6.runs.trackers import Trackers
 from m6.training.checkpointing import Checkpointer, check_same_sums, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
-from m6.training.meta_model import count_trained
 from m6.training.places import Places
+from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import reports_loads
 from m6.training.reporting.interval import IntervalReport
@@ -95,7 +95,7 @@ class Trainer:
             stop_after: number of the step after which all ranks stop, as on a stop request.
         """
         self._resume()
-        self._announce_memory()
+        self._announce()
         total = self.settings.training.total_steps
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
@@ -116,6 +116,8 @@ class Trainer:
                 report.add(outcome, data_wait_s)
                 self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
                 self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
+                if self.step == total or self.stage.is_due:
+                    self.engine.use_late_gradients()
                 requests = outcome.result.requests
                 # All ranks have the same requests here, so that they stop and save after the same step.
                 stopped = requests.stop or self.step == stop_after or self.stage.ends_job
@@ -229,26 +231,14 @@ class Trainer:
         self.stage_metrics.record_delinking(time.perf_counter() - begin)
         self._print(f"delinked {self.run.root} at step {self.step}: training continues with the Real model")
 
-    def _announce_memory(self) -> None:
+    def _announce(self) -> None:
         """Prints the predicted memory and time of the run, based on a few of its micro-batches, or what LoRA trains."""
-        if self.settings.lora is not None:
-            trained, total = count_trained(self.config)
-            self._print(
-                f"LoRA of {', '.join(self.settings.lora.targets)}: trains {trained:,} parameters beside {total:,} "
-                "frozen ones; memory and time are not predicted, because the planner knows no adapters"
-            )
-        elif self.config.pipeline is not None:
-            self._print(
-                f"{self.config.pipeline.describe(self.config.model.num_layers)}; memory and time are not predicted"
-            )
-        elif self.runtime.is_main:
+        if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
-            for name, sharing in self.stage.stages_ahead():
-                prediction = predict_memory(self.config, self.runtime.world_size, shape, sharing)
-                self._print(f"{name}{describe_memory(prediction)}")
-            if memory_map := self.engine.memory_map():
-                self._print(memory_map)
-            self._print(announce(self.run.root, self.config, self.runtime.world_size, shape, self.profile))
+            stages, memory_map = self.stage.stages_ahead(), self.engine.memory_map()
+            arguments = (self.run.root, self.runtime.world_size, shape, stages, memory_map, self.profile)
+            for text in announcements(self.config, *arguments):
+                self._print(text)
 
     def _replan_offloading(self) -> None:
         """Plans the offloading of experts again after the first steps of an attempt, which measure their use."""

@@ -295,6 +295,11 @@ class SimulatedDevice(Device):
             self._clocks.enqueue("compute")
             self._clocks.times["compute"] += seconds
 
+    def host_spends(self, seconds: float) -> None:
+        """Adds simulated time to the calling thread."""
+        with self._lock:
+            self._clocks.times[self._clocks.thread()] += seconds
+
 
 def _deferred_copy(source: Tensor, target: Tensor, memory: Memory) -> Callable[[], object]:
     """Returns the function that copies.

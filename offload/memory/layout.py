@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from offload.memory.chunks import Chunk, Stack, cut
 from offload.optimizer.master_weights import remainder_dtype
 from offload.optimizer.settings import OptimizerSettings
 
+NextWeights = Literal["gradient", "copy"]
+"""Where an update puts the new weights while the old ones are still read: in the memory of the gradient that it has
+used, or in a copy of their own."""
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 
 
@@ -45,24 +48,39 @@ class ChunkLayout:
         dtype: the type of the weights.
         gradient_dtype: the type of the gradients; None: gradients have no plane.
         settings: the optimizer, which decides the other planes.
+        next_weights: where updates put new weights; None: they replace the old ones.
 
     Attributes:
-        planes: ``weight``, ``remainder``, ``gradient`` and the optimizer's states by name; ``weight`` is always first.
+        planes: ``weight``, ``remainder``, ``gradient``, ``next_weight`` and the optimizer's states by name.
         num_bytes: the size of the block.
         state_names: the names of the optimizer's states.
+
+    Raises:
+        ValueError: gradients are of another type than the weights that are to take their place.
     """
 
     def __init__(
-        self, chunk: Chunk, dtype: torch.dtype, gradient_dtype: torch.dtype | None, settings: OptimizerSettings
+        self,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype | None,
+        settings: OptimizerSettings,
+        next_weights: NextWeights | None = None,
     ) -> None:
         self.planes: dict[str, Plane] = {}
         self.num_bytes = 0
-        self._add("weight", dtype, chunk.shapes)  # first, so that home and replica have it at the same offset
+        self._add("weight", dtype, chunk.shapes)
         remainder = remainder_dtype(dtype, settings.masters)
         if remainder is not None:
             self._add("remainder", remainder, chunk.shapes)
         if gradient_dtype is not None:
             self._add("gradient", gradient_dtype, chunk.shapes)
+        if next_weights == "copy":
+            self._add("next_weight", dtype, chunk.shapes)
+        elif next_weights == "gradient":
+            if gradient_dtype != dtype:
+                raise ValueError(f"weights of {dtype} cannot take the place of gradients of {gradient_dtype}")
+            self.planes["next_weight"] = self.planes["gradient"]
         states = [settings.states(shape) for shape in chunk.shapes]
         for name in states[0]:
             self._add(name, torch.float32, tuple(state[name] for state in states))
@@ -80,9 +98,11 @@ def lay_out(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype | None,
     settings: OptimizerSettings,
+    next_weights: NextWeights | None = None,
 ) -> list[tuple[Chunk, ChunkLayout]]:
     """Cuts stacks into chunks and returns each with its layout; for the arguments see ``cut`` and ``ChunkLayout``."""
-    return [(chunk, ChunkLayout(chunk, dtype, gradient_dtype, settings)) for chunk in cut(stacks, chunk_bytes, dtype)]
+    chunks = cut(stacks, chunk_bytes, dtype)
+    return [(chunk, ChunkLayout(chunk, dtype, gradient_dtype, settings, next_weights)) for chunk in chunks]
 
 
 class Viewable(Protocol):

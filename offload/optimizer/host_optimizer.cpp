@@ -69,16 +69,19 @@ inline Float16 nearest_float16(float value) {
   return {to_float16(bits, rounded, small)};
 }
 
-// How the fp32 value of a parameter is stored.
+// How the fp32 value of a parameter is stored. The new weight goes to the target, which may be the memory of the old
+// weights or of the gradient.
 
 struct Whole {  // the weights are fp32 themselves
-  float* weight;
+  const float* weight;
+  float* target;
   float load(ptrdiff_t i) const { return weight[i]; }
-  void store(ptrdiff_t i, float value) const { weight[i] = value; }
+  void store(ptrdiff_t i, float value) const { target[i] = value; }
 };
 
 struct Split {  // weight: bfloat16, the upper half rounded half up; low: the lower half of the fp32 value
-  uint16_t* weight;
+  const uint16_t* weight;
+  uint16_t* target;
   uint16_t* low;
   float load(ptrdiff_t i) const {
     const uint32_t lower = low[i];
@@ -87,18 +90,18 @@ struct Split {  // weight: bfloat16, the upper half rounded half up; low: the lo
   }
   void store(ptrdiff_t i, float value) const {
     const uint32_t bits = to_bits(value);
-    weight[i] = uint16_t((bits + 0x8000u) >> 16);
+    target[i] = uint16_t((bits + 0x8000u) >> 16);
     low[i] = uint16_t(bits);
   }
 };
 
-struct SeparateFloat16 {  // weight: float16, master: fp32
-  Float16* weight;
+struct SeparateFloat16 {  // target: float16, master: fp32
+  Float16* target;
   float* master;
   float load(ptrdiff_t i) const { return master[i]; }
   void store(ptrdiff_t i, float value) const {
     master[i] = value;
-    weight[i] = nearest_float16(value);
+    target[i] = nearest_float16(value);
   }
 };
 
@@ -125,10 +128,11 @@ inline void round_at_random(float value, uint32_t step, Float16* to) {
 
 template <class Half>
 struct Rounded {
-  Half* weight;
+  const Half* weight;
+  Half* target;
   uint32_t step;
   float load(ptrdiff_t i) const { return float(weight[i]); }
-  void store(ptrdiff_t i, float value) const { round_at_random(value, step, weight + i); }
+  void store(ptrdiff_t i, float value) const { round_at_random(value, step, target + i); }
 };
 
 template <class Half>
@@ -136,22 +140,38 @@ void round_all(ptrdiff_t count, const float* values, Half* weight, uint32_t step
   for (ptrdiff_t i = 0; i < count; ++i) round_at_random(values[i], step, weight + i);
 }
 
+// Copies a block of gradients and masters before it computes, and stores the block afterwards. Inside of the loops no
+// memory is then both read and written through two pointers, which would keep compilers from vectors.
+template <class Master, class Gradient, class Compute>
+void in_blocks(ptrdiff_t count, Master master, const Gradient* gradient, float coefficient, Compute compute) {
+  constexpr ptrdiff_t kBlock = 64;
+  float g[kBlock], m[kBlock];
+  for (ptrdiff_t begin = 0; begin < count; begin += kBlock) {
+    const ptrdiff_t size = std::min(kBlock, count - begin);
+    for (ptrdiff_t i = 0; i < size; ++i) g[i] = float(gradient[begin + i]) * coefficient;
+    for (ptrdiff_t i = 0; i < size; ++i) m[i] = master.load(begin + i);
+    compute(begin, size, g, m);
+    for (ptrdiff_t i = 0; i < size; ++i) master.store(begin + i, m[i]);
+  }
+}
+
 struct AdamW {
   float *mean, *square;
   float coefficient, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, epsilon, step_size;
   template <class Master, class Gradient>
-  void run(ptrdiff_t count, Master master, const Gradient* __restrict gradient) const {
-    float* __restrict mean = this->mean;
-    float* __restrict square = this->square;
-    for (ptrdiff_t i = 0; i < count; ++i) {
-      const float g = float(gradient[i]) * coefficient;
-      const float m = mean[i] * beta1 + g * one_minus_beta1;
-      const float v = square[i] * beta2 + (g * g) * one_minus_beta2;
-      mean[i] = m;
-      square[i] = v;
-      const float denominator = std::sqrt(v) * inverse_root + epsilon;
-      master.store(i, master.load(i) * keep - (m / denominator) * step_size);
-    }
+  void run(ptrdiff_t count, Master master, const Gradient* gradient) const {
+    in_blocks(count, master, gradient, coefficient, [&](ptrdiff_t begin, ptrdiff_t size, const float* g, float* m) {
+      float* __restrict mean = this->mean + begin;
+      float* __restrict square = this->square + begin;
+      for (ptrdiff_t i = 0; i < size; ++i) {
+        const float average = mean[i] * beta1 + g[i] * one_minus_beta1;
+        const float v = square[i] * beta2 + (g[i] * g[i]) * one_minus_beta2;
+        mean[i] = average;
+        square[i] = v;
+        const float denominator = std::sqrt(v) * inverse_root + epsilon;
+        m[i] = m[i] * keep - (average / denominator) * step_size;
+      }
+    });
   }
 };
 
@@ -159,12 +179,14 @@ struct Sgd {
   float* momentum_buffer;  // null without momentum
   float coefficient, keep, momentum, rate;
   template <class Master, class Gradient>
-  void run(ptrdiff_t count, Master master, const Gradient* __restrict gradient) const {
-    for (ptrdiff_t i = 0; i < count; ++i) {
-      float step = float(gradient[i]) * coefficient;
-      if (momentum_buffer) momentum_buffer[i] = step = momentum_buffer[i] * momentum + step;
-      master.store(i, master.load(i) * keep - step * rate);
-    }
+  void run(ptrdiff_t count, Master master, const Gradient* gradient) const {
+    in_blocks(count, master, gradient, coefficient, [&](ptrdiff_t begin, ptrdiff_t size, const float* g, float* m) {
+      for (ptrdiff_t i = 0; i < size; ++i) {
+        float step = g[i];
+        if (momentum_buffer) momentum_buffer[begin + i] = step = momentum_buffer[begin + i] * momentum + step;
+        m[i] = m[i] * keep - step * rate;
+      }
+    });
   }
 };
 
@@ -259,16 +281,18 @@ void with_gradient(const Update& update, ptrdiff_t count, Master master, const v
 }
 
 template <class Update>
-void with_master(const Update& update, ptrdiff_t count, int weight_dtype, void* weight, void* remainder,
-                 const void* gradient, int gradient_dtype, uint32_t step) {
+void with_master(const Update& update, ptrdiff_t count, int weight_dtype, const void* weight, void* target,
+                 void* remainder, const void* gradient, int gradient_dtype, uint32_t step) {
   const auto run = [&](auto master) { with_gradient(update, count, master, gradient, gradient_dtype); };
-  if (weight_dtype == kFloat32) run(Whole{static_cast<float*>(weight)});
+  const auto* bfloat16 = static_cast<const BFloat16*>(weight);
+  const auto* float16 = static_cast<const Float16*>(weight);
+  if (weight_dtype == kFloat32) run(Whole{static_cast<const float*>(weight), static_cast<float*>(target)});
   if (weight_dtype == kBFloat16 && remainder)
-    run(Split{static_cast<uint16_t*>(weight), static_cast<uint16_t*>(remainder)});
-  if (weight_dtype == kBFloat16 && !remainder) run(Rounded<BFloat16>{static_cast<BFloat16*>(weight), step});
+    run(Split{static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(target), static_cast<uint16_t*>(remainder)});
+  if (weight_dtype == kBFloat16 && !remainder) run(Rounded<BFloat16>{bfloat16, static_cast<BFloat16*>(target), step});
   if (weight_dtype == kFloat16 && remainder)
-    run(SeparateFloat16{static_cast<Float16*>(weight), static_cast<float*>(remainder)});
-  if (weight_dtype == kFloat16 && !remainder) run(Rounded<Float16>{static_cast<Float16*>(weight), step});
+    run(SeparateFloat16{static_cast<Float16*>(target), static_cast<float*>(remainder)});
+  if (weight_dtype == kFloat16 && !remainder) run(Rounded<Float16>{float16, static_cast<Float16*>(target), step});
 }
 
 template <class Value>
@@ -282,26 +306,26 @@ double sum_of_squares_of(ptrdiff_t count, const Value* values) {
 
 extern "C" {
 
-void adamw(ptrdiff_t count, int weight_dtype, void* weight, void* remainder, const void* gradient, int gradient_dtype,
-           uint32_t step, float* mean, float* square, float coefficient, float keep, float beta1, float one_minus_beta1, float beta2,
+void adamw(ptrdiff_t count, int weight_dtype, const void* weight, void* target, void* remainder,
+           const void* gradient, int gradient_dtype, uint32_t step, float* mean, float* square, float coefficient, float keep, float beta1, float one_minus_beta1, float beta2,
            float one_minus_beta2, float inverse_root, float epsilon, float step_size) {
   const AdamW update{mean,  square, coefficient,     keep,    beta1,    one_minus_beta1,
                      beta2, one_minus_beta2,  inverse_root, epsilon, step_size};
-  with_master(update, count, weight_dtype, weight, remainder, gradient, gradient_dtype, step);
+  with_master(update, count, weight_dtype, weight, target, remainder, gradient, gradient_dtype, step);
 }
 
-void sgd(ptrdiff_t count, int weight_dtype, void* weight, void* remainder, const void* gradient, int gradient_dtype,
-         uint32_t step, float* momentum_buffer, float coefficient, float keep, float momentum, float rate) {
-  with_master(Sgd{momentum_buffer, coefficient, keep, momentum, rate}, count, weight_dtype, weight, remainder, gradient,
-              gradient_dtype, step);
+void sgd(ptrdiff_t count, int weight_dtype, const void* weight, void* target, void* remainder,
+         const void* gradient, int gradient_dtype, uint32_t step, float* momentum_buffer, float coefficient, float keep, float momentum, float rate) {
+  with_master(Sgd{momentum_buffer, coefficient, keep, momentum, rate}, count, weight_dtype, weight, target, remainder,
+              gradient, gradient_dtype, step);
 }
 
-void adafactor(ptrdiff_t rows, int weight_dtype, void* weight, void* remainder, const void* gradient, int gradient_dtype,
-               uint32_t step, ptrdiff_t columns, float* row, float* column, float coefficient, float share, float kept,
+void adafactor(ptrdiff_t rows, int weight_dtype, const void* weight, void* target, void* remainder,
+               const void* gradient, int gradient_dtype, uint32_t step, ptrdiff_t columns, float* row, float* column, float coefficient, float share, float kept,
                float keep, float smallest_row, float largest, double learning_rate, double threshold, double smallest_scale) {
   const Adafactor update{rows, columns,      row,      column,        coefficient, share,    kept,
                          keep, smallest_row, largest, learning_rate, threshold,   smallest_scale};
-  with_master(update, rows * columns, weight_dtype, weight, remainder, gradient, gradient_dtype, step);
+  with_master(update, rows * columns, weight_dtype, weight, target, remainder, gradient, gradient_dtype, step);
 }
 
 void round_at_random(ptrdiff_t count, const float* values, void* weight, int weight_dtype, uint32_t step) {

@@ -27,7 +27,7 @@ _FLAGS = (
     "-shared",
 )
 _COUNT, _INT, _POINTER, _FLOAT = ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_float
-_TENSORS: list[Any] = [_COUNT, _INT, _POINTER, _POINTER, _POINTER, _INT, ctypes.c_uint32]
+_TENSORS: list[Any] = [_COUNT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, ctypes.c_uint32]
 
 
 @functools.cache

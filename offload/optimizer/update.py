@@ -39,8 +39,9 @@ def update(
     remainder: Tensor | None,
     gradient: Tensor,
     states: Mapping[str, Tensor],
+    target: Tensor | None = None,
 ) -> None:
-    """Updates a contiguous stack of matrices or vectors in place.
+    """Updates a contiguous stack of matrices or vectors.
 
     Args:
         step: the number of this update, from 1.
@@ -49,19 +50,21 @@ def update(
         remainder: of the same shape and the type ``remainder_dtype``; None for fp32 weights, and for 16-bit weights
             without masters, which are rounded at random.
         gradient: of the same shape, in fp32 or a 16-bit type.
-        states: by name, with the shapes of ``OptimizerSettings.states``.
+        states: by name, with the shapes of ``OptimizerSettings.states``; updated in place, as the remainder.
+        target: gets the new weights, and may be the gradient's memory; None: they replace the old ones.
     """
+    target = weight if target is None else target
     if weight.dim() == 2 and settings.weight_decay:  # vectors
         settings = replace(settings, weight_decay=0.0)
     if settings.kind == "adafactor":
         remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
         rows, columns = states["row_var"].unbind(0), states["col_var"].unbind(0)
-        for own, own_remainder, grad, row, column in zip(
-            weight.unbind(0), remainders, gradient.unbind(0), rows, columns, strict=True
+        for own, own_remainder, grad, row, column, new in zip(
+            weight.unbind(0), remainders, gradient.unbind(0), rows, columns, target.unbind(0), strict=True
         ):
             flat = None if own_remainder is None else _matrix(own_remainder)
-            own, grad, row, column = (_matrix(part) for part in (own, grad, row, column))
-            _adafactor(settings, step, learning_rate, coefficient, own, flat, grad, row, column)
+            own, grad, row, column, new = (_matrix(part) for part in (own, grad, row, column, new))
+            _adafactor(settings, step, learning_rate, coefficient, own, flat, grad, row, column, new)
         return
     # All scalars are computed in double precision here, so the kernel and PyTorch get the same fp32 numbers.
     keep = 1 - learning_rate * settings.weight_decay
@@ -82,21 +85,24 @@ def update(
     if kernel is None:
         compute = _adamw if settings.kind == "adamw" else _sgd
         master = compute(read_master(weight, remainder), gradient.float() * coefficient, buffers, scalars)
-        write_master(master, weight, remainder, step)
+        write_master(master, target, remainder, step)
         return
     (kernel.adamw if settings.kind == "adamw" else kernel.sgd)(
         weight.numel(),
-        *_arguments(weight, remainder, gradient, step),
+        *_arguments(weight, target, remainder, gradient, step),
         *([buffer.data_ptr() for buffer in buffers] if buffers else [None]),
         coefficient,
         *scalars,
     )
 
 
-def _arguments(weight: Tensor, remainder: Tensor | None, gradient: Tensor, step: int) -> list[int | None]:
+def _arguments(
+    weight: Tensor, target: Tensor, remainder: Tensor | None, gradient: Tensor, step: int
+) -> list[int | None]:
     """What every kernel takes after a number of elements or rows."""
     rest = None if remainder is None else remainder.data_ptr()
-    return [DTYPE_CODES[weight.dtype], weight.data_ptr(), rest, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], step]
+    weights = [DTYPE_CODES[weight.dtype], weight.data_ptr(), target.data_ptr(), rest]
+    return [*weights, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], step]
 
 
 def _adamw(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
@@ -131,6 +137,7 @@ def _adafactor(
     gradient: Tensor,
     row: Tensor,
     column: Tensor,
+    target: Tensor,
 ) -> None:
     """Updates one matrix [rows, columns].
 
@@ -142,7 +149,7 @@ def _adafactor(
     if kernel is not None:
         kernel.adafactor(
             weight.shape[0],
-            *_arguments(weight, remainder, gradient, step),
+            *_arguments(weight, target, remainder, gradient, step),
             weight.shape[1],
             row.data_ptr(),
             column.data_ptr(),
@@ -169,4 +176,4 @@ def _adafactor(
     rate *= max(_EPSILON_SCALE, math.sqrt(sum_of_squares(master) / master.numel()))
     size = math.sqrt(float((gradient.double().square() * inverse_variance).sum()) / change.numel())
     rate /= max(1.0, size / settings.clipping_threshold)
-    write_master(master * keep - change * rate, weight, remainder, step)
+    write_master(master * keep - change * rate, target, remainder, step)

@@ -10,7 +10,7 @@ import torch
 
 from offload.devices.device import Rates
 from offload.memory.chunks import Chunk, Stack
-from offload.memory.layout import lay_out
+from offload.memory.layout import NextWeights, lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.sizes import sizes_of
 from offload.plan.solver import solve
@@ -28,6 +28,7 @@ def search_chunk_bytes(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype | None,
     optimizer: OptimizerSettings,
+    next_weights: NextWeights | None = None,
     prefetch_depth: int,
     rates: Rates,
 ) -> int:
@@ -37,7 +38,7 @@ def search_chunk_bytes(
         stacks: the experts to divide into chunks.
         trace: a step in which each stack is one chunk.
         budget_bytes: the device's budget.
-        dtype, gradient_dtype, optimizer: see ``OffloadRuntime``.
+        dtype, gradient_dtype, optimizer, next_weights: see ``OffloadRuntime``.
         prefetch_depth, rates: see ``solve``.
 
     Returns:
@@ -48,7 +49,7 @@ def search_chunk_bytes(
     best: tuple[float, int] = (float("inf"), expert_bytes)
     for power in range((most - 1).bit_length() + 1):
         num_experts = min(2**power, most)
-        laid_out = lay_out(stacks, num_experts * expert_bytes, dtype, gradient_dtype, optimizer)
+        laid_out = lay_out(stacks, num_experts * expert_bytes, dtype, gradient_dtype, optimizer, next_weights)
         if len(laid_out) > max(_MAX_CHUNKS, len(stacks)):
             continue
         sizes = sizes_of(laid_out)

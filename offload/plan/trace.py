@@ -80,6 +80,11 @@ class Trace:
         ]
         return Trace(tuple(moments), max(self.outside_bytes, other.outside_bytes))
 
+    def first_uses(self, backward: bool) -> dict[int, int]:
+        """Returns the moment of each chunk's first use; if ``backward``, of the first one in a backward pass."""
+        moments = [(time, moment) for time, moment in enumerate(self.moments) if moment.backward or not backward]
+        return {moment.chunk: time for time, moment in reversed(moments)}
+
     def gradients_per_chunk(self) -> dict[int, int]:
         """Returns how many gradients each chunk gets in a step; chunks without any are missing."""
         counts: dict[int, int] = {}

@@ -56,8 +56,10 @@ class GradientOffload:
         """Starts to move the gradients of one use; the caller may free the tensors on return.
 
         Raises:
-            RuntimeError: the chunk was already updated in this step.
+            RuntimeError: the chunk was already updated in this step, or its weights' memory already has a gradient.
         """
+        if slot.rotates:
+            self._take_place_of_weights(slot)
         if self.update is not None:
             if slot.num_gradients:
                 raise RuntimeError(
@@ -83,7 +85,7 @@ class GradientOffload:
         self._pairs.append(staging)
         staging.open(self._device)
         self._device.computes_on(staging.buffer, write=True)
-        staged = list(plane_tensors(staging.buffer, slot.layout.planes[WEIGHT], self._dtype))
+        staged = list(plane_tensors(staging.buffer, slot.planes[WEIGHT], self._dtype))
         accumulate(staged, gradients, False)
         if self._reduce is not None:
             for gradient in staged:
@@ -97,13 +99,24 @@ class GradientOffload:
         if self.expected.get(slot.number) == slot.num_gradients:
             self._submit_norm(slot, slot.home)
 
+    def _take_place_of_weights(self, slot: Slot) -> None:
+        """The chunk's last use in this step is over, so the old weights make room for the gradient."""
+        if slot.num_gradients:
+            raise RuntimeError(
+                f"a second gradient of chunk {slot.number} of {slot.chunk.stack.name} in a step, whose first one took "
+                "the place of the weights"
+            )
+        if slot.unpublished:
+            self._workers.wait(slot.job)
+            slot.publish()
+
     def _download(self, staging: _StagingPair, target: Tensor) -> None:
         source = staging.buffer.view(self._dtype, 0, target.shape)
         staging.sent = self._device.download(source, target, staging.buffer, [self._device.compute_event()])
 
     def _send(self, slot: Slot, home: HostBlock, staging: _StagingPair) -> None:
         """Downloads gradients into the chunk's memory, or adds them to what is there."""
-        total = plane_values(home, slot.layout.planes["gradient"])
+        total = plane_values(home, slot.planes["gradient"])
         more = slot.num_gradients > 0
         direct = self._direct and not more
         if direct:
@@ -129,13 +142,13 @@ class GradientOffload:
         self, slot: Slot, home: HostBlock, staging: _StagingPair, update: Callable[[Slot, Sequence[Tensor]], None]
     ) -> None:
         """Downloads gradients to staging memory, from which a host thread updates the chunk."""
-        weight = plane_values(home, slot.layout.planes[WEIGHT])
+        weight = plane_values(home, slot.planes[WEIGHT])
         self._workers.wait(staging.job)  # until the host has used the staging block's last content
         target = staging.host_block.view(self._dtype, 0, weight.shape)
         self._download(staging, target)
 
         def work() -> None:
-            gradients = list(plane_tensors(staging.host_block, slot.layout.planes[WEIGHT], self._dtype))
+            gradients = list(plane_tensors(staging.host_block, slot.planes[WEIGHT], self._dtype))
             self._device.host_accesses(target, write=False)
             self._device.host_accesses(weight, write=True)
             slot.measure(gradients)
@@ -148,7 +161,7 @@ class GradientOffload:
 
     def _submit_norm(self, slot: Slot, home: HostBlock) -> None:
         """Lets a host thread compute the chunk's sums of squares."""
-        total = plane_values(home, slot.layout.planes["gradient"])
+        total = plane_values(home, slot.planes["gradient"])
 
         def measure() -> None:
             self._device.host_accesses(total, write=False)

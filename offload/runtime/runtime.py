@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.devices.device import Device, Peaks
 from offload.memory.chunks import Chunk, Stack
 from offload.memory.host_memory import HostBlock
-from offload.memory.layout import lay_out, plane_values
+from offload.memory.layout import NextWeights, lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.placement import PlacementPlan
 from offload.plan.sizes import in_mib, sizes_of, staging_bytes, window_bytes
@@ -21,7 +21,9 @@ from offload.runtime.activations import ActivationOffload
 from offload.runtime.cursor import Statistics
 from offload.runtime.gradients import GradientOffload
 from offload.runtime.recorder import StepRecorder
-from offload.runtime.slots import WEIGHT, Slot
+from offload.runtime.slots import LATE_GRADIENT, WEIGHT, Slot
+from offload.runtime.state import read_values, write_values
+from offload.runtime.updates import LateUpdate, Updates
 from offload.runtime.weight_cache import WeightCache
 from offload.runtime.workers import HostWorkers
 
@@ -37,6 +39,10 @@ class OffloadRuntime:
     ``begin_step``, and each chunk is updated as soon as it has its gradient. Such a step can neither clip by the norm
     nor be skipped, and each chunk may get only one gradient.
 
+    With ``next_weights`` each update is one step late. It waits until ``begin_late_update`` at the begin of the next
+    step, runs beside all of that step, whose uses find the weights before it, and is published at its end. Between two
+    steps the state is that before the update, with the gradients as one more kind of values.
+
     Without a plan, as in the first step, a chunk is dropped after each use. With a plan, a use that is not in it is
     uploaded on demand, and counted in ``statistics``.
 
@@ -49,6 +55,9 @@ class OffloadRuntime:
         chunk_bytes: the most that one upload moves, see ``cut``.
         num_threads: the number of host threads that update chunks.
         host_budget_bytes: the limit of ``host_bytes``; None: there is none.
+        next_weights: where late updates put the new weights, which must not replace the old ones during the step. In
+            the place of the gradient they take no memory, but each chunk may get one gradient in a step. None: updates
+            are not late.
         plan: the plan for the first step and later ones, if it is known. Chunks that the device owns then never take
             memory on the host.
         reduce: combines a gradient [N, ...] on the device in place with those of other ranks. It is called at every
@@ -57,7 +66,6 @@ class OffloadRuntime:
     Attributes:
         trace: the trace of the last complete step.
         peaks: the peaks of memory at each of its moments.
-        num_updates: the number of updates so far, on which Adam's bias correction and Adafactor's decay depend.
         host_bytes: what the host holds: staging blocks, and the chunks that the device does not own.
         activations: moves activations of parts of the model to the host, if the model uses it.
         statistics: deviations from the plan.
@@ -79,12 +87,14 @@ class OffloadRuntime:
         num_threads: int = 1,
         host_budget_bytes: int | None = None,
         update_in_backward: bool = False,
+        next_weights: NextWeights | None = None,
         plan: PlacementPlan | None = None,
         reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.device, self.optimizer, self.update_in_backward = device, optimizer, update_in_backward
         gradient_dtype = gradient_dtype or dtype
-        laid_out = lay_out(stacks, chunk_bytes, dtype, None if update_in_backward else gradient_dtype, optimizer)
+        stored = None if update_in_backward else gradient_dtype
+        laid_out = lay_out(stacks, chunk_bytes, dtype, stored, optimizer, next_weights)
         self.sizes = sizes_of(laid_out)
         owned: frozenset[int] = plan.owned if plan is not None else frozenset()
         self.host_bytes = self._host_bytes(owned)
@@ -105,12 +115,13 @@ class OffloadRuntime:
         largest = max(size.gradient for size in self.sizes)
         self._gradients = GradientOffload(device, self._workers, dtype, largest, gradient_dtype == dtype, reduce)
         self.statistics = Statistics()
-        self.num_updates = 0
+        late = next_weights is not None
+        self._updates = Updates(device, self._workers, optimizer, self._slots, late)
         self.trace = Trace(())
         self.peaks: tuple[Peaks, ...] = ()
         self._recorder = StepRecorder(device)
         self._weights = WeightCache(
-            device, self._slots, self._workers, self._gradients, self._recorder, self.statistics
+            device, self._slots, self._workers, self._gradients, self._recorder, self.statistics, late
         )
         if plan is not None:
             self._follow(plan)
@@ -192,31 +203,33 @@ class OffloadRuntime:
     def step(self, learning_rate: float, coefficient: float = 1.0) -> None:
         """Updates all chunks that have gradients.
 
-        Chunks on the host are updated by host threads, in the order in which the next forward pass will use them. The
-        call does not wait for them.
+        Chunks on the host are updated by host threads, in the order in which the next step uses or replaces their
+        values. The call does not wait for them.
 
         Args:
             learning_rate: of this step.
             coefficient: the factor of the gradients: 1 / loss scale, times the factor of clipping.
         """
         assert not self.update_in_backward
-        self.num_updates += 1
-        for slot in self._end_step():
-            arguments = (self.optimizer, self.num_updates, learning_rate, coefficient)
-            slot.version += 1  # replicas of the old weights must not be used from here on
-            if slot.owned:
-                self.device.computes_on(slot.device_memory, write=True)
-                slot.update(*arguments, slot.gradients())
-                continue
+        self._updates.update(self._end_step(), learning_rate, coefficient)
 
-            def work(slot: Slot = slot, arguments: tuple[OptimizerSettings, int, float, float] = arguments) -> None:
-                assert isinstance(slot.home, HostBlock)
-                self.device.host_accesses(plane_values(slot.home, slot.layout.planes[WEIGHT]), write=True)
-                self.device.host_accesses(plane_values(slot.home, slot.layout.planes["gradient"]), write=False)
-                slot.update(*arguments, slot.gradients())
+    def begin_late_update(self) -> None:
+        """Begins the update of the last step, if it is late; call it at the begin of each step."""
+        self._updates.begin_step()
 
-            # The update must not start before the last upload has read the old weights.
-            slot.job = self._workers.submit(work, [slot.job], [slot.uploaded])
+    def use_late_gradients(self) -> None:
+        """Makes the update that waits for the next step, if there is one, without a step; between two steps."""
+        self._updates.begin_step()
+        self._updates.publish()
+
+    @property
+    def late_update(self) -> LateUpdate | None:
+        """The update that waits for the next step. To set it, then write the gradients, restores one that waited."""
+        return self._updates.waiting
+
+    @late_update.setter
+    def late_update(self, update: LateUpdate) -> None:
+        self._updates.wait_with(self._slots, update)
 
     def skip(self) -> None:
         """Ends the step without an update, for example if a gradient is not finite.
@@ -226,13 +239,18 @@ class OffloadRuntime:
         self._end_step()
 
     def _end_step(self) -> list[Slot]:
-        """Drops all weights, ends the trace, and returns the chunks with gradients in the order of their first use."""
+        """Drops all weights, ends the trace, and returns the chunks with gradients in the order of their updates.
+
+        Updates that are not late have to be done before the next forward pass uses the chunks; late ones before the
+        next backward pass brings new gradients.
+        """
         self._weights.end_step()
+        self._updates.publish()
         self._gradients.free()
         recorded = self._recorder.finish()
         if recorded is not None:
             self.trace, self.peaks = recorded
-        first_use = {moment.chunk: time for time, moment in reversed(list(enumerate(self.trace.moments)))}
+        first_use = self.trace.first_uses(backward=self._updates.late)
         with_gradients = sorted(
             (slot for slot in self._slots if slot.num_gradients), key=lambda slot: first_use[slot.number]
         )
@@ -260,6 +278,15 @@ class OffloadRuntime:
             slot.free(self.device)
 
     # Placement and state, between two steps
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates that were begun; Adam's bias correction and Adafactor's decay depend on it."""
+        return self._updates.number
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._updates.number = number
 
     def adopt(self, plan: PlacementPlan) -> None:
         """Moves chunks to the places of ``plan`` and follows it from the next step on.
@@ -294,8 +321,9 @@ class OffloadRuntime:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of a parameter's values: ``WEIGHT`` and the optimizer's states."""
-        return (WEIGHT, *self._slots[0].layout.state_names)
+        """The names of a parameter's values: ``WEIGHT``, the optimizer's states, and gradients that wait."""
+        waiting = () if self.late_update is None else (LATE_GRADIENT,)
+        return (WEIGHT, *self._slots[0].layout.state_names, *waiting)
 
     def read(self, kind: str, stack: str) -> dict[str, Tensor]:
         """Returns the fp32 values of a stack on the host, by the names of its parameters.
@@ -308,11 +336,7 @@ class OffloadRuntime:
             Parameter name -> [experts, rows, columns], or the shape of the optimizer's state.
         """
         self.drain()
-        pieces = [slot.read(kind) for slot in self._stacks[stack]]
-        return {
-            name: torch.cat(values)
-            for name, values in zip(self.matrices_of(stack), zip(*pieces, strict=True), strict=True)
-        }
+        return read_values(self._stacks[stack], kind)
 
     def write(self, kind: str, stack: str, values: dict[str, Tensor]) -> None:
         """Sets the values that ``read`` returns.
@@ -321,15 +345,4 @@ class OffloadRuntime:
             ValueError: a parameter is missing or has another shape.
         """
         self.drain()
-        slots = self._stacks[stack]
-        matrices, num_experts = self.matrices_of(stack), slots[0].chunk.stack.num_experts
-        for name, shape in matrices.items():
-            expected: tuple[int, ...] = (num_experts, *shape)
-            if kind != WEIGHT:
-                expected = self.optimizer.states(expected)[kind]
-            found = tuple(values[name].shape) if name in values else None
-            if found != expected:
-                raise ValueError(f"{kind} of {stack}.{name}: expected the shape {expected}, found {found}")
-        for slot in slots:
-            first, end = slot.chunk.first_expert, slot.chunk.first_expert + slot.chunk.num_experts
-            slot.write(kind, [values[name][first:end] for name in matrices])
+        write_values(self._stacks[stack], kind, values, self.optimizer)

@@ -17,6 +17,8 @@ from offload.optimizer.update import sum_of_squares, update
 from offload.runtime.workers import Job
 
 WEIGHT = "weight"
+LATE_GRADIENT = "late_gradient"
+"""The kind of gradients that wait for their update, see ``OffloadRuntime``."""
 
 
 class Slot:
@@ -25,7 +27,12 @@ class Slot:
     The home has all values of the chunk and is the authoritative copy. The replica is a copy of the weights on the
     device, which exists only around uses.
 
+    If the layout has a place for the next weights, an update writes them there, and uses go on with the old ones until
+    ``publish`` exchanges the two places. If that place is the gradient's, the next gradient gets that of the old
+    weights.
+
     Attributes:
+        planes: where the values are now, see ``ChunkLayout``.
         home: host memory, or a buffer of the device if it owns the chunk.
         replica: a buffer of the device; if it is present, it has or is about to get the weights of ``replica_version``.
         ready: the upload that the computation has not waited for yet.
@@ -34,13 +41,17 @@ class Slot:
         pins: the number of uses at this time; the replica stays while there is one.
         last_use: the plan's moment of the last use.
         num_gradients: how many gradients the chunk has got in this step.
+        waits: whether the gradient is that of the last step, and its update has not begun.
+        order: the place of the chunk among those that wait.
+        unpublished: whether an update of this step has written the next weights, or is about to.
         squares: the sum of squares of each matrix of the gradient, computed by ``squares_job``.
         version: how often the home's weights have changed; a replica of an older version must not be used.
     """
 
     def __init__(self, chunk: Chunk, layout: ChunkLayout, device: Device, owned: bool) -> None:
         self.chunk, self.layout, self.number = chunk, layout, chunk.number
-        weight = layout.planes[WEIGHT]
+        self.planes = dict(layout.planes)
+        weight = self.planes[WEIGHT]
         self.home: HostBlock | Buffer
         if owned:
             self.home = device.buffer(layout.num_bytes)
@@ -56,6 +67,8 @@ class Slot:
         self.pins = 0
         self.last_use = -1
         self.num_gradients = 0
+        self.waits = self.unpublished = False
+        self.order = 0
         self.squares: list[float] = []
         self.squares_job: Job | None = None
         self.version = self.replica_version = 0
@@ -66,17 +79,23 @@ class Slot:
         return isinstance(self.home, Buffer)
 
     @property
+    def rotates(self) -> bool:
+        """Whether weights and gradients take each other's places."""
+        return "next_weight" in self.planes and self.planes["next_weight"] is self.planes["gradient"]
+
+    @property
     def device_memory(self) -> Buffer:
         """The buffer in which the computation finds the weights."""
         return self.home if isinstance(self.home, Buffer) else self.replica
 
     def device_weights(self) -> list[Tensor]:
-        """Returns the weights [N, ...] of each parameter; they are at the start of home and replica."""
-        return list(plane_tensors(self.device_memory, self.layout.planes[WEIGHT]))
+        """Returns the weights [N, ...] of each parameter."""
+        plane = self.planes[WEIGHT]
+        return list(plane_tensors(self.device_memory, plane, None if self.owned else plane.dtype))
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients [N, ...] of each parameter in the home."""
-        return list(plane_tensors(self.home, self.layout.planes["gradient"]))
+        return list(plane_tensors(self.home, self.planes["gradient"]))
 
     def measure(self, gradients: Sequence[Tensor]) -> None:
         """Computes the sum of squares of each matrix by itself, so that no sum depends on the size of the chunk."""
@@ -95,36 +114,52 @@ class Slot:
         gradients: Sequence[Tensor],
     ) -> None:
         """Applies one step of the optimizer to the home; for the arguments see ``offload.optimizer.update``."""
-        states = {name: list(plane_tensors(self.home, self.layout.planes[name])) for name in self.layout.state_names}
+        states = {name: list(plane_tensors(self.home, self.planes[name])) for name in self.layout.state_names}
+        targets = list(plane_tensors(self.home, self.planes.get("next_weight", self.planes[WEIGHT])))
         for index, ((weight, remainder), gradient) in enumerate(zip(self._masters(), gradients, strict=True)):
             own = {name: values[index] for name, values in states.items()}
-            update(settings, step, learning_rate, coefficient, weight, remainder, gradient, own)
+            update(settings, step, learning_rate, coefficient, weight, remainder, gradient, own, targets[index])
+
+    def publish(self) -> None:
+        """Makes the next weights those that uses find. The update has to be done."""
+        self.version += 1
+        self.unpublished = False
+        old, new = self.planes[WEIGHT], self.planes["next_weight"]
+        if self.rotates:
+            self.planes["gradient"] = old
+        self.planes[WEIGHT], self.planes["next_weight"] = new, old
 
     @torch.no_grad()
     def read(self, kind: str) -> list[Tensor]:
         """Returns the fp32 values of each parameter, copied to the host.
 
         Args:
-            kind: ``WEIGHT`` or the name of an optimizer state.
+            kind: ``WEIGHT``, ``LATE_GRADIENT`` or the name of an optimizer state.
         """
+        if kind == LATE_GRADIENT:
+            found = self.gradients()
+            return [
+                part.to("cpu", torch.float32, copy=True) if self.waits else torch.zeros(part.shape) for part in found
+            ]
         if kind != WEIGHT:
-            return [part.to("cpu", copy=True) for part in plane_tensors(self.home, self.layout.planes[kind])]
+            return [part.to("cpu", copy=True) for part in plane_tensors(self.home, self.planes[kind])]
         return [read_master(weight, remainder).to("cpu", copy=True) for weight, remainder in self._masters()]
 
     @torch.no_grad()
     def write(self, kind: str, values: Sequence[Tensor]) -> None:
         """Sets the values that ``read`` returns."""
-        self.version += 1
         if kind != WEIGHT:
-            for part, value in zip(plane_tensors(self.home, self.layout.planes[kind]), values, strict=True):
+            plane = self.planes["gradient" if kind == LATE_GRADIENT else kind]
+            for part, value in zip(plane_tensors(self.home, plane), values, strict=True):
                 part.copy_(value)
             return
+        self.version += 1
         for (weight, remainder), value in zip(self._masters(), values, strict=True):
             write_master(value.to(weight.device, torch.float32), weight, remainder)
 
     def _masters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields the weight and the remainder of each parameter."""
-        planes = self.layout.planes
+        planes = self.planes
         weights = list(plane_tensors(self.home, planes[WEIGHT]))
         remainders = (
             list(plane_tensors(self.home, planes["remainder"])) if "remainder" in planes else [None] * len(weights)

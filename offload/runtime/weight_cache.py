@@ -27,6 +27,7 @@ class WeightCache:
         gradients: their staging buffers need memory, too.
         recorder: records every use.
         statistics: counts evictions.
+        late: whether updates write weights that uses do not read yet, so that uploads need not wait for the host.
 
     Attributes:
         evaluating: whether uses are outside of a step, so they are not recorded and not looked up in the plan.
@@ -40,7 +41,9 @@ class WeightCache:
         gradients: GradientOffload,
         recorder: StepRecorder,
         statistics: Statistics,
+        late: bool,
     ) -> None:
+        self._late = late
         self._device, self._slots, self._workers = device, slots, workers
         self._gradients, self._recorder, self._statistics = gradients, recorder, statistics
         self._cursor: PlanCursor | None = None
@@ -110,10 +113,11 @@ class WeightCache:
 
     def _upload(self, slot: Slot) -> None:
         """Starts to upload a chunk's weights, after the host's last work on them."""
-        self._workers.wait(slot.job)
+        if not self._late:  # weights that are published are not worked on
+            self._workers.wait(slot.job)
         assert isinstance(slot.home, HostBlock)
         self._device.acquire(slot.replica)
-        source = plane_values(slot.home, slot.layout.planes[WEIGHT])
+        source = plane_values(slot.home, slot.planes[WEIGHT])
         target = slot.replica.view(source.dtype, 0, source.shape)
         slot.ready = slot.uploaded = self._device.upload(source, target, slot.replica, [self._device.compute_event()])
         slot.replica_version = slot.version
@@ -128,7 +132,7 @@ class WeightCache:
             if slot.owned or slot.replica.present:
                 continue
             # An upload must read updated weights. Waiting for the update here would stop the computation.
-            late = slot.job is not None and not slot.job.done()
+            late = not self._late and slot.job is not None and not slot.job.done()
             need = slot.replica.num_bytes + self._gradients.absent_bytes
             # Later uses are not tried: weights of an earlier use would then come too late.
             if late or self._device.used_bytes + need > self._device.budget_bytes - peak:

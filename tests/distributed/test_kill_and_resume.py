@@ -72,6 +72,11 @@ def numbers(run: Path) -> list[tuple]:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"zero_optimization__stage": 2, "m6__training__ep_size": 2},
+    "late gradients": {
+        "zero_optimization__stage": 2,
+        "m6__gradient_delay": {"accept_loss": True},
+        "m6__offload": {"device_budget_mib": 2000.0, "rules": [{"kind": "expert", "place": "stream"}]},
+    },
     "stages": {
         "zero_optimization__stage": 1,
         "m6__model__num_layers": 4,

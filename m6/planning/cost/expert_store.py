@@ -10,7 +10,7 @@ from m6.config.offload import OffloadOptimizer, OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
 from m6.planning.cost.precision import FP32, Precision
-from offload import OptimizerSettings, Stack, lay_out, remainder_dtype, sizes_of, staging_bytes
+from offload import NextWeights, OptimizerSettings, Stack, lay_out, remainder_dtype, sizes_of, staging_bytes
 
 _MIB = 2**20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,6 +27,7 @@ class ExpertStore:
         optimizer: the experts' optimizer.
         chunk_bytes: the largest copy.
         num_threads: that update experts.
+        next_weights: where late updates put new weights; None: updates are not late.
     """
 
     dtype: torch.dtype
@@ -34,6 +35,7 @@ class ExpertStore:
     optimizer: OptimizerSettings
     chunk_bytes: int
     num_threads: int
+    next_weights: NextWeights | None = None
 
     @classmethod
     def of(cls, config: RunConfig, accumulation: int, shared: bool) -> ExpertStore:
@@ -53,7 +55,8 @@ class ExpertStore:
         dtype = _DTYPES[precision]
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
         gradient = gradient_dtype_of(settings, dtype, accumulation, shared)
-        return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB), settings.num_threads)
+        place = next_weights_of(config, accumulation, shared)
+        return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB), settings.num_threads, place)
 
     @property
     def optimizer_type(self) -> str:
@@ -84,9 +87,8 @@ class ExpertStore:
         for block, _, stored in model.blocks:
             if block.experts:
                 # Layers are cut into chunks one by one, so one layer stands for all equal ones.
-                chunks = lay_out(
-                    [_stack(block, ep_size)], self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer
-                )
+                laid_out = (self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer, self.next_weights)
+                chunks = lay_out([_stack(block, ep_size)], *laid_out)
                 sizes = sizes_of(chunks)
                 total += stored * sum(size.owned for size in sizes)
                 # Two blocks serve all chunks: the largest gradient counts.
@@ -118,6 +120,13 @@ def gradient_dtype_of(
     if settings.update == "backward":
         return None
     return dtype if accumulation == 1 and not shared else torch.float32
+
+
+def next_weights_of(config: RunConfig, accumulation: int, shared: bool) -> NextWeights | None:
+    """Where late updates put new weights: in the place of a gradient, unless several ones of a step add up there."""
+    if config.m6.gradient_delay is None:
+        return None
+    return "gradient" if accumulation == 1 and not shared else "copy"
 
 
 def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:

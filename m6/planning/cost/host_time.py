@@ -75,18 +75,25 @@ class HostTime:
         """Prices a step with ``numel`` streamed parameters.
 
         The first forward pass runs beside the update and the copies of the weights, other forward passes beside copies
-        of the weights, and backward passes beside copies of the weights and, in the other direction, of gradients.
+        of the weights, and backward passes beside copies of the weights and, in the other direction, of gradients. A
+        late update runs beside all of them.
 
         Args:
             parts: gradients that each micro-batch copies.
             forward_s: seconds of the forward pass of a micro-batch.
             backward_s: the same of the backward pass, with recomputation.
         """
-        once = store.weight_bytes * numel / self.copy_bytes_per_s
-        passes = [(max(once, self.store_update_s(numel, store)), forward_s)]
-        passes += [(once, forward_s)] * (micro_batches - 1) + [(parts * once, backward_s)] * micro_batches
+        once, update = store.weight_bytes * numel / self.copy_bytes_per_s, self.store_update_s(numel, store)
+        passes = [(once, forward_s)] * micro_batches + [(parts * once, backward_s)] * micro_batches
+        if store.next_weights is None:
+            passes[0] = max(once, update), forward_s
         exposed = sum(max(0.0, busy - window) for busy, window in passes)
-        return Streaming(exposed, sum(busy for busy, _ in passes) - exposed)
+        copying = sum(busy for busy, _ in passes)
+        if store.next_weights is None:
+            return Streaming(exposed, copying - exposed)
+        step = sum(window for _, window in passes) + exposed
+        late = max(0.0, update - step)
+        return Streaming(exposed + late, copying - exposed + update - late)
 
 
 def device_bandwidth(nodes: Nodes, profile: Profile) -> float:

@@ -47,7 +47,8 @@ class MemoryFootprint:
     Attributes:
         weights: as the forward pass reads them, with those that are gathered or streamed at one time.
         gradients: between the backward pass and the update.
-        optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights.
+        optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights; with
+            ``m6.gradient_delay`` also the gradients that wait.
         activations: kept by autograd for one micro-batch, with the gradients of its logits.
         buckets: DeepSpeed's buffers for the reduction of gradients.
         update: temporaries of the optimizer's step, when the activations are freed.
@@ -108,7 +109,7 @@ class MemoryModel:
         self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
         self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
         self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
-        self._stores: dict[tuple[int, int], int] = {}
+        self._stores: dict[tuple[int, int, bool], int] = {}
 
     def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
         """The footprint of the fullest rank."""
@@ -216,7 +217,7 @@ class MemoryModel:
         return MemoryFootprint(
             weights=numel * FP32 + counts.fixed(self.precision.weights),
             gradients=numel * FP32,
-            optimizer_state=counts.moments(optimizer_type),
+            optimizer_state=counts.moments(optimizer_type) + self._late_bytes(numel),
             buckets=copies,
             update=2 * counts.largest_update * FP32
             if optimizer_type == "Adafactor"
@@ -240,11 +241,16 @@ class MemoryModel:
         return MemoryFootprint(
             weights=weights,
             gradients=gradients * width,
-            optimizer_state=sum(group.state(part) for part, group in zip(partitions, groups, strict=True)) * FP32,
+            optimizer_state=sum(group.state(part) for part, group in zip(partitions, groups, strict=True)) * FP32
+            + self._late_bytes(owned),
             buckets=bucket,
             # DeepSpeed copies 16-bit gradients to fp32, one parameter group at a time.
             update=(max(partitions) * FP32 if width < FP32 else 0) + self._muon_temporaries(counts),
         )
+
+    def _late_bytes(self, owned: int) -> int:
+        """Bytes of gradients that wait for the end of the next step, in fp32."""
+        return 0 if self.config.m6.gradient_delay is None else owned * FP32
 
     def _muon_temporaries(self, counts: ParameterCounts) -> int:
         if self.config.deepspeed.optimizer_type != "Muon":
@@ -304,7 +310,8 @@ class MemoryModel:
     def stored_experts(self, layout: ParallelLayout) -> int:
         """Bytes of host memory that a rank's streamed experts take."""
         store = self.expert_store(layout)
-        key = layout.ep_size, 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
+        gradient = 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
+        key = layout.ep_size, gradient, store.next_weights == "copy"
         if key not in self._stores:
             self._stores[key] = store.host_bytes(self.model, layout.ep_size)
         return math.ceil(self._stores[key] / layout.tp_size)

@@ -44,9 +44,9 @@ def _delay_line(found: PricedLayout) -> str:
     """A pipeline without the flush between steps."""
     waits = found.time.bubble / found.time.total
     return (
-        f"- Gradients one step late (PipeDream-2BW; no engine here) would take at most {-waits:+.1%} of this pipeline "
-        f"without its flush between steps, for a second copy of the weights, {format_gb(found.footprint.weights)} a "
-        "rank."
+        f"- Gradients one step late across stages (PipeDream-2BW; no engine here) would take at most {-waits:+.1%} of "
+        "this pipeline without its flush between steps, for a second copy of the weights, "
+        f"{format_gb(found.footprint.weights)} a rank."
     )
 
 

@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.checkpoints.format import WeightReader
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.fragment import LATE_UPDATE, Fragment
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.planning.cost.storages import storage_bytes
 from m6.training.engine import state
 from m6.training.engine.clipping import clip_gradients, count_in_norm
 from m6.training.engine.fragments import fragments
+from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.loss_scale import LossScale
 from m6.training.expert_groups import expert_group
 from m6.training.offloading.experts import OffloadedExperts
@@ -96,6 +98,7 @@ class Engine:
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
         self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
+        self._late = None if config.m6.gradient_delay is None else LateGradients(deepspeed)
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
@@ -162,17 +165,30 @@ class Engine:
             skipped = not math.isfinite(norm)
             if skipped:
                 self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
-            self._deepspeed.step()
+            self._optimize()
         else:
-            self._deepspeed.step()
+            self._optimize()
             skipped = bool(self._deepspeed.optimizer.overflow)
             self._loss_scale.change(skipped)
             reported = self._deepspeed.get_global_grad_norm()
             # DeepSpeed reports no norm for a step that it skipped.
             norm = float("inf") if skipped or reported is None else float(reported)
+        if self._late is not None:
+            self._late.end_step(self._learning_rate, skipped)
         if self.offloaded is not None:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
         return Update(norm, skipped, loss_scale)
+
+    def _optimize(self) -> None:
+        with nullcontext() if self._late is None else self._late.exchanging():
+            self._deepspeed.step()
+
+    def use_late_gradients(self) -> None:
+        """Updates the weights with the gradients of the last step, if they wait for the end of the next one."""
+        if self._late is not None:
+            self._late.use()
+        if self.offloaded is not None:
+            self.offloaded.runtime.use_late_gradients()
 
     def traffic(self) -> dict[str, Any]:
         """The entry of a log interval about ``m6.communication``, or nothing: ``gradient_bytes`` that a rank sent in a
@@ -271,7 +287,35 @@ class Engine:
         """The state that a step depends on in addition to the fragments, as JSON."""
         counters: dict[str, Any] = {"optimizer_step": self.optimizer_step}
         scaler = {} if self._loss_scale is None else self._loss_scale.state()
-        return {**counters, "loss_scaler": scaler} if scaler else counters
+        if scaler:
+            counters["loss_scaler"] = scaler
+        if self._late is not None and self._late.learning_rate is not None:
+            experts = {} if self.offloaded is None else self.offloaded.late_update()
+            counters[LATE_UPDATE] = {"learning_rate": self._late.learning_rate, **experts}
+        return counters
+
+    def expect(self, counters: dict[str, Any], checkpoint: str) -> None:
+        """Makes room for what the fragments of an engine with these counters hold beyond weights and moments.
+
+        Args:
+            checkpoint: the source, for the error message.
+
+        Raises:
+            UserError: the checkpoint has gradients that wait for their update, and this engine would lose them.
+        """
+        waiting: dict[str, float] | None = counters.get(LATE_UPDATE)
+        if waiting is None:
+            return
+        offloads = "experts_coefficient" in waiting
+        if self._late is None or offloads != (self.offloaded is not None):
+            section = "with" if offloads else "without"
+            raise UserError(
+                f"{checkpoint}: holds gradients that wait for the end of the next step, and this run would lose them; "
+                f"go on with m6.gradient_delay and {section} m6.offload, or from a checkpoint of a finished run"
+            )
+        self._late.expect(waiting["learning_rate"])
+        if self.offloaded is not None:
+            self.offloaded.expect(waiting)
 
     def load_counters(self, counters: dict[str, Any], step: int) -> None:
         """Restores the counters of an engine that had finished ``step`` steps."""

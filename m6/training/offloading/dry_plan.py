@@ -87,7 +87,9 @@ def _plan(
     if setup.plan is None:
         raise UserError(f"m6.offload, {stage} stage: {setup.shortage}")
     stacks = [use.stack(name) for name, use in uses.items()]
-    sizes = sizes_of(lay_out(stacks, setup.chunk_bytes, setup.dtype, setup.gradient_dtype, setup.optimizer))
+    sizes = sizes_of(
+        lay_out(stacks, setup.chunk_bytes, setup.dtype, setup.gradient_dtype, setup.optimizer, setup.next_weights)
+    )
     everything, owned = sum(size.owned for size in sizes), sum(sizes[chunk].owned for chunk in setup.plan.owned)
     resident = zip(setup.plan.resident_bytes(sizes), setup.trace.moments, strict=True)
     return DryPlan(

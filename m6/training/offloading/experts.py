@@ -22,7 +22,7 @@ from m6.training.expert_groups import expert_group
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, prepare
-from offload import OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
+from offload import LateUpdate, OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
 
 _MEASURED_STEPS = 2
 """Measured steps of an attempt: the plan is made from the first one, and the second one checks the plan."""
@@ -79,6 +79,7 @@ class OffloadedExperts:
                 num_threads=settings.num_threads,
                 host_budget_bytes=setup.host_budget_bytes,
                 update_in_backward=settings.update == "backward",
+                next_weights=setup.next_weights,
                 plan=setup.plan,
                 reduce=None if by_engine or world_size == 1 else self._sum,
             )
@@ -120,6 +121,7 @@ class OffloadedExperts:
         """Begins a step; call it before the first forward pass."""
         if self.runtime.update_in_backward:
             self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale, 1.0 / self._averaged_over)
+        self.runtime.begin_late_update()
 
     def measure(self) -> float:
         """Returns the sum of squares of the experts' gradients, including the loss scale; equal on all ranks."""
@@ -154,6 +156,20 @@ class OffloadedExperts:
             self.runtime.step(learning_rate * self._setup.learning_rate_scale, factor)
         else:
             self.runtime.skip()
+
+    def late_update(self) -> dict[str, float]:
+        """What a checkpoint's state has to say of an update that waits for the next step; empty if there is none."""
+        waiting = self.runtime.late_update
+        if waiting is None:
+            return {}
+        return {"experts_learning_rate": waiting.learning_rate, "experts_coefficient": waiting.coefficient}
+
+    def expect(self, waiting: dict[str, float]) -> None:
+        """Makes room for gradients that waited in a checkpoint with this ``late_update``; the fragments then have them.
+
+        Gradients are raw: sums over ranks with the loss scale, of which the coefficient is the inverse.
+        """
+        self.runtime.late_update = LateUpdate(waiting["experts_learning_rate"], waiting["experts_coefficient"])
 
     # Plans
 

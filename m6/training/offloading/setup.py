@@ -15,7 +15,7 @@ from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import full_row, scale_batch
-from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of
+from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.planning.cost.memory import BUCKET_NUMEL
 from m6.planning.machine.fake_world import FakeWorld, fake_tensors
 from m6.planning.prediction import predict_memory
@@ -27,6 +27,7 @@ from offload import (
     CudaDevice,
     Device,
     DryRuntime,
+    NextWeights,
     OptimizerSettings,
     PlacementConstraints,
     PlacementPlan,
@@ -67,6 +68,7 @@ class OffloadSetup:
 
     Attributes:
         gradient_dtype: type in which gradients are stored; None: they are not stored.
+        next_weights: where updates that are one step late put new weights; None: they are not late.
         learning_rate_scale: the experts' learning rate divided by that of the other parameters.
         host_budget_bytes: host memory for experts; None: unknown.
         activations: parts of the model whose activations are offloaded.
@@ -79,6 +81,7 @@ class OffloadSetup:
     device: Device
     dtype: torch.dtype
     gradient_dtype: torch.dtype | None
+    next_weights: NextWeights | None
     optimizer: OptimizerSettings
     learning_rate_scale: float
     chunk_bytes: int
@@ -133,7 +136,9 @@ def plan_offload(
     # Of the layers that share experts, and of the parts of a layer's tokens, each gives a gradient.
     parts = config.model.moe_config().exchange_parts(config.m6.training.ep_size)
     several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())
-    gradient_dtype = gradient_dtype_of(settings, dtype, config.deepspeed.accumulation_steps(world_size), several)
+    accumulation = config.deepspeed.accumulation_steps(world_size)
+    gradient_dtype = gradient_dtype_of(settings, dtype, accumulation, several)
+    next_weights = next_weights_of(config, accumulation, several)
     optimizer, scale = expert_optimizer(config)
     places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)
 
@@ -148,12 +153,13 @@ def plan_offload(
                 dtype=dtype,
                 gradient_dtype=gradient_dtype,
                 optimizer=optimizer,
+                next_weights=next_weights,
                 prefetch_depth=settings.prefetch_depth,
                 rates=device.rates,
             )
             # Ranks measure different copy rates, but must reduce gradients in the same chunks.
             chunk_bytes = _minimum_over_ranks(best_bytes, world_size)
-        laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer)
+        laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer, next_weights)
         constraints = _constraints(config, uses, [chunk.stack.name for chunk, _ in laid_out])
         sizes = sizes_of(laid_out)
         trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
@@ -181,6 +187,7 @@ def plan_offload(
             device,
             dtype,
             gradient_dtype,
+            next_weights,
             optimizer,
             scale,
             chunk_bytes,

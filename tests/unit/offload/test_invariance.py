@@ -25,22 +25,25 @@ OPTIMIZERS = {
 def toys(draw: st.DrawFn) -> Toy:
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     update_in_backward = draw(st.sampled_from([False, False, True]))
-    num_micro_batches = 1 if update_in_backward else draw(st.sampled_from([1, 1, 3]))
+    late = None if update_in_backward else draw(st.sampled_from([None, "gradient", "copy"]))
+    one_gradient = update_in_backward or late == "gradient"
+    num_micro_batches = 1 if one_gradient else draw(st.sampled_from([1, 1, 3]))
     return Toy(
         num_layers=draw(st.integers(1, 4)),
         num_experts=draw(st.integers(1, 6)),
         ffn_hidden_size=draw(st.sampled_from([4, 16, 24])),
-        shared=not update_in_backward and draw(st.sampled_from([False, False, True])),
+        shared=not one_gradient and draw(st.sampled_from([False, False, True])),
         recompute=draw(st.sampled_from(["none", "reentrant", "non_reentrant"])),
         num_micro_batches=num_micro_batches,
         num_steps=4,
         dtype=dtype,
-        gradient_dtype=dtype if update_in_backward else draw(st.sampled_from([dtype, torch.float32])),
+        gradient_dtype=dtype if one_gradient else draw(st.sampled_from([dtype, torch.float32])),
         optimizer=replace(OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))], masters=draw(st.booleans())),
         clip=not update_in_backward and draw(st.booleans()),
         loss_scale=draw(st.sampled_from([1.0, 128.0])),
         overflow_step=-1 if update_in_backward else draw(st.sampled_from([-1, -1, 0, 2])),
         update_in_backward=update_in_backward,
+        late=late,
         activations_on_host=draw(st.sampled_from([frozenset(), frozenset({0, 2}), frozenset(range(4))])),
         seed=draw(st.integers(0, 1000)),
     )

@@ -20,6 +20,7 @@ from tests.fixtures.tiny_run import tiny_document
 BF16 = {"bf16": {"enabled": True}, "zero_optimization__stage": 1}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}
 ONE_MICRO_BATCH = {"gradient_clipping": 0.0, "train_batch_size": 2}
+LATE = {"m6__gradient_delay": {"accept_loss": True}}
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
@@ -33,6 +34,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
         (BF16, {"master_weights": False}),
         ({**BF16, **ONE_MICRO_BATCH}, {"update": "backward"}),
         ({}, {"chunk_mib": 0.01}),
+        ({**BF16, "train_batch_size": 2, **LATE}, {}),  # new weights take the place of gradients
+        ({**BF16, **LATE}, {}),  # and a place of their own
     ],
     ids=str,
 )
@@ -52,6 +55,7 @@ def test_host_bytes_are_those_of_the_store(tmp_path: Path, changes: dict[str, An
         chunk_bytes=store.chunk_bytes,
         gradient_dtype=store.gradient_dtype,
         update_in_backward=store.gradient_dtype is None,
+        next_weights=store.next_weights,
     )
     try:
         assert store.host_bytes(model, 1) == runtime.host_bytes

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from m6.config.elastic import CHANGEABLE
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.machine.cluster import load_cluster
+from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.replan import Decision, check_bounds, node_of, possible_nodes, replan, settings_of
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner
@@ -25,10 +26,11 @@ NODE = load_cluster(Path("a100_80g_x128"))
 
 
 def run(**elastic: Any) -> RunConfig:
-    """m6_base with 256 samples a step in micro-batches of 4: 64 micro-batches."""
+    """m6_base with 256 samples a step in micro-batches of 4: 64 micro-batches, and no pipelines to price."""
     document = small_base(256).document
     document["train_micro_batch_size_per_gpu"] = 4
-    document["m6"]["elastic"] = {"max_nodes": 4, **elastic}
+    may_change = [name for name in CHANGEABLE if name != "pipeline"]
+    document["m6"]["elastic"] = {"max_nodes": 4, "may_change": may_change, **elastic}
     return parse_config(document)
 
 
@@ -40,7 +42,7 @@ def every_plan(config: RunConfig, nodes: int) -> dict[ParallelLayout, float]:
     """Seconds of every layout of up to ``nodes`` nodes that fits and keeps micro-batch and offloading."""
     found = {}
     for count in {1, 2, 4} & set(range(1, nodes + 1)):  # 3 nodes do not divide the batch
-        planner = Planner(config, NODE.resized(8 * count))
+        planner = Planner(config, NODE.resized(8 * count), forced={"pp_size": 1})
         for plan in planner.search(num_plans=100_000).plans:
             layout = plan.layout
             if layout.micro_batch_size == 4 and not (layout.offload_optimizer or layout.offload_params):
@@ -179,6 +181,36 @@ def test_bounds_that_nothing_meets_name_what_would():
     document = run().document | {"gradient_accumulation_steps": 1}
     with pytest.raises(UserError, match=r"gradient_accumulation_steps: with m6\.elastic it follows"):
         parse_config(document)
+
+
+def test_a_pipeline_runs_on_nodes_that_do_not_divide_the_batch():
+    """Three nodes of one rank each read the same micro-batches."""
+    config = run(may_change=None, max_nodes=3)
+    assert possible_nodes(config, 1) == [1, 2, 3]
+    assert possible_nodes(run(max_nodes=3), 1) == [1, 2]
+    with_pipeline = replace_pipeline(config, {"num_ranks": 2, "schedule": "1f1b", "layers": [11, 13]})
+    assert "m6.parallel.pipeline=null" in settings_of(
+        with_pipeline, ParallelLayout(2, micro_batch_size=4, zero_stage=1)
+    )
+    layout = ParallelLayout(3, pp_size=3, micro_batch_size=4, zero_stage=1, schedule="zbv", cut=(4,) * 6)
+    [setting] = [each for each in settings_of(config, layout) if each.startswith("m6.parallel")]
+    assert json.loads(setting.partition("=")[2]) == {"num_ranks": 3, "schedule": "zbv", "layers": [4] * 6}
+    decision = replan(replace_pipeline(run(may_change=["pipeline"]), None), one_rank(), 3)
+    kept = record(decision)
+    assert ParallelLayout(**json.loads(kept.model_dump_json())["layout"]) == decision.layout
+
+
+def replace_pipeline(config: RunConfig, pipeline: dict[str, Any] | None) -> RunConfig:
+    document = config.document
+    document["zero_optimization"] = {"stage": 1}
+    document["m6"]["parallel"] = {"pipeline": pipeline}
+    return parse_config(document)
+
+
+def one_rank() -> Cluster:
+    """Nodes of one device."""
+    [nodes] = NODE.nodes
+    return Cluster(name="small", nodes=[nodes.model_copy(update={"count": 4, "devices_per_node": 1})])
 
 
 def test_ranks_must_divide_the_batches_of_a_ramp_too():

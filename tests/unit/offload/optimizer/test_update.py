@@ -81,6 +81,32 @@ def test_split_master_is_fp32(settings):
     assert torch.equal(split, whole)
 
 
+@pytest.mark.parametrize("with_kernel", [True, False])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_new_weights_may_take_the_place_of_the_gradient(settings, dtype, masters, with_kernel, monkeypatch):
+    """To the bit the same as in the place of the old weights, which are left as they were."""
+    if not with_kernel:
+        monkeypatch.setattr(offload.optimizer.update, "load_kernel", lambda: None)
+    settings = replace(settings, masters=masters)
+    generator = torch.Generator().manual_seed(4)
+    values, gradient = (torch.randn(5, 31, 43, generator=generator) for _ in range(2))
+    found = []
+    for in_gradient in (False, True):
+        weight, remainder = torch.empty(values.shape, dtype=dtype), None
+        if (stored := remainder_dtype(dtype, masters)) is not None:
+            remainder = torch.empty(values.shape, dtype=stored)
+        write_master(values, weight, remainder)
+        old, place = weight.clone(), gradient.to(dtype)
+        states = {name: torch.zeros(shape) for name, shape in settings.states(values.shape).items()}
+        target = place if in_gradient else None
+        update(settings, 3, 0.01, 0.5, weight, remainder, place, states, target)
+        assert torch.equal(weight, old) == in_gradient
+        found.append([place if in_gradient else weight, *([] if remainder is None else [remainder]), *states.values()])
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_vectors_are_not_decayed_and_not_factored(settings):
     """A stack of vectors is updated as vectors of their own without weight decay; tolerance as for matrices."""

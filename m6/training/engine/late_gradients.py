@@ -1,0 +1,107 @@
+"""Gradients that the optimizer uses one step late: W(t+1) = W(t) - lr u(g(W(t-1))) (arXiv 2006.09503, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from m6.checkpoints.fragment import LATE_GRADIENT
+from m6.training.engine.state import base_optimizer, create_moments, publish_weights
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class LateGradients:
+    """The gradients of the last step, which wait for the end of the next one.
+
+    A model whose weights at step t are W(t-1) needs no second copy of them: the gradient that leads to W(t) waits
+    instead. It is reduced, clipped and without loss scale, as DeepSpeed hands it to the optimizer; at ZeRO stages 1 and
+    2 it is this rank's partition. It waits in the optimizer's state, so that checkpoints hold it like a moment.
+
+    Attributes:
+        learning_rate: of the step that the waiting gradients are from, with which they are used; None: none wait.
+    """
+
+    def __init__(self, deepspeed: DeepSpeedEngine) -> None:
+        self._deepspeed, self._optimizer = deepspeed, base_optimizer(deepspeed)
+        # One buffer for each parameter: DeepSpeed keeps views of the state that it finds in the first step.
+        self._buffers: dict[Tensor, Tensor] = {}
+        self.learning_rate: float | None = None
+        self._used = False
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Inside, a step of the optimizer uses the gradients that wait, and those that it is given begin to wait."""
+        self._make_room()
+        optimizer, self._used = self._optimizer, False
+        optimizer.step = self._exchange  # type: ignore[assignment,method-assign]
+        yield
+        del optimizer.step
+
+    def end_step(self, learning_rate: float, skipped: bool) -> None:
+        """Ends a step with this learning rate; if it is skipped, only its own gradients are lost."""
+        if not skipped:
+            self.learning_rate = learning_rate
+            return
+        if not self._used:  # DeepSpeed did not call the optimizer
+            self.use()
+        self._forget()
+
+    def use(self) -> None:
+        """Updates the weights with the gradients that wait, if there are any; between two steps."""
+        if self.learning_rate is not None:
+            self._update()
+            self._forget()
+            publish_weights(self._deepspeed)
+
+    def expect(self, learning_rate: float) -> None:
+        """Makes room for the gradients of a checkpoint, which are then written into the fragments."""
+        self._make_room()
+        for parameter in self._parameters():
+            self._optimizer.state[parameter][LATE_GRADIENT] = self._buffers[parameter]
+        self.learning_rate = learning_rate
+
+    def _make_room(self) -> None:
+        create_moments(self._deepspeed)  # an optimizer makes its own state only where there is none
+        if not self._buffers:
+            self._buffers = {parameter: torch.zeros_like(parameter) for parameter in self._parameters()}
+
+    def _exchange(self) -> None:
+        """Replaces the optimizer's step; ZeRO stages 1 and 2 call it for each parameter group by itself."""
+        arrived = {parameter: parameter.grad for parameter in self._parameters()}
+        if self.learning_rate is not None:
+            self._update()
+        for parameter, gradient in arrived.items():
+            buffer = self._buffers[parameter]
+            self._optimizer.state[parameter][LATE_GRADIENT] = buffer
+            # As on several ranks, where DeepSpeed sums zeros for a parameter that was not used.
+            _ = buffer.zero_() if gradient is None else buffer.copy_(gradient)
+        self._used = True
+
+    def _update(self) -> None:
+        """Makes the optimizer's own step with the gradients that wait."""
+        assert self.learning_rate is not None
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = self.learning_rate * group.get("lr_ratio", 1.0)
+            for parameter in group["params"]:
+                parameter.grad = self._optimizer.state[parameter].pop(LATE_GRADIENT)
+        type(self._optimizer).step(self._optimizer)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _forget(self) -> None:
+        for parameter in self._parameters():
+            self._optimizer.state[parameter].pop(LATE_GRADIENT, None)
+        self.learning_rate = None
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

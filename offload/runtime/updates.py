@@ -1,0 +1,97 @@
+"""Updates of chunks: at once, or one step late, beside the whole step that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from offload.devices.device import Device
+from offload.memory.host_memory import HostBlock
+from offload.memory.layout import plane_values
+from offload.optimizer.settings import OptimizerSettings
+from offload.runtime.slots import WEIGHT, Slot
+from offload.runtime.workers import HostWorkers
+
+
+@dataclass(frozen=True)
+class LateUpdate:
+    """An update that waits for the begin of the next step.
+
+    Attributes:
+        learning_rate, coefficient: see ``OffloadRuntime.step``.
+    """
+
+    learning_rate: float
+    coefficient: float
+
+
+class Updates:
+    """Updates chunks: those on the host by its threads, those that the device owns on the device.
+
+    Args:
+        late: whether an update begins with the next step, whose uses still find the weights before it.
+
+    Attributes:
+        late: see above.
+        number: how many updates were begun; the optimizer's arithmetic depends on it.
+        waiting: the update that waits; None: there is none.
+    """
+
+    def __init__(
+        self, device: Device, workers: HostWorkers, optimizer: OptimizerSettings, slots: Sequence[Slot], late: bool
+    ) -> None:
+        self._device, self._workers, self._optimizer, self._slots = device, workers, optimizer, slots
+        self.late, self.number = late, 0
+        self.waiting: LateUpdate | None = None
+
+    def update(self, slots: Iterable[Slot], learning_rate: float, coefficient: float) -> None:
+        """Updates these chunks in this order, or lets them wait; for the arguments see ``OffloadRuntime.step``."""
+        if self.late:
+            self.wait_with(slots, LateUpdate(learning_rate, coefficient))
+        else:
+            self.number += 1
+            for slot in slots:
+                slot.version += 1  # replicas of the old weights must not be used from here on
+                self._submit(slot, learning_rate, coefficient)
+
+    def wait_with(self, slots: Iterable[Slot], update: LateUpdate) -> None:
+        """Lets an update of these chunks wait for the next step."""
+        self.waiting = update
+        for order, slot in enumerate(slots):
+            slot.waits, slot.order = True, order
+
+    def begin_step(self) -> None:
+        """Begins the update that waits, if there is one."""
+        if self.waiting is None:
+            return
+        self.number += 1
+        for slot in sorted((slot for slot in self._slots if slot.waits), key=lambda slot: slot.order):
+            slot.waits, slot.unpublished = False, True
+            self._submit(slot, self.waiting.learning_rate, self.waiting.coefficient)
+        self.waiting = None
+
+    def publish(self) -> None:
+        """Waits for the updates of the step that ends, so that uses find the new weights."""
+        for slot in self._slots:
+            if slot.unpublished:
+                self._workers.wait(slot.job)
+                slot.publish()
+
+    def _submit(self, slot: Slot, learning_rate: float, coefficient: float) -> None:
+        arguments = (self._optimizer, self.number, learning_rate, coefficient)
+        if slot.owned:
+            self._device.computes_on(slot.device_memory, write=True)
+            slot.update(*arguments, slot.gradients())
+            return
+
+        def work() -> None:
+            assert isinstance(slot.home, HostBlock)
+            planes = slot.planes
+            self._device.host_accesses(plane_values(slot.home, planes[WEIGHT]), write=not self.late)
+            self._device.host_accesses(plane_values(slot.home, planes["gradient"]), write=False)
+            if self.late:
+                self._device.host_accesses(plane_values(slot.home, planes["next_weight"]), write=True)
+            slot.update(*arguments, slot.gradients())
+
+        # An upload may still read the memory that the update writes.
+        slot.job = self._workers.submit(work, [slot.job], [slot.uploaded])

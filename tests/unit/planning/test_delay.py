@@ -1,0 +1,49 @@
+"""What a plan says of host updates that are one step late."""
+
+from dataclasses import replace
+
+import pytest
+
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.search.delay import delay_line
+from m6.planning.search.planner import Planner, PricedLayout
+from tests.fixtures.plans import planner
+
+LAYOUT = ParallelLayout(
+    512, ep_size=512, zero_stage=1, micro_batch_size=8, checkpointing=True, stream_experts=True, ranks_per_node=8
+)
+LATE = 'm6.gradient_delay={"accept_loss": true}'
+
+
+def priced(subject: Planner) -> PricedLayout:
+    found = subject.evaluate(LAYOUT)
+    assert isinstance(found, PricedLayout)
+    return found
+
+
+def test_the_host_update_of_m6_10t_runs_beside_the_whole_step():
+    at_once, late = (planner("m6_10t", "v100_32g_x512", *changes) for changes in ((), (LATE,)))
+    before, after = priced(at_once), priced(late)
+    update = at_once.time.host.store_update_s(
+        at_once.memory.streamed_experts(LAYOUT), at_once.memory.expert_store(LAYOUT)
+    )
+    computing = before.time.compute + before.time.exchange
+    assert after.time.host == pytest.approx(update - computing)
+    forward = before.time.compute / 4 + before.time.exchange / 3
+    assert before.time.host == pytest.approx(update - forward)
+    # One micro-batch a step: the new weights take the place of the gradients. The others wait in fp32.
+    assert after.footprint.host == before.footprint.host
+    dense = at_once.memory.counts(LAYOUT).local / 512
+    assert after.footprint.optimizer_state - before.footprint.optimizer_state == pytest.approx(4 * dense, rel=0.01)
+    line = delay_line(at_once, before)
+    assert f"{before.time.host:.4g} s" in line
+    assert f"the step {after.time.total:.4g} s" in line
+    assert delay_line(late, after) == ""
+
+
+def test_what_does_not_wait_for_the_host_has_nothing_to_gain():
+    subject = planner("m6_10t", "v100_32g_x512")
+    pseudo = subject.changed(sharing=subject.config.m6.pseudo_to_real.sharing(48))  # type: ignore[union-attr]
+    assert delay_line(pseudo, priced(pseudo)) == ""
+    layout = replace(LAYOUT, stream_experts=False)
+    assert delay_line(subject, replace(priced(subject), layout=layout)) == ""
