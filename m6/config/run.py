@@ -301,11 +301,12 @@ def _check_elastic(settings: ElasticSettings, run: M6Settings, deepspeed: DeepSp
             "gradient_accumulation_steps: with m6.elastic it follows from the batch sizes and the ranks of each "
             "attempt; leave it out"
         )
-    if run.training.deterministic is not None and "ep_size" in (settings.may_change or ()):
-        raise UserError(
-            'm6.elastic.may_change: "ep_size" changes the sums that m6.training.deterministic "any_world" keeps; leave '
-            "it out"
-        )
+    for name in ("ep_size", "pipeline"):
+        if run.training.deterministic is not None and name in (settings.may_change or ()):
+            raise UserError(
+                f'm6.elastic.may_change: "{name}" changes the sums that m6.training.deterministic "any_world" keeps; '
+                "leave it out"
+            )
 
 
 def _check_pictures(settings: M6Settings) -> None:

@@ -60,7 +60,7 @@ class Decision:
             step=step,
             available=available,
             nodes=self.nodes,
-            layout=asdict(self.layout),
+            layout={**asdict(self.layout), "cut": list(self.layout.cut)},
             description=str(self.layout),
             reason=self.reason,
             predicted_s=self.predicted_s,

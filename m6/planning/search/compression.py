@@ -17,9 +17,15 @@ _WORTH = 0.05
 
 
 def compression_line(planner: Planner, best: PricedLayout) -> str:
-    """Markdown: the share of gradients in a step, and what the reducers would make of it; empty on one device."""
+    """Markdown: the share of gradients in a step, and what the reducers would make of it; empty on one device, and
+    where they may not reduce."""
     layout, total = best.layout, best.time.total
-    if layout.dp_size == 1 or layout.zero_stage == 3 or planner.config.m6.communication.compresses:
+    if (
+        layout.dp_size == 1
+        or layout.pp_size > 1
+        or layout.zero_stage == 3
+        or planner.config.m6.communication.compresses
+    ):
         return ""
     steps, factor = layout.accumulation(planner.config.deepspeed.train_batch_size), planner.profile.factor("reduction")
 

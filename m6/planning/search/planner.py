@@ -190,9 +190,18 @@ class Planner:
     def with_cut(self, layout: ParallelLayout) -> ParallelLayout:
         """The layout with the cut of its pipeline whose slowest rank is fastest and that fits the memory; with equal
         stages if none fits."""
-        if layout.pp_size == 1 or layout.cut:
+        if layout.pp_size == 1 or layout.cut or self._is_hopeless(layout):
             return layout
         return self.time.pipeline.with_cut(layout, self._fits(layout)) or layout
+
+    def _is_hopeless(self, layout: ParallelLayout) -> bool:
+        """Whether all devices together do not hold weights, gradients and optimizer states, which no cut changes."""
+        if self.cluster.smallest.links.host is None:
+            return False
+        places = (self.time.pipeline.nodes_of(layout, place) for place in range(layout.pp_size))
+        smallest = (min(nodes.device.memory_bytes for nodes in types) for types in places)
+        needed = sum(footprint.resident for footprint in self.memory.footprints(layout))
+        return needed > sum(smallest) * self.memory_fraction
 
     def refined(self, plan: PricedLayout) -> PricedLayout:
         """The plan of a pipeline with its cut improved by the time of the whole step; other plans as they are."""

@@ -77,7 +77,6 @@ REFUSED = {
         {"m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}]},
         r"m6\.training\.batch_ramp: a schedule",
     ),
-    "elastic": (PLAIN, {"m6__elastic": {"max_nodes": 2}}, r"m6\.elastic: the planner does not choose"),
     "LAMB": (PLAIN, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, r'optimizer\.type "Lamb": its norms'),
     "offloading": (PLAIN, {"m6__offload": SMALL}, r"m6\.offload: the store"),
     "adapters": (PLAIN, {"m6__lora": {"targets": ["experts"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters"),
@@ -126,6 +125,5 @@ def test_the_advice_runs(tmp_path: Path):
     assert run(tmp_path, ZBV).accumulation_steps(4) == 4
 
 
-def test_the_planner_prices_no_pipeline(tmp_path: Path):
-    with pytest.raises(UserError, match=r"m6\.parallel\.pipeline=null"):
-        layout_of(run(tmp_path, PLAIN), 2)
+def test_the_planner_prices_a_pipeline(tmp_path: Path):
+    assert layout_of(run(tmp_path, PLAIN), 2).pp_size == 2

@@ -20,7 +20,7 @@ def test_search_is_brute_force(world: int, rows: int, memory: float):
     cluster = load_cluster(Path("a100_80g_x128")).first(world)
     device = cluster.nodes[0].device.model_copy(update={"memory_bytes": int(memory)})
     cluster = Cluster(name="small", nodes=[cluster.nodes[0].model_copy(update={"device": device})])
-    subject = Planner(small_base(rows), cluster)
+    subject = Planner(small_base(rows), cluster, forced={"pp_size": 1})  # of pipelines see test_pipelines.py
     expected, found = brute_force(subject), subject.search(5)
     assert expected
     assert found.plans[0].time.total == expected[0].time.total

@@ -32,7 +32,7 @@ def planner(network_bytes_per_s: float, *overrides: str, name: str = "m6_base") 
 
 
 def best_of(subject: Planner) -> PricedLayout:
-    return subject.search().best
+    return subject.changed(forced={"pp_size": 1}).search().best  # in a pipeline nothing may be compressed
 
 
 def config(name: str, *overrides: str) -> RunConfig:
