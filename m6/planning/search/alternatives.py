@@ -33,10 +33,11 @@ def alternatives(planner: Planner, result: SearchResult) -> list[str]:
 def _comparison(best: PricedLayout, other: PricedLayout) -> str:
     ratio = other.time.total / best.time.total - 1
     which = "without one" if best.layout.pp_size > 1 else "with one"
+    pipeline = best if best.layout.pp_size > 1 else other
     return (
         f"- Pipelines (m6.parallel.pipeline): the fastest layout {which}, {other.layout}, takes "
-        f"{other.time.total:.4g} s a step ({ratio:+.1%}), of which {other.time.bubble:.4g} s are waits, and "
-        f"{format_gb(other.footprint.peak)}."
+        f"{other.time.total:.4g} s a step ({ratio:+.1%}) and {format_gb(other.footprint.peak)}. Ranks of the pipeline "
+        f"wait {pipeline.time.bubble / pipeline.time.total:.1%} of a step for each other."
     )
 
 
