@@ -183,7 +183,7 @@ def test_bounds_that_nothing_meets_name_what_would():
         parse_config(document)
 
 
-def test_a_pipeline_runs_on_nodes_that_do_not_divide_the_batch():
+def test_a_pipeline_runs_on_nodes_that_do_not_divide_the_batch(tmp_path: Path):
     """Three nodes of one rank each read the same micro-batches."""
     config = run(may_change=None, max_nodes=3)
     assert possible_nodes(config, 1) == [1, 2, 3]
@@ -194,6 +194,8 @@ def test_a_pipeline_runs_on_nodes_that_do_not_divide_the_batch():
     layout = ParallelLayout(3, pp_size=3, micro_batch_size=4, zero_stage=1, schedule="1f1b", cut=(1, 2, 2))
     [setting] = [each for each in settings_of(config, layout) if each.startswith("m6.parallel")]
     assert json.loads(setting.partition("=")[2]) == {"num_ranks": 3, "schedule": "1f1b", "layers": [1, 2, 2]}
+    (tmp_path / "run.json").write_text(json.dumps(config.document))
+    assert layout_of(load_config(tmp_path / "run.json", tuple(settings_of(config, layout))), 3) == layout
     decision = replan(replace_pipeline(run(may_change=["pipeline"]), None), one_rank(), 3)
     kept = record(decision)
     assert ParallelLayout(**json.loads(kept.model_dump_json())["layout"]) == decision.layout
