@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -50,9 +51,7 @@ class ParallelLayout:
     @property
     def pipeline(self) -> PipelineSettings | None:
         """The section ``m6.parallel.pipeline`` of this layout."""
-        if self.pp_size == 1:
-            return None
-        return PipelineSettings(num_ranks=self.pp_size, schedule=self.schedule, layers=list(self.cut) or None)
+        return None if self.pp_size == 1 else _pipeline(self.pp_size, self.schedule, self.cut)
 
     @property
     def dp_size(self) -> int:
@@ -86,6 +85,12 @@ class ParallelLayout:
         if self.ranks_per_node:
             parts.append(f"exchange between nodes of {self.ranks_per_node} first")
         return ", ".join(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pipeline(pp_size: int, schedule: Schedule, cut: tuple[int, ...]) -> PipelineSettings:
+    # A search asks thousands of times.
+    return PipelineSettings(num_ranks=pp_size, schedule=schedule, layers=list(cut) or None)
 
 
 DIMENSIONS = tuple(field.name for field in fields(ParallelLayout) if field.name != "world_size")
