@@ -7,7 +7,7 @@ from typing import Any
 
 from m6.config.checks import check_world_size
 from m6.config.deepspeed_ignored import without_ignored
-from m6.config.pipeline import ZERO_KEYS
+from m6.config.pipeline import SCHEDULES, ZERO_KEYS
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
@@ -110,11 +110,18 @@ def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
 def _parsed(value: str, like: Any) -> Any:
     """The value of a text, of the type of ``like``; ValueError says what was expected."""
     try:
+        if isinstance(like, str):
+            return SCHEDULES[SCHEDULES.index(value)]
         if isinstance(like, bool):
             return {"true": True, "false": False}[value]
-        return tuple(map(int, value.split(","))) if isinstance(like, tuple) else type(like)(value)
+        return tuple(map(int, value.split(","))) if isinstance(like, tuple) else int(value)
     except (KeyError, ValueError):
-        expected = {bool: "true or false", int: "a whole number", tuple: "numbers of layers such as 3,1"}
+        expected = {
+            str: f"one of {', '.join(SCHEDULES)}",
+            bool: "true or false",
+            int: "a whole number",
+            tuple: "numbers of layers such as 3,1",
+        }
         raise ValueError(expected[type(like)]) from None
 
 

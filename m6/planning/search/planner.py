@@ -163,6 +163,12 @@ class Planner:
             rows, world = self.config.deepspeed.train_batch_size, self.cluster.num_devices
             if rows % world:  # every other reason follows from this one
                 raise UserError(f"train_batch_size {rows} is not a multiple of {world} devices")
+            if not result.visited:
+                values = ", ".join(f"{name}={value}" for name, value in self.forced.items())
+                raise UserError(
+                    f"no layout has the forced {values}: pp_size must divide the {world} devices, and "
+                    f"micro_batch_size x data-parallel ranks train_batch_size {rows}"
+                )
             reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
             raise UserError(f"every layout of {self.cluster.name} is refused ({reasons})")
         return result

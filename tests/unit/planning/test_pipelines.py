@@ -115,5 +115,9 @@ def test_a_user_forces_schedule_and_cut():
     assert {plan.layout.cut for plan in found.plans} == {(3, 5)}
     with pytest.raises(UserError, match="expected numbers of layers such as 3,1, found '3;5'"):
         parse_forced(("cut=3;5",))
+    with pytest.raises(UserError, match=r"expected one of 1f1b, .*dualpipev, found 'zbw'"):
+        parse_forced(("schedule=zbw",))
+    with pytest.raises(UserError, match="no layout has the forced pp_size=5: pp_size must divide the 128 devices"):
+        planner("m6_100b", "a100_80g_x128", forced={"pp_size": 5}).search()
     with pytest.raises(UserError, match=r'every layout .* is refused .*"schedule": "1f1b" on 2 ranks, found 3'):
         Planner(small_base(16, num_layers=8), few(4), forced={**forced, "cut": (3, 3, 2)}).search()
