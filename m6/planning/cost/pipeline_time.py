@@ -111,8 +111,10 @@ class PipelineTime:
         key = _sizes(layout)
         if key not in self._layers:
             slowest = self.slowest_of(layout)
-            on = {nodes.device.name: self._layers_on(nodes, layout) for nodes in slowest}
-            self._layers[key] = [on[nodes.device.name] for nodes in slowest]
+            on = {
+                id(nodes): self._layers_on(nodes, layout) for nodes in {id(nodes): nodes for nodes in slowest}.values()
+            }
+            self._layers[key] = [on[id(nodes)] for nodes in slowest]
         return self._layers[key]
 
 

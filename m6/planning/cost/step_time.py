@@ -68,7 +68,7 @@ class TimeModel:
         self.pipeline = PipelineTime(
             cluster, lambda nodes, layout: self._on(nodes).layers(layout), self._stage_message_s, self.dtype
         )
-        self._others: dict[str, TimeModel] = {}
+        self._others: dict[int, TimeModel] = {}
 
     def __call__(self, layout: ParallelLayout) -> StepTime:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
@@ -99,10 +99,11 @@ class TimeModel:
         """The model of a rank on devices of one type."""
         if nodes is self.nodes:
             return self
-        if nodes.device.name not in self._others:
+        number = self.cluster.nodes.index(nodes)  # types may differ in their links alone
+        if number not in self._others:
             alone = self.cluster.model_copy(update={"nodes": [nodes]})
-            self._others[nodes.device.name] = TimeModel(self.config, alone, self.profile, self.memory)
-        return self._others[nodes.device.name]
+            self._others[number] = TimeModel(self.config, alone, self.profile, self.memory)
+        return self._others[number]
 
     def _stage_3_launches(self, layout: ParallelLayout) -> float:
         """Seconds a micro-batch, in which every parameter is fetched twice and its gradient reduced once."""

@@ -6,13 +6,12 @@ uses. The last one is asked, not repeated: see :func:`m6.planning.search.configu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from m6.config.checks import tree_refusal
-from m6.config.pipeline import PipelineSettings, Schedule
+from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import markdown_table
@@ -111,7 +110,7 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             "experts",
         )
     if layout.pipeline is not None:
-        refusal = _refused_pipeline(layout.pp_size, layout.schedule, layout.cut, model.num_layers, accumulation)
+        refusal = _refused_pipeline(layout.pipeline, model.num_layers, accumulation)
         if refusal is not None:
             return Refusal("pipeline", refusal)
     if config.m6.training.deterministic is not None:
@@ -124,11 +123,7 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _refused_pipeline(
-    num_ranks: int, schedule: Schedule, cut: tuple[int, ...], num_layers: int, micro_batches: int
-) -> str | None:
-    settings = PipelineSettings(num_ranks=num_ranks, schedule=schedule, layers=list(cut) or None)
+def _refused_pipeline(settings: PipelineSettings, num_layers: int, micro_batches: int) -> str | None:
     try:
         settings.check_cut(num_layers)
     except UserError as error:

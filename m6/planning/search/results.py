@@ -87,12 +87,21 @@ class SearchResult:
 
     def refine(self, improve: Callable[[PricedLayout], PricedLayout]) -> None:
         """Replaces every plan by what ``improve`` makes of it."""
-        self.plans = sorted(map(improve, self.plans), key=lambda plan: plan.time.total)
-        self.fastest = {with_pipeline: improve(plan) for with_pipeline, plan in self.fastest.items()}
+        plans = {plan.layout: plan for plan in (*self.plans, *self.fastest.values())}
+        improved = {layout: improve(plan) for layout, plan in plans.items()}
+        self.plans = sorted((improved[plan.layout] for plan in self.plans), key=_seconds)
+        # What was the fastest of its kind need not be it any more.
+        for with_pipeline in self.fastest:
+            alike = (plan for plan in improved.values() if (plan.layout.pp_size > 1) == with_pipeline)
+            self.fastest[with_pipeline] = min(alike, key=_seconds)
 
     def count(self, reason: str) -> None:
         """Adds a candidate to the tally."""
         self.tally[reason] = self.tally.get(reason, 0) + 1
+
+
+def _seconds(plan: PricedLayout) -> float:
+    return plan.time.total
 
 
 def format_gb(num_bytes: float) -> str:

@@ -52,6 +52,11 @@ def test_fast_devices_get_more_layers():
     plan = subject.search(1).plans[0]
     fast, slow = plan.layout.cut
     assert fast > slow
+    # Types are told apart by what they are, not by the names of their devices.
+    faster, slower = mixed().nodes
+    renamed = slower.model_copy(update={"device": slower.device.model_copy(update={"name": faster.device.name})})
+    alike = Planner(small_base(8, num_layers=8), Cluster(name="alike", nodes=[faster, renamed]), PERFECT, forced=forced)
+    assert alike.search(1).plans[0].layout == plan.layout
     # Devices of little memory get fewer layers, however fast they are.
     needed = subject.memory.footprints(plan.layout)[0].peak
     types = mixed().nodes
