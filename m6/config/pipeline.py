@@ -53,7 +53,7 @@ class PipelineSettings(Section):
 
     def cut(self, num_layers: int) -> list[range]:
         """The layers of each stage of a model with ``num_layers`` layers, in the order of the model."""
-        sizes = self.layers or _equal_sizes(num_layers, self.num_ranks * self.stages_per_rank())
+        sizes = self.layers or equal_sizes(num_layers, self.num_ranks * self.stages_per_rank())
         ends = itertools.accumulate(sizes)
         return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
@@ -90,7 +90,7 @@ class PipelineSettings(Section):
         if self.layers is not None and sum(self.layers) != num_layers:
             raise UserError(
                 f"{name}.layers {self.layers} has {sum(self.layers)} layers, but m6.model.num_layers is "
-                f"{num_layers}; use {_equal_sizes(num_layers, len(self.layers))}, or leave it out"
+                f"{num_layers}; use {equal_sizes(num_layers, len(self.layers))}, or leave it out"
             )
 
     def micro_batches_refusal(self, micro_batches: int) -> str | None:
@@ -120,7 +120,8 @@ class ParallelSettings(Section):
     )
 
 
-def _equal_sizes(num_layers: int, stages: int) -> list[int]:
+def equal_sizes(num_layers: int, stages: int) -> list[int]:
+    """The numbers of layers of stages of equal length, as far as possible."""
     bounds = [num_layers * stage // stages for stage in range(stages + 1)]
     return [end - begin for begin, end in itertools.pairwise(bounds)]
 
@@ -167,9 +168,9 @@ def _refused_sections(run: M6Settings) -> list[tuple[str, bool, str]]:
         ("m6.offload", run.offload is not None, "the store has experts of whole models, not of m6.parallel.pipeline"),
         ("m6.lora", run.lora is not None, "adapters do not train with m6.parallel.pipeline"),
         (
-            "m6.pseudo_to_real",
-            run.pseudo_to_real is not None,
-            "layers that share weights would be on several ranks of m6.parallel.pipeline",
+            'm6.pseudo_to_real.switch "gradient_correlation"',
+            run.pseudo_to_real is not None and run.pseudo_to_real.switch == "gradient_correlation",
+            "it compares gradients of layers that are on several ranks of m6.parallel.pipeline; use another rule",
         ),
         (
             "m6.communication",

@@ -18,6 +18,7 @@ from m6.config.gradient_delay import check_gradient_delay
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.pipeline import PipelineSettings, check_pipeline
+from m6.config.pipeline_sharing import check_sharing
 from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
@@ -90,10 +91,16 @@ class RunConfig:
         return {**sizes, "train_micro_batch_size_per_gpu": self.deepspeed.micro_batch_size}
 
     @property
+    def planned_sharing(self) -> Sharing | None:
+        """What the layers share in the Pseudo stage; None if the run has none."""
+        settings = self.m6.pseudo_to_real
+        return None if settings is None else settings.sharing(self.model.num_layers)
+
+    @property
     def last_sharing(self) -> Sharing | None:
         """What the layers share when the job ends: nothing, unless it ends at the switch of the Pseudo stage."""
         settings = self.m6.pseudo_to_real
-        return settings.sharing(self.model.num_layers) if settings is not None and settings.stop_at_switch else None
+        return self.planned_sharing if settings is not None and settings.stop_at_switch else None
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -164,7 +171,10 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     _check_pictures(settings)
     if settings.parallel.pipeline is not None:
         check_pipeline(settings.parallel.pipeline, settings, deepspeed, model)
-    return RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+    config = RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
+    if config.pipeline is not None and config.planned_sharing is not None:
+        check_sharing(config.pipeline, config.planned_sharing)
+    return config
 
 
 def _check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:

@@ -55,6 +55,11 @@ class Sharing:
         """All layers of the group of ``layer``."""
         return [member for member in range(self.num_layers) if self._group(member) == self._group(layer)]
 
+    @property
+    def group_sizes(self) -> list[int]:
+        """The number of layers of each group, in the order of the model."""
+        return list(Counter(map(self._group, range(self.num_layers))).values())
+
     def real_names(self, name: str) -> list[str]:
         """The names in the Real model of a parameter of the Pseudo model; several if it is shared."""
         match = _LAYER.fullmatch(name)

@@ -160,6 +160,18 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     "sparse in part": ({"m6__model__moe_layer_frequency": 3}, pipeline(2, "1f1b", [2, 3]), 1, 2),
     "dense": ({"m6__moe": None, "m6__model__patch_encoder": "resnet"}, pipeline(2, "dualpipev"), 1, 1),
     "muon": (MUON, pipeline(2, "zbv"), 1, 2),
+    "pseudo": (
+        {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 4}},
+        pipeline(2, "zbv", [2, 1, 1, 1]),
+        1,
+        2,
+    ),
+    "pseudo in part": (
+        {"m6__pseudo_to_real": {"switch_step": 3, "num_groups": 2, "shared": ["experts", "norms"], "gradient": "sum"}},
+        pipeline(2, "1f1b", [3, 2]),
+        0,
+        2,
+    ),
     "adafactor": (
         {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}},
         pipeline(2, "interleaved_1f1b"),

@@ -58,10 +58,12 @@ class FoldedModel:
         blocks: (block, times computed, times stored). The counts differ in the Pseudo stage of M6-10T (arXiv
             2110.03888), where layers share weights. If layers share only some of their weights, the others are a
             second entry that is computed 0 times.
+        sharing: what the layers share in the Pseudo stage; None: nothing.
     """
 
     config: M6Config
     blocks: tuple[tuple[Block, int, int], ...]
+    sharing: Sharing | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -75,16 +77,27 @@ class FoldedModel:
 
     def part(self, layers: Collection[int]) -> FoldedModel:
         """What a rank of a pipeline with these layers has: the embeddings with the first, the last norm with the last
-        one. Layers of a pipeline share no weights."""
+        one. Layers that share weights are all among them, or none is."""
+        held = stored = self._counts(layers)
+        if self.sharing is not None:
+            firsts = self._counts({self.sharing.first_layer(layer) for layer in layers})
+            stored = {**firsts, "norm": held["norm"]}
+        blocks = (
+            (block, held[block.type], stored[block.type]) if computed else (block, 0, held[block.type])
+            for block, computed, _ in self.blocks
+            if held[block.type]
+        )
+        return FoldedModel(self.config, tuple(blocks), self.sharing)
+
+    def _counts(self, layers: Collection[int]) -> dict[BlockType, int]:
+        """The blocks of each type that belong to these layers."""
         sparse = sum(map(self.is_sparse.__getitem__, layers))
-        counts: dict[BlockType, int] = {
+        return {
             "embeddings": int(0 in layers),
             "dense": len(layers) - sparse,
             "sparse": sparse,
             "norm": int(self.config.num_layers - 1 in layers),
         }
-        blocks = ((block, counts[block.type], counts[block.type]) for block, _, _ in self.blocks if counts[block.type])
-        return FoldedModel(self.config, tuple(blocks))
 
 
 def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
@@ -104,7 +117,7 @@ def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
             if layers:
                 blocks += _layers(layer_type, M6Block(config, layers[0]), layers, config, sharing)
         blocks.append((_block("norm", nn.LayerNorm(config.hidden_size), config), 1, 1))
-    return FoldedModel(config, tuple(blocks))
+    return FoldedModel(config, tuple(blocks), sharing)
 
 
 def _layers(

@@ -27,11 +27,18 @@ class PipelineTime:
         layers_on: see ``LayersOn``.
         message_s: seconds of the hidden states of a micro-batch from a rank to the next.
         dtype: of matrix products, by which the slowest devices of a place in the pipeline are known.
+        groups: the numbers of consecutive layers that belong into one stage, in the order of the model.
     """
 
     def __init__(
-        self, cluster: Cluster, layers_on: LayersOn, message_s: Callable[[ParallelLayout], float], dtype: str
+        self,
+        cluster: Cluster,
+        layers_on: LayersOn,
+        message_s: Callable[[ParallelLayout], float],
+        dtype: str,
+        groups: Sequence[int],
     ) -> None:
+        self._ends = [0, *itertools.accumulate(groups)]
         self._cluster, self._layers_on, self._message_s, self._dtype = cluster, layers_on, message_s, dtype
         self._layers: dict[tuple[int, ...], list[list[LayerTime]]] = {}
         self._cuts: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
@@ -64,16 +71,33 @@ class PipelineTime:
         settings, layers = layout.pipeline, self._layers_of(layout)
         key = (*_sizes(layout), settings.schedule)
         if key not in self._cuts:
-            self._cuts[key] = cut_layers(_seconds(layers), _shape(settings), lambda place, stages: True)
+            self._cuts[key] = self._cut(layers, settings, lambda place, stages: True)
         cut = self._cuts[key]
         if cut is None:
             return None
         if not self._fits(replace(layout, cut=cut), fits):
-            cut = cut_layers(_seconds(layers), _shape(settings), fits)
+            cut = self._cut(layers, settings, fits)
         return None if cut is None else replace(layout, cut=cut)
 
+    def _cut(
+        self, layers: Sequence[Sequence[LayerTime]], settings: PipelineSettings, fits: Fits
+    ) -> tuple[int, ...] | None:
+        """The best cut between groups."""
+
+        def groups_fit(place: int, stages: Sequence[range]) -> bool:
+            return fits(place, [range(self._ends[stage.start], self._ends[stage.stop]) for stage in stages])
+
+        of_groups = [[sum(each[a:b]) for a, b in itertools.pairwise(self._ends)] for each in _seconds(layers)]
+        counts = cut_layers(of_groups, _shape(settings), groups_fit)
+        return None if counts is None else self._layers_in(counts)
+
+    def _layers_in(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of layers of stages with these numbers of groups."""
+        ends = [self._ends[number] for number in itertools.accumulate(counts)]
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *ends)))
+
     def refined(self, layout: ParallelLayout, step_s: Callable[[ParallelLayout], float], fits: Fits) -> ParallelLayout:
-        """The layout with a cut that is not slower than those with one layer less in a stage and one more in another.
+        """The layout with a cut that is not slower than those with one group less in a stage and one more in another.
 
         The slowest rank is not all that decides: stages of unequal length wait for each other, and the rank with most
         parameters updates last.
@@ -83,12 +107,23 @@ class PipelineTime:
         """
         best, seconds = layout, step_s(layout)
         while True:
-            moved = [other for other in _neighbours(best) if self._fits(other, fits)]
+            moved = [other for other in self._neighbours(best) if self._fits(other, fits)]
             times = [step_s(other) for other in moved]
             if not times or min(times) >= seconds * (1 - _ROUNDING):
                 return best
             seconds = min(times)
             best = moved[times.index(seconds)]
+
+    def _neighbours(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
+        """The cuts with one group less in a stage and one more in another."""
+        ends = [self._ends.index(end) for end in itertools.accumulate(layout.cut)]
+        counts = [end - begin for begin, end in itertools.pairwise((0, *ends))]
+        for less, more in itertools.permutations(range(len(counts)), 2):
+            changed = list(counts)
+            changed[less] -= 1
+            changed[more] += 1
+            if changed[less] > 0:
+                yield replace(layout, cut=self._layers_in(changed))
 
     def _fits(self, layout: ParallelLayout, fits: Fits) -> bool:
         assert layout.pipeline is not None
@@ -116,16 +151,6 @@ class PipelineTime:
             }
             self._layers[key] = [on[id(nodes)] for nodes in slowest]
         return self._layers[key]
-
-
-def _neighbours(layout: ParallelLayout) -> Iterator[ParallelLayout]:
-    """The cuts with one layer less in a stage and one more in another."""
-    for less, more in itertools.permutations(range(len(layout.cut)), 2):
-        cut = list(layout.cut)
-        cut[less] -= 1
-        cut[more] += 1
-        if cut[less] > 0:
-            yield replace(layout, cut=tuple(cut))
 
 
 def _sizes(layout: ParallelLayout) -> tuple[int, ...]:

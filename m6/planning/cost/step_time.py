@@ -65,8 +65,13 @@ class TimeModel:
         self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
         self._computes: dict[tuple[int, int, int, bool], StepTime] = {}
         self._exchanges: dict[tuple[int, int, int], int] = {}
+        sharing = config.planned_sharing
         self.pipeline = PipelineTime(
-            cluster, lambda nodes, layout: self._on(nodes).layers(layout), self._stage_message_s, self.dtype
+            cluster,
+            lambda nodes, layout: self._on(nodes).layers(layout),
+            self._stage_message_s,
+            self.dtype,
+            [1] * config.model.num_layers if sharing is None else sharing.group_sizes,
         )
         self._others: dict[int, TimeModel] = {}
 

@@ -20,9 +20,9 @@ def alternatives(planner: Planner, result: SearchResult) -> list[str]:
     lines: list[str] = []
     best = result.best
     if planner.cluster.num_devices > 1:
-        other = result.fastest.get(best.layout.pp_size == 1)
+        other = result.fastest(pipeline=best.layout.pp_size == 1)
         lines.append("- Pipelines: none runs and fits." if other is None else _comparison(best, other))
-        pipeline = result.fastest.get(True)
+        pipeline = result.fastest(pipeline=True)
         if pipeline is not None:
             lines += [_delay_line(pipeline), _slice_line(planner, pipeline)]
     if planner.cluster.is_mixed:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from m6.config.checks import tree_refusal
 from m6.config.pipeline import PipelineSettings
+from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import markdown_table
@@ -58,6 +59,7 @@ class Feasibility:
         Args:
             lifted: kinds of refusals that do not count, to price what is not implemented yet.
         """
+        layout = self.with_whole_groups(layout)
         found = self._refused_by_model(layout, lifted)
         if found is not None:
             return found
@@ -78,7 +80,16 @@ class Feasibility:
 
     def explain(self, layout: ParallelLayout) -> Refusal | None:
         """The first reason against ``layout``, or None; validated for this layout alone."""
+        layout = self.with_whole_groups(layout)
         return self._refused_by_model(layout, ()) or _refused_by_validation(self.config, layout)
+
+    def with_whole_groups(self, layout: ParallelLayout) -> ParallelLayout:
+        """``layout``; if layers share weights and its pipeline has no cut, one between groups of such layers."""
+        sharing = self.config.planned_sharing
+        if layout.pipeline is None or layout.cut or sharing is None:
+            return layout
+        num_stages = layout.pp_size * layout.pipeline.stages_per_rank()
+        return replace(layout, cut=tuple(cut_between_groups(num_stages, sharing) or ()))
 
     def _refused_by_model(self, layout: ParallelLayout, lifted: Collection[RefusalKind]) -> Refusal | None:
         """Arithmetic, and features that the model does not have."""
@@ -110,7 +121,7 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             "experts",
         )
     if layout.pipeline is not None:
-        refusal = _refused_pipeline(layout.pipeline, model.num_layers, accumulation)
+        refusal = _refused_pipeline(layout.pipeline, config, accumulation)
         if refusal is not None:
             return Refusal("pipeline", refusal)
     if config.m6.training.deterministic is not None:
@@ -123,9 +134,11 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
     return None
 
 
-def _refused_pipeline(settings: PipelineSettings, num_layers: int, micro_batches: int) -> str | None:
+def _refused_pipeline(settings: PipelineSettings, config: RunConfig, micro_batches: int) -> str | None:
     try:
-        settings.check_cut(num_layers)
+        settings.check_cut(config.model.num_layers)
+        if config.planned_sharing is not None:
+            check_sharing(settings, config.planned_sharing)
     except UserError as error:
         return str(error)
     return settings.micro_batches_refusal(micro_batches)

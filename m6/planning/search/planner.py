@@ -187,18 +187,19 @@ class Planner:
     def _too_slow(self, layout: ParallelLayout, result: SearchResult, num_plans: int) -> bool:
         """Whether the layout's bound is above the slowest plan and above the fastest of its kind: then it can displace
         none of them."""
-        alike = result.fastest.get(layout.pp_size > 1)
+        alike = result.fastest(pipeline=layout.pp_size > 1)
         if len(result.plans) < num_plans or alike is None:
             return False
         slowest = max(result.plans[-1].time.total, result.plans[0].time.total * (1 + TIME_TOLERANCE))
         return self.time.lower_bound(layout) > max(slowest, alike.time.total)
 
     def with_cut(self, layout: ParallelLayout) -> ParallelLayout:
-        """The layout with the cut of its pipeline whose slowest rank is fastest and that fits the memory; with equal
-        stages if none fits."""
-        if layout.pp_size == 1 or layout.cut or self._is_hopeless(layout):
+        """The layout with the cut of its pipeline whose slowest rank is fastest and that fits the memory; with about
+        equal stages if none fits."""
+        if layout.pp_size == 1 or layout.cut:
             return layout
-        return self.time.pipeline.with_cut(layout, self._fits(layout)) or layout
+        found = None if self._is_hopeless(layout) else self.time.pipeline.with_cut(layout, self._fits(layout))
+        return found or self.feasibility.with_whole_groups(layout)
 
     def _is_hopeless(self, layout: ParallelLayout) -> bool:
         """Whether all devices together do not hold weights, gradients and optimizer states, which no cut changes."""
@@ -228,10 +229,12 @@ class Planner:
 
         return fits
 
-    def _contents(self, stage: range) -> tuple[int, int, bool, bool]:
+    def _contents(self, stage: range) -> tuple[int | bool, ...]:
         """What decides the memory of a stage."""
-        is_sparse = self.memory.model.is_sparse
-        return len(stage), sum(is_sparse[stage.start : stage.stop]), stage.start == 0, stage.stop == len(is_sparse)
+        is_sparse, sharing = self.memory.model.is_sparse, self.memory.sharing
+        stored = stage if sharing is None else sorted(set(map(sharing.first_layer, stage)))
+        sparse = (sum(map(is_sparse.__getitem__, layers)) for layers in (stage, stored))
+        return len(stage), len(stored), *sparse, stage.start == 0, stage.stop == len(is_sparse)
 
     def memory_rejection(self, layout: ParallelLayout) -> Rejection | None:
         """The memory that ``layout`` exceeds, or None; of several ranks of a pipeline the one that lacks most."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from m6.config.pipeline import Schedule
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryFootprint
@@ -56,14 +57,14 @@ class SearchResult:
         visited: number of candidates.
         tally: how many candidates were rejected for each reason, or priced.
         nearest: the candidate that the code can run and that lacks the fewest bytes.
-        fastest: with a pipeline (True) and without one.
+        of_schedules: the fastest without a pipeline (None), and of each schedule of one.
     """
 
     plans: list[PricedLayout] = field(default_factory=list)
     visited: int = 0
     tally: dict[str, int] = field(default_factory=dict)
     nearest: Rejection | None = None
-    fastest: dict[bool, PricedLayout] = field(default_factory=dict)
+    of_schedules: dict[Schedule | None, PricedLayout] = field(default_factory=dict)
 
     @property
     def best(self) -> PricedLayout:
@@ -81,23 +82,33 @@ class SearchResult:
     def add(self, plan: PricedLayout) -> None:
         """Adds a plan."""
         self.plans.append(plan)
-        alike = self.fastest.setdefault(plan.layout.pp_size > 1, plan)
+        alike = self.of_schedules.setdefault(_schedule(plan), plan)
         if plan.time.total < alike.time.total:
-            self.fastest[plan.layout.pp_size > 1] = plan
+            self.of_schedules[_schedule(plan)] = plan
+
+    def fastest(self, pipeline: bool) -> PricedLayout | None:
+        """The fastest layout with a pipeline, or without one; None if there is none."""
+        alike = (plan for schedule, plan in self.of_schedules.items() if (schedule is not None) == pipeline)
+        return min(alike, key=_seconds, default=None)
 
     def refine(self, improve: Callable[[PricedLayout], PricedLayout]) -> None:
         """Replaces every plan by what ``improve`` makes of it."""
-        plans = {plan.layout: plan for plan in (*self.plans, *self.fastest.values())}
+        plans = {plan.layout: plan for plan in (*self.plans, *self.of_schedules.values())}
         improved = {layout: improve(plan) for layout, plan in plans.items()}
         self.plans = sorted((improved[plan.layout] for plan in self.plans), key=_seconds)
         # What was the fastest of its kind need not be it any more.
-        for with_pipeline in self.fastest:
-            alike = (plan for plan in improved.values() if (plan.layout.pp_size > 1) == with_pipeline)
-            self.fastest[with_pipeline] = min(alike, key=_seconds)
+        for schedule in self.of_schedules:
+            self.of_schedules[schedule] = min(
+                (plan for plan in improved.values() if _schedule(plan) == schedule), key=_seconds
+            )
 
     def count(self, reason: str) -> None:
         """Adds a candidate to the tally."""
         self.tally[reason] = self.tally.get(reason, 0) + 1
+
+
+def _schedule(plan: PricedLayout) -> Schedule | None:
+    return plan.layout.schedule if plan.layout.pp_size > 1 else None
 
 
 def _seconds(plan: PricedLayout) -> float:

@@ -110,7 +110,7 @@ def build_engine(
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if groups is not None:
-        return PipelineEngine(initialized, config, runtime.device)
+        return PipelineEngine(initialized, config, runtime.device, sharing)
     if engine_type is None:
         engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)

@@ -16,6 +16,7 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
+from m6.model.sharing import Sharing, share_layers
 from m6.model.stages import ModelStage
 from m6.training.engine.clipping import gradient_norm, shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
@@ -50,13 +51,18 @@ class PipelineEngine(Engine):
 
     The token embedding belongs to the first stage. If the last one is on another rank, it has a copy for its logits,
     which is sent before each step. The copy's gradient is added to that of the first stage.
+
+    Args:
+        sharing: as in ``build_model``.
     """
 
-    def __init__(self, deepspeed: DeepSpeedEngine, config: RunConfig, device: torch.device) -> None:
+    def __init__(
+        self, deepspeed: DeepSpeedEngine, config: RunConfig, device: torch.device, sharing: Sharing | None
+    ) -> None:
         super().__init__(deepspeed, config, device)
         assert config.pipeline is not None
         self._groups: PipelineGroups = deepspeed.mpu
-        self._config = config
+        self._config, self._sharing = config, sharing
         self.averaged_over = 1
         self.replicas = self._groups.replicas
         self._same_experts = expert_group("expert_data_parallel", config.m6.training.ep_size) or self.replicas
@@ -138,6 +144,8 @@ class PipelineEngine(Engine):
         """The names of the whole model."""
         with torch.device("meta"):
             whole = M6ForConditionalGeneration(self._config.model)
+        if self._sharing is not None:
+            share_layers(whole, self._sharing)
         return {name for name, _ in (*whole.named_parameters(), *whole.named_buffers())}
 
     # The stages
@@ -166,8 +174,9 @@ class PipelineEngine(Engine):
         shape = (1, config.m6.data.sequence_length, config.model.hidden_size)
         row = torch.empty(shape, dtype=self._dtype, device="meta")
         num_stages = len(config.pipeline.cut(config.model.num_layers))
-        # The second half of a backward pass would compute a block that is not kept again for each few parameters.
-        splits = not config.m6.training.activation_checkpointing
+        # The second half of a backward pass would compute a block that is not kept again for each few parameters, and
+        # a gradient of layers that share a weight is whole only with all of them.
+        splits = not config.m6.training.activation_checkpointing and self._sharing is None
         return [
             NumberedStage(
                 _StageOfStep(stage, self._pass),

@@ -42,6 +42,7 @@ class Stage:
         # A checkpoint that was saved for the switch holds the Pseudo model and a switch_step: resuming delinks it.
         self.is_pseudo = self.settings is not None and self.switch_step is None
         self._num_layers = config.model.num_layers
+        self._compares_layers = config.pipeline is None  # of which a rank of a pipeline has a part
         self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
     @property
@@ -84,7 +85,9 @@ class Stage:
 
     def measures(self, step: int) -> bool:
         """Whether the layers' gradients are compared in the step after ``step`` steps."""
-        return self.settings is not None and (step + 1) % self.settings.correlation_interval_steps == 0
+        if self.settings is None or not self._compares_layers:
+            return False
+        return (step + 1) % self.settings.correlation_interval_steps == 0
 
     def observe(self, step: int, loss: float, correlations: list[float] | None) -> None:
         """Decides after a step whether the Pseudo stage ends; every rank calls this method.

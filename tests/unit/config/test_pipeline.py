@@ -1,14 +1,20 @@
 """The section m6.parallel.pipeline: how layers are cut, and what it refuses."""
 
+import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from m6.config.checks import check_world_size
 from m6.config.pipeline import PipelineSettings
+from m6.config.pipeline_sharing import check_sharing, cut_between_groups, keeps_groups
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
+from m6.model.sharing import PARTS, Sharing
 from m6.planning.search.configuration import layout_of
 from tests.fixtures.offload_sections import SMALL
 from tests.fixtures.tiny_run import tiny_document
@@ -60,7 +66,21 @@ REFUSED = {
     "reduction": (PLAIN, {"zero_optimization": {"stage": 1, "overlap_comm": True}}, r"overlap_comm: .* leave it out"),
     "timers": (PLAIN, {"wall_clock_breakdown": True}, "wall_clock_breakdown"),
     "deterministic": (PLAIN, {"m6__training__deterministic": "any_world"}, "deterministic"),
-    "Pseudo": (PLAIN, {"m6__pseudo_to_real": {"switch_step": 2}}, r"m6\.pseudo_to_real: layers that share weights"),
+    "one group": (
+        PLAIN,
+        {"m6__pseudo_to_real": {"switch_step": 2}},
+        r"layers 1 and 2 share weights .*num_groups 1\), but are in different stages; .*use .*num_groups 2",
+    ),
+    "groups": (
+        {**PLAIN, "layers": [1, 3]},
+        {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 2}},
+        r'layers 0 and 1 share weights .*use "layers": \[2, 2\]',
+    ),
+    "correlation": (
+        PLAIN,
+        {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 2, "switch": "gradient_correlation"}},
+        r'switch "gradient_correlation": it compares gradients of layers that are on several ranks .*another rule',
+    ),
     "scope": (PLAIN, {"m6__moe__balance_scope": "global_batch"}, "balance_scope"),
     "modules of autocast": (
         PLAIN,
@@ -88,6 +108,25 @@ def test_refused(tmp_path: Path, case: str):
     pipeline, changes, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         run(tmp_path, pipeline, **changes)
+
+
+@given(data=st.data())
+def test_layers_that_share_weights_are_in_one_stage(data: st.DataObject):
+    layers = data.draw(st.integers(2, 12))
+    sharing = Sharing(layers, data.draw(st.integers(1, layers - 1)), PARTS)
+    stages = data.draw(st.integers(2, layers))
+    between = cut_between_groups(stages, sharing)
+    assert (between is None) == (stages > sharing.num_groups)
+    ends = sorted(data.draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
+    anywhere = [end - begin for begin, end in itertools.pairwise((0, *ends, layers))]
+    for cut in (anywhere, between or anywhere):
+        settings = PipelineSettings(num_ranks=len(cut), layers=cut)
+        first = [sharing.first_layer(layer) for layer in range(layers)]
+        whole = all(first[end - 1] != first[end] for end in itertools.accumulate(cut) if end < layers)
+        assert keeps_groups(settings.cut(layers), sharing) == whole
+        assert whole or cut is not between
+        with contextlib.nullcontext() if whole else pytest.raises(UserError, match="share weights"):
+            check_sharing(settings, sharing)
 
 
 WORLDS = {

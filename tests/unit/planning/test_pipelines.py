@@ -15,6 +15,7 @@ from m6.planning.search.alternatives import alternatives
 from m6.planning.search.configuration import configure, layout_of, parse_forced
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection
+from m6.planning.search.stages import training_stages
 from tests.fixtures.plans import brute_force, planner, small_base
 
 PERFECT = Profile(bandwidth_efficiency=1.0, link_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
@@ -41,8 +42,24 @@ def test_pipelines_are_those_of_brute_force_over_every_cut(cluster: Cluster, row
     assert found.plans[0].time.total == every[0].time.total
     pipelines = [plan for plan in every if plan.layout.pp_size > 1]
     assert len(pipelines) > 50
-    assert found.fastest[True].time.total == pytest.approx(pipelines[0].time.total, rel=1e-12)
-    assert found.fastest[True].time.bubble > 0
+    assert found.fastest(pipeline=True).time.total == pytest.approx(pipelines[0].time.total, rel=1e-12)
+    assert found.fastest(pipeline=True).time.bubble > 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 5])
+def test_pipelines_of_a_pseudo_stage_keep_its_groups(num_groups: int):
+    """Both stages, against every cut; with one group there is no pipeline."""
+    document = small_base(8, num_layers=7).document
+    document["m6"]["pseudo_to_real"] = {"switch_step": 10, "num_groups": num_groups}
+    for subject in training_stages(Planner(parse_config(document), few(4))):
+        every = brute_force(subject, every_cut=True)
+        found = subject.search(5)
+        assert found.plans[0].time.total == every[0].time.total
+        pipelines = [plan for plan in every if plan.layout.pp_size > 1]
+        assert bool(pipelines) == (num_groups > 1) == (found.fastest(pipeline=True) is not None)
+        if pipelines:
+            assert found.fastest(pipeline=True).time.total == pytest.approx(pipelines[0].time.total, rel=1e-12)
+            parse_config(configure(subject.config, found.fastest(pipeline=True).layout))
 
 
 def test_fast_devices_get_more_layers():
@@ -108,7 +125,7 @@ def test_a_plan_names_the_best_with_and_without_a_pipeline():
     subject = Planner(small_base(16, num_layers=8), few(4))
     result = subject.search()
     text = "\n".join(alternatives(subject, result))
-    assert f"the fastest layout with one, {result.fastest[True].layout}, takes" in text
+    assert f"the fastest layout with one, {result.fastest(pipeline=True).layout}, takes" in text
     forced = Planner(small_base(16, num_layers=8), few(4), forced={"pp_size": 2})
     assert "none runs and fits" in "\n".join(alternatives(forced, forced.search()))
 
