@@ -93,6 +93,18 @@ class PipelineSettings(Section):
                 f"{num_layers}; use {equal_sizes(num_layers, len(self.layers))}, or leave it out"
             )
 
+    def check_experts(self, model: M6Config) -> None:
+        """Raises UserError if a rank has no layer with experts to offload."""
+        cut = self.cut(model.num_layers)
+        for rank in range(self.num_ranks):
+            layers = [layer for stage in self.stages_of(rank) for layer in cut[stage]]
+            if not any(map(model.is_moe_layer, layers)):
+                raise UserError(
+                    f"m6.offload: rank {rank} of m6.parallel.pipeline has layers {layers}, none of which has experts "
+                    f"(m6.model.moe_layer_frequency {model.moe_layer_frequency}); give it one by "
+                    "m6.parallel.pipeline.layers, or use fewer ranks"
+                )
+
     def micro_batches_refusal(self, micro_batches: int) -> str | None:
         """Why a pipeline cannot run this number of micro-batches in a step, and the nearest number; None if it can."""
         least = (2 if self.is_v else 1) * self.num_ranks
@@ -129,6 +141,8 @@ def equal_sizes(num_layers: int, stages: int) -> list[int]:
 def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
     """Raises UserError if the run asks for something that does not work with a pipeline, or would be ignored."""
     pipeline.check_cut(model.num_layers)
+    if run.offload is not None:
+        pipeline.check_experts(model)
     if deepspeed.zero_stage > 1:
         raise UserError(
             f"zero_optimization.stage {deepspeed.zero_stage} divides gradients after each micro-batch, but with "
@@ -165,7 +179,6 @@ def _refused_sections(run: M6Settings) -> list[tuple[str, bool, str]]:
             run.training.deterministic is not None,
             "it adds up whole gradients of one rank, which has a part of them with m6.parallel.pipeline",
         ),
-        ("m6.offload", run.offload is not None, "the store has experts of whole models, not of m6.parallel.pipeline"),
         ("m6.lora", run.lora is not None, "adapters do not train with m6.parallel.pipeline"),
         (
             'm6.pseudo_to_real.switch "gradient_correlation"',

@@ -110,8 +110,8 @@ class PseudoToRealSettings(Section):
     )
     correlation_interval_steps: PositiveInt = Field(
         100,
-        description="steps between measurements of the correlation of adjacent layers' gradients; it is also a metric, but "
-        "not with m6.parallel.pipeline",
+        description="steps between measurements of the correlation of adjacent layers' gradients; it is also a metric, "
+        "but not with m6.parallel.pipeline",
     )
     correlation_threshold: float = Field(
         0.5,

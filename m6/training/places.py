@@ -62,6 +62,13 @@ class Places:
         return [list(ranks) for ranks in zip(*self.replicas(), strict=True)]
 
 
+def layers_of(config: RunConfig, pipeline_rank: int) -> set[int]:
+    """The layers at a place in the pipelines of a run."""
+    assert config.pipeline is not None
+    cut = config.pipeline.cut(config.model.num_layers)
+    return {layer for stage in config.pipeline.stages_of(pipeline_rank) for layer in cut[stage]}
+
+
 def stages_in_words(config: RunConfig, pipeline_rank: int) -> str:
     """The stages and layers at a place in the pipelines of a run."""
     assert config.pipeline is not None

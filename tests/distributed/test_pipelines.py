@@ -22,6 +22,7 @@ from m6.planning.search.planner import Planner
 from scripts.benchmarks.pipeline_bubbles import bubble, formula, recording
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries, open_trainer
+from tests.distributed.test_offloading import OFFLOAD
 from tests.distributed.test_training_layouts import MUON, ROUTING, losses, norms, train
 from tests.fixtures.tiny_run import tiny_document
 
@@ -172,6 +173,26 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         0,
         2,
     ),
+    "offloaded": ({"m6__offload": OFFLOAD}, pipeline(2, "1f1b", [3, 2]), 1, 2),
+    "offloaded on every rank": (
+        {
+            "m6__offload": {"device_budget_mib": 5000.0, "optimizer": {"type": "Adafactor", "lr": 1e-2}},
+            "m6__model__moe_layer_frequency": 2,
+        },
+        pipeline(2, "zbv", [2, 1, 1, 1]),
+        0,
+        1,
+    ),
+    "offloaded pseudo": (
+        {
+            "m6__offload": {**OFFLOAD, "rules": [*OFFLOAD["rules"], {"tensor": "activation", "place": "host"}]},
+            "m6__pseudo_to_real": {"switch_step": 2, "num_groups": 4},
+            "m6__training__activation_checkpointing": True,
+        },
+        pipeline(2, "interleaved_zero_bubble", [2, 1, 1, 1]),
+        1,
+        2,
+    ),
     "adafactor": (
         {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}},
         pipeline(2, "interleaved_1f1b"),
@@ -213,8 +234,8 @@ def trained(folder: Path) -> Path:
         alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
         parallel = {"m6__parallel__pipeline": stages, "m6__training__ep_size": ep_size}
         together.append((document(folder, zero, **changes, **parallel), folder / name))
-    run_distributed(train_all, 1, alone)
-    run_distributed(train_all, 4, together)
+    run_distributed(train_all, 1, alone, timeout_s=600)
+    run_distributed(train_all, 4, together, timeout_s=600)
     return folder
 
 
@@ -263,6 +284,28 @@ def test_precisions(trained: Path, name: str):
         scales = reported(found, "loss_scale", "skipped_steps")
         assert scales == reported(expected, "loss_scale", "skipped_steps")
         assert {skipped for _, skipped in scales} == {0, 1}
+
+
+def offload_as_planned(runs: list[tuple[dict[str, Any], Path]]) -> None:
+    """The dry trace has the uses of the first step, and no step has a use that its plan does not know."""
+    for each, root in runs:
+        trainer = open_trainer(each, root)
+        runtime = trainer.engine.offloaded.runtime
+        planned = [(moment.chunk, moment.backward) for moment in runtime.plan.trace.moments]
+        trainer.train(stop_after=2)
+        assert [(moment.chunk, moment.backward) for moment in runtime.trace.moments] == planned
+        assert len(planned) > 0
+        assert runtime.statistics.num_misses == runtime.statistics.num_evictions == 0
+
+
+def test_plans_of_offloaded_experts_know_the_schedule(folder: Path):
+    """With a budget that holds some of the chunks, in the order of the passes of several micro-batches."""
+    tight = {"device_budget_mib": 5.0, "chunk_mib": 0.02}
+    runs = [
+        (document(folder, m6__offload=tight, m6__parallel__pipeline=stages), folder / f"planned {number}")
+        for number, stages in enumerate((pipeline(2, "1f1b", [3, 2]), pipeline(2, "zbv"), pipeline(2, "dualpipev")))
+    ]
+    run_distributed(offload_as_planned, 2, runs)
 
 
 def test_what_the_planner_writes_runs(folder: Path):

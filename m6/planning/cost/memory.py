@@ -54,6 +54,7 @@ class MemoryFootprint:
         update: temporaries of the optimizer's step, when the activations are freed.
         process: driver, libraries and allocator; calibrated, 0 by default.
         host: states of the rank in host memory.
+        store: of ``host``, what ``m6.offload`` holds: experts with their gradients and optimizer state.
         host_process: the program itself in host memory; calibrated, 0 by default.
     """
 
@@ -65,6 +66,7 @@ class MemoryFootprint:
     update: int = 0
     process: int = 0
     host: int = 0
+    store: int = 0
     host_process: int = 0
 
     @property
@@ -79,8 +81,8 @@ class MemoryFootprint:
         return self.resident + max(self.activations + self.buckets, self.update)
 
     def parts(self) -> dict[str, int]:
-        """The bytes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The bytes by name; they add up."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "store"}
 
 
 class MemoryModel:
@@ -109,7 +111,7 @@ class MemoryModel:
         self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
         self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
         self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
-        self._stores: dict[tuple[int, int, bool], int] = {}
+        self._stores: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], int] = {}
 
     def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
         """The footprint of the fullest rank."""
@@ -132,7 +134,7 @@ class MemoryModel:
             copy *= self.precision.weights
             states = replace(states, weights=states.weights + copy, gradients=states.gradients + copy)
         if layout.stream_experts:
-            states = self._with_streamed_experts(states, layout)
+            states = self._with_streamed_experts(states, layout, self._part(layout, stages))
         return replace(
             states,
             activations=self._activation_bytes(layout, place, stages),
@@ -150,11 +152,15 @@ class MemoryModel:
         return [self._counts_of(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
 
     def _counts_of(self, layout: ParallelLayout, stages: Sequence[range]) -> ParameterCounts:
-        part = self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
+        part = self._part(layout, stages)
         key = (layout.ep_size, layout.stream_experts, part.blocks)
         if key not in self._counts:
             self._counts[key] = count_parameters(part, layout.ep_size, with_experts=not layout.stream_experts)
         return self._counts[key]
+
+    def _part(self, layout: ParallelLayout, stages: Sequence[range]) -> FoldedModel:
+        """What a rank with these stages has of the model."""
+        return self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
 
     def _stages(self, layout: ParallelLayout, place: int) -> list[range]:
         num_layers, pipeline = self.config.model.num_layers, layout.pipeline
@@ -164,8 +170,15 @@ class MemoryModel:
         return [cut[stage] for stage in pipeline.stages_of(place)]
 
     def streamed_experts(self, layout: ParallelLayout) -> int:
-        """Elements of the experts that a rank streams, before tensor parallelism divides them."""
-        return stored_numel(self.model, layout.ep_size) if layout.stream_experts else 0
+        """Elements of the experts that the rank with most of them streams, before tensor parallelism divides them."""
+        return max(self.streamed_of_ranks(layout))
+
+    def streamed_of_ranks(self, layout: ParallelLayout) -> list[int]:
+        """The same of each rank of a pipeline."""
+        if not layout.stream_experts:
+            return [0] * layout.pp_size
+        parts = (self._part(layout, self._stages(layout, place)) for place in range(layout.pp_size))
+        return [stored_numel(part, layout.ep_size) for part in parts]
 
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""
@@ -296,24 +309,27 @@ class MemoryModel:
             host=owned * width if on_host else 0,
         )
 
-    def _with_streamed_experts(self, dense: MemoryFootprint, layout: ParallelLayout) -> MemoryFootprint:
+    def _with_streamed_experts(
+        self, dense: MemoryFootprint, layout: ParallelLayout, part: FoldedModel
+    ) -> MemoryFootprint:
         """``dense`` with two layers' expert weights and one layer's gradients on the device, the rest on the host."""
         store = self.expert_store(layout)
         layer = math.ceil(layer_numel(self.model, layout.ep_size) / layout.tp_size) * store.weight_bytes
+        stored = self._stored_experts(layout, store, part)
         return replace(
             dense,
             weights=dense.weights + _STREAM_WINDOW_LAYERS * layer,
             gradients=dense.gradients + layer,
-            host=dense.host + self.stored_experts(layout),
+            host=dense.host + stored,
+            store=stored,
         )
 
-    def stored_experts(self, layout: ParallelLayout) -> int:
+    def _stored_experts(self, layout: ParallelLayout, store: ExpertStore, part: FoldedModel) -> int:
         """Bytes of host memory that a rank's streamed experts take."""
-        store = self.expert_store(layout)
         gradient = 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
-        key = layout.ep_size, gradient, store.next_weights == "copy"
+        key = layout.ep_size, gradient, store.next_weights == "copy", part.blocks
         if key not in self._stores:
-            self._stores[key] = store.host_bytes(self.model, layout.ep_size)
+            self._stores[key] = store.host_bytes(part, layout.ep_size)
         return math.ceil(self._stores[key] / layout.tp_size)
 
 

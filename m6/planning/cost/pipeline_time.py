@@ -28,6 +28,7 @@ class PipelineTime:
         message_s: seconds of the hidden states of a micro-batch from a rank to the next.
         dtype: of matrix products, by which the slowest devices of a place in the pipeline are known.
         groups: the numbers of consecutive layers that belong into one stage, in the order of the model.
+        splits: whether schedules may split backward passes: not while layers share weights.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class PipelineTime:
         message_s: Callable[[ParallelLayout], float],
         dtype: str,
         groups: Sequence[int],
+        splits: bool,
     ) -> None:
+        self._splits = splits
         self._ends = [0, *itertools.accumulate(groups)]
         self._cluster, self._layers_on, self._message_s, self._dtype = cluster, layers_on, message_s, dtype
         self._layers: dict[tuple[int, ...], list[list[LayerTime]]] = {}
@@ -46,19 +49,29 @@ class PipelineTime:
     def __call__(self, layout: ParallelLayout, steps: int) -> StepTime:
         """Seconds of the passes of ``steps`` micro-batches: those of the slowest rank, and how long it waits."""
         assert layout.pipeline is not None
-        settings, layers = layout.pipeline, self._layers_of(layout)
-        cut = settings.cut(len(layers[0]) - 2)
-        stages = [StageSeconds(0, 0, 0)] * len(cut)
-        ranks = []
-        for place, own in enumerate(layers):
-            held = [(stage, _items(own, cut[stage])) for stage in settings.stages_of(place)]
-            for stage, items in held:
-                stages[stage] = _stage_seconds(items, splits=not layout.checkpointing)
-            ranks.append(StepTime.sum_of(item.parts for _, items in held for item in items))
-        slowest = max(ranks, key=lambda time: time.compute + time.exchange)
+        settings = layout.pipeline
+        splits = self._splits and not layout.checkpointing and not layout.stream_experts
+        stages = [StageSeconds(0, 0, 0)] * (layout.pp_size * settings.stages_per_rank())
+        for held in self._held(layout):
+            for stage, items in held.items():
+                stages[stage] = _stage_seconds(items, splits)
+        slowest = max(self.ranks(layout), key=lambda time: time.compute + time.exchange)
         times = {name: seconds * steps for name, seconds in slowest.parts().items()}
         whole = step_s(settings, steps, stages, self._message_s(layout))
         return StepTime(**{**times, "bubble": whole - sum(times.values())})
+
+    def ranks(self, layout: ParallelLayout) -> list[StepTime]:
+        """Seconds of all passes of a micro-batch on each rank of the pipeline."""
+        return [StepTime.sum_of(item.parts for items in held.values() for item in items) for held in self._held(layout)]
+
+    def _held(self, layout: ParallelLayout) -> list[dict[int, list[LayerTime]]]:
+        """Place -> the number of each of its stages with what the stage computes."""
+        assert layout.pipeline is not None
+        settings, layers = layout.pipeline, self._layers_of(layout)
+        cut = settings.cut(len(layers[0]) - 2)
+        return [
+            {stage: _items(own, cut[stage]) for stage in settings.stages_of(place)} for place, own in enumerate(layers)
+        ]
 
     def least(self, layout: ParallelLayout, steps: int) -> float:
         """A lower bound for every cut: each layer on its fastest devices, equal shares for all ranks."""

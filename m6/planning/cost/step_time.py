@@ -72,6 +72,7 @@ class TimeModel:
             self._stage_message_s,
             self.dtype,
             [1] * config.model.num_layers if sharing is None else sharing.group_sizes,
+            splits=memory.sharing is None,
         )
         self._others: dict[int, TimeModel] = {}
 
@@ -86,18 +87,27 @@ class TimeModel:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
         ranks = [
-            self._on(nodes)._after(layout, steps, counts)
-            for nodes, counts in zip(self.pipeline.slowest_of(layout), self.memory.counts_of_ranks(layout), strict=True)
+            self._on(nodes)._after(layout, steps, counts, streamed, streaming)
+            for nodes, counts, streamed, streaming in zip(
+                self.pipeline.slowest_of(layout),
+                self.memory.counts_of_ranks(layout),
+                self.memory.streamed_of_ranks(layout),
+                self._streamings(layout, steps),
+                strict=True,
+            )
         ]
         return StepTime(**parts | max(ranks, key=lambda rank: sum(rank.values())))
 
-    def _after(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> dict[str, float]:
-        """Seconds by part of a rank with ``counts`` after the passes of a step."""
+    def _after(
+        self, layout: ParallelLayout, steps: int, counts: ParameterCounts, streamed: int, streaming: Streaming
+    ) -> dict[str, float]:
+        """Seconds by part of a rank with ``counts`` after the passes of a step, and those in which it waits for
+        ``streamed`` elements of experts."""
         update, host = self._update(layout, steps, counts)
         return {
-            "reduction": self.profile.factor("reduction") * self._reduction(layout, steps, counts),
+            "reduction": self.profile.factor("reduction") * self._reduction(layout, steps, counts, streamed),
             "update": self.profile.factor("update") * update,
-            "host": self.profile.factor("host") * host,
+            "host": self.profile.factor("host") * (host + streaming.exposed),
         }
 
     def _on(self, nodes: Nodes) -> TimeModel:
@@ -265,12 +275,12 @@ class TimeModel:
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
-    def _reduction(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> float:
+    def _reduction(self, layout: ParallelLayout, steps: int, counts: ParameterCounts, streamed: int) -> float:
         """Seconds of a step in which gradients are summed and weights gathered."""
         seconds = self.reduction(layout, steps, counts)
         if layout.stream_experts:
             replicas = expert_replicas(layout, self.nodes)
-            moved = self._streamed_experts(layout) * self.memory.expert_store(layout).weight_bytes
+            moved = math.ceil(streamed / layout.tp_size) * self.memory.expert_store(layout).weight_bytes
             seconds += steps * self._parts(layout) * self._collective("all_reduce", moved, replicas)
         return seconds
 
@@ -282,9 +292,6 @@ class TimeModel:
         if stage > 0:
             owned /= layout.dp_size
             owned_experts /= layout.dp_size // layout.ep_size
-        host = 0.0
-        if layout.stream_experts:
-            host = self._streaming(layout, steps).exposed
         owned += owned_experts
         # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
@@ -299,25 +306,33 @@ class TimeModel:
                 if measured is None
                 else measured / core_share(self.nodes)
             )
-            return owned * each + products + copies, host
+            return owned * each + products + copies, 0.0
         down = owned * (4 if steps == 1 else 2 * steps + 4)
         up = owned * (width if steps == 1 else width + 2 * steps)
         if layout.offload_params:
             up += owned * 4 * steps
         update = self.host.update_s(owned, self.config.deepspeed.optimizer_type)
         copies += products  # of partitions in host memory, too, the device computes them
-        return copies, host + (down + up) / self.host.copy_bytes_per_s + update
+        return copies, (down + up) / self.host.copy_bytes_per_s + update
 
-    def _streamed_experts(self, layout: ParallelLayout) -> int:
-        return math.ceil(self.memory.streamed_experts(layout) / layout.tp_size)
-
-    def _streaming(self, layout: ParallelLayout, steps: int) -> Streaming:
-        """The copies and updates of streamed experts in a step of ``steps`` micro-batches."""
-        computing, exchange = self._compute(layout).compute, self._exchange(layout)
-        passes = 4 if layout.checkpointing else 3
-        forward = computing / passes + exchange / (passes - 1)
-        store, numel = self.memory.expert_store(layout), self._streamed_experts(layout)
-        return self.host.streaming(numel, store, steps, self._parts(layout), forward, computing + exchange - forward)
+    def _streamings(self, layout: ParallelLayout, steps: int) -> list[Streaming]:
+        """The copies and updates of streamed experts in a step, on each rank of a pipeline."""
+        if not layout.stream_experts:
+            return [Streaming()] * layout.pp_size
+        if layout.pp_size > 1:
+            windows = [(rank.compute, rank.exchange) for rank in self.pipeline.ranks(layout)]
+        else:
+            windows = [(self._compute(layout).compute, self._exchange(layout))]
+        passes, store = 4 if layout.checkpointing else 3, self.memory.expert_store(layout)
+        found = []
+        for nodes, streamed, (computing, exchange) in zip(
+            self.pipeline.slowest_of(layout), self.memory.streamed_of_ranks(layout), windows, strict=True
+        ):
+            numel, forward = math.ceil(streamed / layout.tp_size), computing / passes + exchange / (passes - 1)
+            rest = computing + exchange - forward
+            host = self._on(nodes).host
+            found.append(host.streaming(numel, store, steps, self._parts(layout), forward, rest))
+        return found
 
     def _parts(self, layout: ParallelLayout) -> int:
         return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
@@ -328,5 +343,6 @@ class TimeModel:
         hidden = sum(self._routing(work, layout).hidden * count for work, count in self._work(layout))
         hidden *= steps / layout.pp_size
         if layout.stream_experts:
-            hidden += self._streaming(layout, steps).hidden * self.profile.factor("host")
+            slowest = max(self._streamings(layout, steps), key=lambda streaming: streaming.exposed)
+            hidden += slowest.hidden * self.profile.factor("host")
         return hidden

@@ -272,7 +272,7 @@ class Planner:
             yield "device memory", footprint.peak, budget, "in m6.offload.device_budget_mib"
         if not isinstance(store.host_budget_mib, str):
             budget = store.host_budget_mib * _MIB
-            yield "host memory", self.memory.stored_experts(layout), budget, "in m6.offload.host_budget_mib"
+            yield "host memory", footprint.store, budget, "in m6.offload.host_budget_mib"
 
     def neighbours(self, plan: PricedLayout) -> list[Rejection]:
         """The layouts that differ from ``plan`` in one choice, and why each of them is not better."""

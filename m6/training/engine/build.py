@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
@@ -27,11 +28,15 @@ from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
-from m6.training.places import Places
+from m6.training.places import Places, layers_of
 
 
 def build_model(
-    config: RunConfig, device: torch.device, sharing: Sharing | None = None, layers: set[int] | None = None
+    config: RunConfig,
+    device: torch.device,
+    sharing: Sharing | None = None,
+    layers: set[int] | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
     """Builds this rank's part of the model on ``device``.
 
@@ -43,6 +48,7 @@ def build_model(
     Args:
         sharing: what the layers of the Pseudo model share; None: the Real model.
         layers: those that this rank keeps; None: all.
+        replicas: the ranks that keep the same layers; None: all.
 
     Returns:
         the model, and its offloaded experts, if the run offloads them.
@@ -54,7 +60,7 @@ def build_model(
     if layers is not None:
         # After the split of experts, whose groups all ranks make, also those that keep none.
         keep_layers(model, layers)
-    offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing)
+    offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing, replicas)
     model.to_empty(device=device)
     model.tie_weights()
     initialize_parameters(model, training.seed)
@@ -80,12 +86,12 @@ def build_engine(
     groups = layers = None
     if config.pipeline is not None:
         groups = PipelineGroups(places, runtime.device)
-        cut = config.pipeline.cut(config.model.num_layers)
         # So that the log of a rank that fails or hangs names its part of the model.
         print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
-        layers = {layer for stage in config.pipeline.stages_of(places.pipeline_rank) for layer in cut[stage]}
+        layers = layers_of(config, places.pipeline_rank)
     deepspeed.utils.groups.mpu = groups
-    model, offloaded = build_model(config, runtime.device, sharing, layers)
+    replicas = None if groups is None else groups.replicas
+    model, offloaded = build_model(config, runtime.device, sharing, layers, replicas)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
@@ -110,7 +116,7 @@ def build_engine(
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if groups is not None:
-        return PipelineEngine(initialized, config, runtime.device, sharing)
+        return PipelineEngine(initialized, config, runtime.device, offloaded, sharing)
     if engine_type is None:
         engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)

@@ -25,6 +25,7 @@ from m6.training.engine.partitions import is_expert
 from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
 from m6.training.expert_groups import expert_group
+from m6.training.offloading.experts import OffloadedExperts
 from m6.training.places import stages_in_words
 from m6.training.reduction.buckets import buckets
 
@@ -57,9 +58,14 @@ class PipelineEngine(Engine):
     """
 
     def __init__(
-        self, deepspeed: DeepSpeedEngine, config: RunConfig, device: torch.device, sharing: Sharing | None
+        self,
+        deepspeed: DeepSpeedEngine,
+        config: RunConfig,
+        device: torch.device,
+        offloaded: OffloadedExperts | None,
+        sharing: Sharing | None,
     ) -> None:
-        super().__init__(deepspeed, config, device)
+        super().__init__(deepspeed, config, device, offloaded)
         assert config.pipeline is not None
         self._groups: PipelineGroups = deepspeed.mpu
         self._config, self._sharing = config, sharing
@@ -122,6 +128,8 @@ class PipelineEngine(Engine):
         self._deepspeed.step()
         if self._loss_scale is not None:
             self._loss_scale.change(skipped)
+        if self.offloaded is not None:
+            self.offloaded.update(self._learning_rate, norm, scale)
         finite = squares.isfinite().tolist()
         nonfinite = (stages_in_words(self._config, place) for place, each in enumerate(finite) if not each)
         return Update(norm, skipped, scale, tuple(nonfinite))
@@ -174,9 +182,10 @@ class PipelineEngine(Engine):
         shape = (1, config.m6.data.sequence_length, config.model.hidden_size)
         row = torch.empty(shape, dtype=self._dtype, device="meta")
         num_stages = len(config.pipeline.cut(config.model.num_layers))
-        # The second half of a backward pass would compute a block that is not kept again for each few parameters, and
-        # a gradient of layers that share a weight is whole only with all of them.
-        splits = not config.m6.training.activation_checkpointing and self._sharing is None
+        # The second half of a backward pass would compute a block that is not kept again for each few parameters, would
+        # need the weights of offloaded experts again, and has not the whole gradient of a weight that layers share.
+        training, offloaded = config.m6.training, self.offloaded
+        splits = not training.activation_checkpointing and offloaded is None and self._sharing is None
         return [
             NumberedStage(
                 _StageOfStep(stage, self._pass),
@@ -272,7 +281,8 @@ class PipelineEngine(Engine):
         dense = [gradient for parameter, gradient in gradients.items() if not is_expert(parameter)]
         places = self._groups.places
         squares = torch.zeros(places.pipeline_size, dtype=torch.float64, device=self._device)
-        norm = gradient_norm(dense, experts, self._expert_group, self._device)
+        offloaded = 0.0 if self.offloaded is None else self.offloaded.measure()
+        norm = gradient_norm(dense, experts, self._expert_group, self._device, offloaded)
         squares[places.pipeline_rank] = norm.double().square()
         dist.all_reduce(squares, group=self._groups.pipeline)
         return squares

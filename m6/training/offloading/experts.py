@@ -40,6 +40,7 @@ class OffloadedExperts:
             modules that read their weights from the offload runtime.
         torch_device: the device of the rest of the model.
         sharing: what the layers of the Pseudo model share; None: the Real model.
+        replicas: the ranks that hold the same layers; None: all.
 
     Attributes:
         runtime: holds and moves the experts.
@@ -55,6 +56,7 @@ class OffloadedExperts:
         config: RunConfig,
         torch_device: torch.device,
         sharing: Sharing | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         settings = config.expert_store
         assert settings is not None
@@ -63,9 +65,11 @@ class OffloadedExperts:
         self.squares = 0.0
         self._ep_size = config.m6.training.ep_size
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # The engine of "deterministic" sums gradients up itself, and multiplies no loss.
+        # The engine of "deterministic" sums gradients up itself. Neither it nor that of pipelines multiplies the loss.
         by_engine = config.m6.training.deterministic is not None
-        self._averaged_over = 1 if by_engine else world_size
+        self._averaged_over = 1 if by_engine or config.pipeline is not None else world_size
+        self._same_experts = expert_group("expert_data_parallel", self._ep_size) or replicas
+        copies = 1 if world_size == 1 else dist.get_world_size(self._same_experts)
         uses = experts_of(model)
         self._setup = setup = prepare(uses, config, torch_device, sharing)
         try:
@@ -81,7 +85,7 @@ class OffloadedExperts:
                 update_in_backward=settings.update == "backward",
                 next_weights=setup.next_weights,
                 plan=setup.plan,
-                reduce=None if by_engine or world_size == 1 else self._sum,
+                reduce=None if by_engine or copies == 1 else self._sum,
             )
         except ValueError as error:
             raise UserError(f"m6.offload: {error}") from None
@@ -248,8 +252,7 @@ class OffloadedExperts:
         When the caller asks for the next layer, values that it wrote into the fragments go back to the runtime.
         """
         # Ranks with the same experts hold the same values: each saves an equal share.
-        group = expert_group("expert_data_parallel", self._ep_size)
-        replica = (dist.get_rank(group), dist.get_world_size(group))
+        replica = (dist.get_rank(self._same_experts), dist.get_world_size(self._same_experts))
         for stack, (first_expert, num_experts) in self._stacks.items():
             for kind in self.runtime.kinds:
                 values = self.runtime.read(kind, stack)
@@ -260,7 +263,7 @@ class OffloadedExperts:
 
     def _sum(self, gradient: Tensor) -> None:
         """Sums a gradient in place over the ranks with the same experts."""
-        dist.all_reduce(gradient, group=expert_group("expert_data_parallel", self._ep_size))
+        dist.all_reduce(gradient, group=self._same_experts)
 
     def close(self) -> None:
         """Stops the host threads and frees all memory."""

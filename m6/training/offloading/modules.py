@@ -84,11 +84,12 @@ def offload_activations(
     then offloaded too, and with activation checkpointing the block's input. A module that several layers share is
     offloaded in all of them.
     """
-    if ("embedding", None) in parts:
+    if ("embedding", None) in parts and not isinstance(model.model.embeddings, nn.Identity):
         _offload_saved_tensors(model.model.embeddings, activations)
     wrapped: set[int] = set()
     for layer, block in enumerate(model.model.layers):
-        assert isinstance(block, M6Block)
+        if not isinstance(block, M6Block):
+            continue  # on another rank of a pipeline
         kinds = {kind for kind, part_layer in parts if part_layer == layer}
         modules = _modules(block)
         for module in [block] if kinds == set(modules) else [item for kind in kinds for item in modules[kind]]:

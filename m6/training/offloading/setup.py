@@ -14,6 +14,7 @@ from m6.config.offload_rules import LayerModule, resolve_activation_rules, resol
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import Sharing
+from m6.model.stages import keep_layers
 from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.planning.cost.memory import BUCKET_NUMEL
@@ -23,6 +24,8 @@ from m6.runs.processes import ranks_of_this_node
 from m6.training.fake_batch import fake_batch
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
+from m6.training.offloading.pipeline_passes import run_passes
+from m6.training.places import Places, layers_of
 from offload import (
     CudaDevice,
     Device,
@@ -136,7 +139,7 @@ def plan_offload(
     # Of the layers that share experts, and of the parts of a layer's tokens, each gives a gradient.
     parts = config.model.moe_config().exchange_parts(config.m6.training.ep_size)
     several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())
-    accumulation = config.deepspeed.accumulation_steps(world_size)
+    accumulation = config.accumulation_steps(world_size)
     gradient_dtype = gradient_dtype_of(settings, dtype, accumulation, several)
     next_weights = next_weights_of(config, accumulation, several)
     optimizer, scale = expert_optimizer(config)
@@ -202,7 +205,9 @@ def plan_offload(
 
     # Activations marked "auto" are offloaded only if no plan fits without that.
     setup = plan_with(places.host)
-    return plan_with(places.host | places.auto) if setup.plan is None and places.auto else setup
+    # The ranks of a pipeline have other layers, but the same layers on all of them are offloaded.
+    all_fit = _minimum_over_ranks(int(setup.plan is not None), world_size) == 1
+    return plan_with(places.host | places.auto) if not all_fit and places.auto else setup
 
 
 def dry_trace(
@@ -241,8 +246,13 @@ def dry_trace(
             return peak
 
     model = build_meta_model(config, sharing)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    places = Places(dist.get_rank() if dist.is_initialized() else 0, world_size, config.pipeline_size)
+    if config.pipeline is not None:
+        keep_layers(model, layers_of(config, places.pipeline_rank))
     constant = predict_memory(config, world_size, shape, sharing).optimizer_state
-    if config.deepspeed.zero_stage > 0:
+    if config.deepspeed.zero_stage > 0 and config.pipeline is None:
         # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model.
         section = config.deepspeed.keys["zero_optimization"]
         constant += int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
@@ -256,17 +266,18 @@ def dry_trace(
         model.to_empty(device="cpu")
         model.tie_weights()
         torch.nn.Module.to(model, dtype)
-        if training.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         batch = fake_batch(config, shape, world)
         # The second micro-batch differs from the first, since gradients exist already; all later ones equal the second.
-        accumulation = config.deepspeed.accumulation_steps(world_size)
-        traced = min(2, accumulation)
-        for _ in range(traced):
-            output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-            (output.target_losses.sum() + output.aux_loss).backward()
-            del output
+        accumulation = config.accumulation_steps(world_size)
+        traced = min(2, accumulation) if config.pipeline is None else accumulation
+        if config.pipeline is not None:
+            run_passes(model, config, places, batch)
+        else:
+            for _ in range(traced):
+                output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+                (output.target_losses.sum() + output.aux_loss).backward()
+                del output
         trace = dry.trace()
         saved = dry.activations
         down, up = (accumulation * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))

@@ -16,7 +16,6 @@ from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.model.sharing import PARTS, Sharing
 from m6.planning.search.configuration import layout_of
-from tests.fixtures.offload_sections import SMALL
 from tests.fixtures.tiny_run import tiny_document
 
 
@@ -98,7 +97,11 @@ REFUSED = {
         r"m6\.training\.batch_ramp: a schedule",
     ),
     "LAMB": (PLAIN, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, r'optimizer\.type "Lamb": its norms'),
-    "offloading": (PLAIN, {"m6__offload": SMALL}, r"m6\.offload: the store"),
+    "nothing to offload": (
+        {**ZBV, "layers": [1, 2, 1, 1]},
+        {"m6__offload": {"device_budget_mib": 99.0}, "m6__model__num_layers": 5, "m6__model__moe_layer_frequency": 2},
+        r"m6\.offload: rank 0 of m6\.parallel\.pipeline has layers \[0, 4\], none of which has experts",
+    ),
     "adapters": (PLAIN, {"m6__lora": {"targets": ["experts"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters"),
 }
 

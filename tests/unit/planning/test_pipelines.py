@@ -114,11 +114,25 @@ def test_refusals_name_the_rule():
         found = subject.evaluate(replace(base, **changes))
         assert isinstance(found, Rejection)
         assert re.search(reason, found.reason), found.reason
-    streamed = planner("m6_1t", "v100_32g_x480").evaluate(
-        ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True)
-    )
-    assert isinstance(streamed, Rejection)
-    assert "m6.parallel.pipeline" in streamed.reason
+
+
+def test_each_rank_streams_the_experts_of_its_stages():
+    """What ranks hold and copy adds up to the whole; a rank waits for its own experts beside its own passes."""
+    subject = planner("m6_1t", "v100_32g_x480")
+    layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True, cut=(16, 8))
+    whole = replace(layout, pp_size=1, cut=())
+    found = subject.evaluate(layout)
+    assert isinstance(found, PricedLayout)
+    streamed = subject.memory.streamed_of_ranks(layout)
+    assert streamed[0] == 2 * streamed[1]
+    assert [sum(streamed)] == subject.memory.streamed_of_ranks(whole)
+    stores = [footprint.store for footprint in subject.memory.footprints(layout)]
+    assert sum(stores) == pytest.approx(subject.memory(whole).store, rel=0.01)
+    assert [footprint.host for footprint in subject.memory.footprints(layout)] == stores
+    even = subject.time(replace(layout, cut=(12, 12)))
+    # Copies and windows of a rank grow with its layers.
+    assert subject.time(layout).host == pytest.approx(16 / 12 * even.host, rel=0.02)
+    assert even.host > 0
 
 
 def test_a_plan_names_the_best_with_and_without_a_pipeline():

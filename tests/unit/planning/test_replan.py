@@ -100,9 +100,9 @@ def test_fixed_budgets_of_offloaded_experts_bound_the_layouts():
         return parse_config(changed)
 
     four, two = (replan(with_budgets(), NODE, nodes).layout for nodes in (4, 2))
-    need = Planner(with_budgets(), NODE.resized(32)).memory.stored_experts
+    memory = Planner(with_budgets(), NODE.resized(32)).memory
     largest = [replace(layout, ep_size=layout.world_size) for layout in (four, two)]
-    enough, half = (need(layout) / 2**20 for layout in largest)
+    enough, half = (memory(layout).store / 2**20 for layout in largest)
     assert half > 1.9 * enough
     tight = with_budgets(host_budget_mib=1.1 * enough)
     assert replan(tight, NODE, 4).layout.ep_size == 32

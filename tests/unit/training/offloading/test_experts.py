@@ -242,6 +242,7 @@ def test_a_failure_in_a_thread_ends_the_training_with_its_cause(make_trainer: Ma
     with pytest.raises(WorkerFailure, match="no memory left"):
         trainer.train()
     assert 4 in steps
+    trainer.checkpointer.wait()  # the checkpoint before is written beside the steps
     saved = complete_checkpoints(trainer.run.checkpoints)
     assert [folder.name for folder in saved] == ["step_00000002"]
     CheckpointReader(saved[0]).verify(0, 1)

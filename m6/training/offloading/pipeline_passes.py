@@ -1,0 +1,58 @@
+"""The passes of a rank of a pipeline in a step, on fake tensors: the engine runs them in the same order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.stages import ModelStage
+from m6.planning.cost.schedules import orders_of
+from m6.training.places import Places
+
+
+def run_passes(model: M6ForConditionalGeneration, config: RunConfig, places: Places, batch: MicroBatch) -> None:
+    """Runs the forward and backward passes of a step.
+
+    Args:
+        model: has the layers of this rank alone.
+        batch: stands for every micro-batch.
+    """
+    settings = config.pipeline
+    assert settings is not None
+    cut, place = settings.cut(config.model.num_layers), places.pipeline_rank
+    table = model.model.embeddings.tokens.weight if 0 in settings.stages_of(place) else None
+    stages = {number: _stage(model, config, cut[number], table) for number in settings.stages_of(place)}
+    micro_batches = config.accumulation_steps(places.world_size)
+    order = orders_of(settings.schedule, settings.num_ranks, micro_batches, settings.stages_per_rank())[place]
+    kept: dict[tuple[int, int], list[Tensor]] = {}
+    for kind, number, micro_batch in order:
+        if kind == "forward":
+            kept[number, micro_batch] = _forward(stages[number], config, batch)
+        elif kind != "weight":  # stages with offloaded experts compute all gradients at once
+            outputs = kept.pop((number, micro_batch))
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+def _stage(
+    model: M6ForConditionalGeneration, config: RunConfig, layers: range, table: nn.Parameter | None
+) -> ModelStage:
+    if layers.stop == config.model.num_layers and table is None:  # the copy of the first stage's table
+        shape = (config.model.vocab_size, config.model.hidden_size)
+        table = nn.Parameter(torch.empty(shape, dtype=next(model.parameters()).dtype))
+    return ModelStage(model, layers, table)
+
+
+def _forward(stage: ModelStage, config: RunConfig, batch: MicroBatch) -> list[Tensor]:
+    """What the backward pass begins with: hidden states and the loss of the routers, or the whole loss."""
+    hidden_states = None
+    if not stage.is_first:
+        shape = (*batch.input_ids.shape, config.model.hidden_size)
+        hidden_states = torch.empty(shape, dtype=next(stage.parameters()).dtype, requires_grad=True)
+    hidden_states, output = stage(hidden_states, batch.model_inputs(), batch.labels, None)
+    assert output.aux_loss is not None
+    if output.target_losses is not None:
+        return [output.target_losses.sum() + output.aux_loss]
+    return [each for each in (hidden_states, output.aux_loss) if each.requires_grad]
