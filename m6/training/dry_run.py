@@ -60,11 +60,13 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     """Builds the model and the engine of ``rank`` on fake tensors and trains one plain step without padding.
 
     Raises:
-        UserError: the run does not fit ``world_size``, it has a pipeline, it offloads experts, see
+        UserError: the run does not fit ``world_size``, it has a pipeline or tensor groups, it offloads experts, see
             ``m6.training.offloading.dry_plan``, or ``rank`` is out of range.
     """
     if config.pipeline is not None:
         raise UserError("m6.parallel.pipeline: fake ranks send no hidden states; plan the run with m6 plan")
+    if config.tensor is not None:
+        raise UserError("m6.parallel.tensor: fake ranks sum up no parts of products; plan the run with m6 plan")
     check_world_size(config, world_size)
     accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:

@@ -34,10 +34,10 @@ class Division:
     summed: int | None = None
 
     def part(self, whole: Tensor, grid: Grid) -> Tensor:
-        """This rank's part of a matrix, as a view."""
-        for dim, axes in enumerate((self.rows, self.columns)):
+        """This rank's part of a matrix [..., M, N], as a view."""
+        for dim, axes in ((-2, self.rows), (-1, self.columns)):
             for axis in axes:
-                whole = whole.unflatten(dim, (grid.shape[axis], -1)).select(dim, grid.coordinates[axis])
+                whole = whole.unflatten(dim, (grid.shape[axis], -1)).select(dim - 1, grid.coordinates[axis])
         return whole
 
     def whole(self, part: Tensor, grid: Grid) -> Tensor:

@@ -47,12 +47,12 @@ def received_by_pair(placement: PlacementName, num_ranks: int, tokens: int, hidd
 def received_by_feed_forward(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
     """The same of a feed-forward between layers whose hidden states are whole on each rank.
 
-    In 2-D and 3-D it gathers its output forward and the gradient of its input backward, and sums up the gradient of the
-    first bias.
+    In 2-D and 3-D it gathers its output forward and the gradient of its input backward, and sums up the gradients of
+    both biases.
     """
     received = received_by_pair(placement, num_ranks, tokens, hidden, inner)
     if placement != "1d":
-        received += 2 * (num_ranks - 1) * (tokens * hidden + inner) / num_ranks
+        received += 2 * (num_ranks - 1) * (tokens * hidden + inner + hidden) / num_ranks
     return received
 
 

@@ -14,6 +14,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
 from m6.model.stages import keep_layers
+from m6.model.tensor.layers import divide_layers
 from m6.runs.processes import Runtime
 from m6.training.engine import tensor_norms
 from m6.training.engine.any_world import AnyWorldEngine
@@ -25,24 +26,32 @@ from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.pipeline_groups import PipelineGroups
+from m6.training.engine.tensor import TensorEngine
+from m6.training.engine.tensor_groups import TensorGroups
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.places import Places
 
 
 def build_model(
-    config: RunConfig, device: torch.device, sharing: Sharing | None = None, layers: set[int] | None = None
+    config: RunConfig,
+    device: torch.device,
+    sharing: Sharing | None = None,
+    layers: set[int] | None = None,
+    places: Places | None = None,
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
     """Builds this rank's part of the model on ``device``.
 
     The order is: build on the meta device, split the experts over the ranks, share layers, drop the layers of other
-    ranks, allocate, initialize. Layers and experts of other ranks and copies of shared layers are thus never allocated.
+    ranks, divide matrices, allocate, initialize. Parts of other ranks and copies of shared layers are thus never
+    allocated.
     Initial values depend only on the parameter's name and the expert's number, so every layout starts with the same
     model.
 
     Args:
         sharing: what the layers of the Pseudo model share; None: the Real model.
         layers: those that this rank keeps; None: all.
+        places: of this rank; None: it has whole matrices.
 
     Returns:
         the model, and its offloaded experts, if the run offloads them.
@@ -54,6 +63,8 @@ def build_model(
     if layers is not None:
         # After the split of experts, whose groups all ranks make, also those that keep none.
         keep_layers(model, layers)
+    if places is not None and config.tensor is not None:
+        divide_layers(model, config.model, config.tensor.placement, places.tensor_groups(), places.rank)
     offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing)
     model.to_empty(device=device)
     model.tie_weights()
@@ -77,15 +88,18 @@ def build_engine(
 
     check_world_size(config, runtime.world_size)
     places = Places.of(config, runtime)
-    groups = layers = None
+    groups: PipelineGroups | TensorGroups | None = None
+    layers = None
     if config.pipeline is not None:
         groups = PipelineGroups(places, runtime.device)
         cut = config.pipeline.cut(config.model.num_layers)
         # So that the log of a rank that fails or hangs names its part of the model.
         print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
         layers = {layer for stage in config.pipeline.stages_of(places.pipeline_rank) for layer in cut[stage]}
+    if config.tensor is not None:
+        groups = TensorGroups(places, runtime.device)
     deepspeed.utils.groups.mpu = groups
-    model, offloaded = build_model(config, runtime.device, sharing, layers)
+    model, offloaded = build_model(config, runtime.device, sharing, layers, places)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
@@ -109,8 +123,10 @@ def build_engine(
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
-    if groups is not None:
+    if config.pipeline is not None:
         return PipelineEngine(initialized, config, runtime.device)
+    if config.tensor is not None:
+        return TensorEngine(initialized, config, runtime.device)
     if engine_type is None:
         engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)

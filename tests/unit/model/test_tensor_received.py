@@ -19,7 +19,7 @@ def test_shapes_worked_out_by_hand():
     # 4 (q - 1) (Th + hf + Tf) / q^3 = 7168, and 2304 to gather inputs and matrices again.
     assert received_by_pair("3d", 8, 64, 32, 128) == 7168 + 2304
     assert received_by_feed_forward("1d", 8, 64, 32, 128) == received_by_pair("1d", 8, 64, 32, 128)
-    assert received_by_feed_forward("3d", 8, 64, 32, 128) == 7168 + 2304 + 2 * 7 / 8 * (2048 + 128)
+    assert received_by_feed_forward("3d", 8, 64, 32, 128) == 7168 + 2304 + 2 * 7 / 8 * (2048 + 128 + 32)
     assert received_by_attention(8, 64, 32) == 7168
     assert received_by_expert(8, 64, 32) == 7168 / 8
 
