@@ -46,32 +46,36 @@ class TensorSettings(Section):
             shape = "square" if self.placement == "2d" else "cube"
             nearest = nearest_num_ranks(self.placement, self.num_ranks)
             return f'num_ranks {self.num_ranks} is no {shape}, as "{self.placement}" needs; use {nearest}, or "1d"'
-        blocks = {"1d": q, "2d": q, "3d": q * q}[self.placement]
-        for key, size, parts in (
-            ("num_attention_heads", model.num_attention_heads, self.num_ranks),
-            ("ffn_hidden_size", model.ffn_hidden_size, blocks),
-            ("hidden_size", model.hidden_size, blocks),
-        ):
-            if size % parts:
-                return (
-                    f'num_ranks {self.num_ranks} with placement "{self.placement}" divides m6.model.{key} by {parts}, '
-                    f"but it is {size}; {self._fitting(model)}"
-                )
-        return None
+        misfit = _misfit(self.placement, self.num_ranks, model)
+        if misfit is None:
+            return None
+        key, size, parts = misfit
+        fitting = (
+            ranks
+            for ranks in range(2, model.num_attention_heads + 1)
+            if side(self.placement, ranks) is not None and _misfit(self.placement, ranks, model) is None
+        )
+        ranks = min(fitting, key=lambda ranks: abs(ranks - self.num_ranks), default=None)
+        advice = f"no num_ranks fits, set {_NAME}=null" if ranks is None else f"use {ranks}"
+        return (
+            f'num_ranks {self.num_ranks} with placement "{self.placement}" divides m6.model.{key} by {parts}, but it '
+            f"is {size}; {advice}"
+        )
 
-    def _fitting(self, model: M6Config) -> str:
-        heads = model.num_attention_heads
-        sizes = [
-            size
-            for size in range(2, heads + 1)
-            if heads % size == 0
-            and side(self.placement, size) is not None
-            and size != self.num_ranks
-            and self.model_copy(update={"num_ranks": size}).refusal(model) is None
-        ]
-        if not sizes:
-            return f"no num_ranks fits; set {_NAME}=null"
-        return f"use {min(sizes, key=lambda size: abs(size - self.num_ranks))}"
+
+def _misfit(placement: PlacementName, num_ranks: int, model: M6Config) -> tuple[str, int, int] | None:
+    """The first size that the ranks do not divide: its key, the size, and in how many parts it would be."""
+    q = side(placement, num_ranks)
+    assert q is not None
+    blocks = q * q if placement == "3d" else q  # two axes of a cube divide the rows of a matrix
+    for key, size, parts in (
+        ("num_attention_heads", model.num_attention_heads, num_ranks),
+        ("ffn_hidden_size", model.ffn_hidden_size, blocks),
+        ("hidden_size", model.hidden_size, blocks),
+    ):
+        if size % parts:
+            return key, size, parts
+    return None
 
 
 def check_tensor(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
@@ -107,8 +111,8 @@ def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeed
     whole = received_by_expert(ranks, tokens, model.hidden_size)
     return (
         f"experts of m6.moe are divided by m6.training.ep_size already, and an expert's product is tiny: for its "
-        f"{tokens:,} tokens of a micro-batch each of {ranks} ranks would receive {divided:,.0f} elements with placement "
-        f'"{tensor.placement}", against {whole:,.0f} with ep_size {ranks}'
+        f"{tokens:,} tokens of a micro-batch each of {ranks} ranks would receive {divided:,.0f} elements with "
+        f'placement "{tensor.placement}", against {whole:,.0f} with ep_size {ranks}'
     )
 
 

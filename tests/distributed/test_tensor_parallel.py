@@ -3,6 +3,7 @@
 Processes take seconds to start, so that each world is started once and trains one run after the other.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,46 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
         run_distributed(train, ranks, document(folder, zero, divided, **total), str(root), stop_at)
     assert losses(root) == pytest.approx(losses(folder / "straight"), rel=TOLERANCE)
     assert norms(root) == pytest.approx(norms(folder / "straight"), rel=10 * TOLERANCE)
+
+
+def poison(each: dict[str, Any], root: Path) -> None:
+    """In the second step a single element of one rank's part of a gradient is not finite."""
+    trainer = open_trainer(each, root)
+    run_step, outcomes = trainer.run_step, []
+    weight = trainer.engine.module.model.layers[1].ffn.output.weight
+
+    def poisoned(micro_batches: list[Any]) -> Any:
+        weights = [fragment.data.clone() for fragment in trainer.engine.fragments()]
+        poisons = trainer.step == 1 and trainer.runtime.rank == 1
+        hook = weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), math.nan) if poisons else grad)
+        outcome = run_step(micro_batches)
+        hook.remove()
+        same = [torch.equal(old, new.data) for old, new in zip(weights, trainer.engine.fragments(), strict=True)]
+        outcomes.append((outcome.skipped, all(same)))
+        return outcome
+
+    trainer.run_step = poisoned
+    trainer.train()
+    assert outcomes == [(False, False), (True, True), (False, False), (False, False)]
+
+
+def faults(runs: list[tuple[dict[str, Any], Path]]) -> None:
+    for each, root in runs:
+        poison(each, root)
+
+
+def test_all_ranks_skip_a_step(folder: Path):
+    runs = [(document(folder, stage, tensor(2)), folder / f"poisoned {stage}") for stage in (0, 1)]
+    run_distributed(faults, 2, runs)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(folder: Path):
+    each = document(folder, 1, tensor(2))
+    run_distributed(train, 4, each, str(folder / "in one go"))
+    for stop_at in (2, None):
+        run_distributed(train, 4, each, str(folder / "in two"), stop_at)
+    one, two = (
+        CheckpointReader(complete_checkpoints(folder / name / "checkpoints")[-1]) for name in ("in one go", "in two")
+    )
+    assert one.shapes == two.shapes
+    assert all(torch.equal(one.read(*key), two.read(*key)) for key in one.shapes)
