@@ -114,7 +114,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     # Recomputed activations exist only in the backward pass, and ``held`` is measured at the end of the forward pass.
     predicted["activations"] = activations.total() - activations.recomputation()
     to_send = [0.0, 0.0]
-    for work, count in work_of(config, memory.model, shape, layout.ep_size):
+    for work, count in work_of(config, memory.model, shape, layout):
         if work.routed is not None:
             for tier, num_bytes in enumerate(_to_send(config, layout, work.routed)):
                 to_send[tier] += count * accumulation * num_bytes
