@@ -16,7 +16,7 @@ from m6.model.tensor.received import (
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.collectives import rate
 from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout
+from m6.planning.search.results import PricedLayout, SearchResult
 
 _RANKS = 64
 """The fewest ranks that are a square and a cube."""
@@ -66,7 +66,8 @@ def _fastest(planner: Planner, placement: PlacementName | None) -> PricedLayout 
         found = other.search(sys.maxsize).plans
     except UserError:  # no tensor group of this placement, or no layout that the code can run
         return None
-    return next((plan for plan in found if (plan.layout.tp_size > 1) == (placement is not None)), None)
+    divided = [plan for plan in found if (plan.layout.tp_size > 1) == (placement is not None)]
+    return SearchResult(divided).best if divided else None
 
 
 def _experts_line(planner: Planner, layout: ParallelLayout) -> str:
