@@ -3,6 +3,7 @@
 Processes take seconds to start, so that each world is started once and trains one run after the other.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
+from m6.config.run import parse_config
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.search.configuration import configure
+from m6.planning.search.planner import Planner
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries, open_trainer
 from tests.distributed.test_training_layouts import losses, norms, train
@@ -46,13 +51,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "AdamW": ({}, tensor(2), 1),
     "1d x 2": ({"gradient_clipping": 0.1}, tensor(2), 1),
-    "1d x 4": ({"m6__training__activation_checkpointing": True}, tensor(4), 1),
+    "1d x 4": (
+        {
+            "m6__training__activation_checkpointing": True,
+            "m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}],
+        },
+        tensor(4),
+        1,
+    ),
     "1d, ZeRO 0": ({"gradient_clipping": 0.1, "m6__model__rotary_base": 10000.0}, tensor(2), 0),
     "2d": ({"m6__model__patch_encoder": "resnet"}, tensor(4, "2d"), 1),
 }
 # 16 bits round the sums of different orders.
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "bf16": ({"bf16": {"enabled": True}}, tensor(2), 1),
+    "fp16": (
+        {"fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}},
+        tensor(2),
+        1,
+    ),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, tensor(4, "2d"), 1),
 }
 
@@ -62,8 +79,11 @@ def train_by_sgd(runs: list[tuple[dict[str, Any], Path]]) -> None:
 
     AdamW divides by the root of squares: where a gradient is nearly 0, rounding decides the sign of its update.
     """
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
     from m6.training.engine import build
 
+    CPU_Accelerator.is_fp16_supported = lambda self: True
     original = build.build_optimizer
 
     def sgd(model: torch.nn.Module, *_: Any) -> torch.optim.Optimizer:
@@ -119,6 +139,10 @@ def test_precisions(trained: Path, name: str):
     found, expected = trained / name, trained / f"{name} alone"
     assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
     assert norms(found)[-1] == pytest.approx(norms(expected)[-1], rel=2e-2)
+    if name == "fp16":
+        scales = reported(found, "loss_scale", "skipped_steps")
+        assert scales == reported(expected, "loss_scale", "skipped_steps")
+        assert {skipped for _, skipped in scales} == {0, 1}
 
 
 def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) -> None:
@@ -235,3 +259,18 @@ def test_a_resumed_run_is_the_same_to_the_bit(folder: Path):
     )
     assert one.shapes == two.shapes
     assert all(torch.equal(one.read(*key), two.read(*key)) for key in one.shapes)
+
+
+def test_what_the_planner_writes_runs(folder: Path):
+    """A plan for more ranks than rows, which only divided matrices can use, ends with the losses of one rank."""
+    plain = document(folder, 1, train_batch_size=2, train_micro_batch_size_per_gpu=2, m6__training__total_steps=2)
+    node = load_cluster(Path("cpu_laptop")).nodes[0].model_copy(update={"devices_per_node": 4})
+    forced = {"micro_batch_size": 2, "pp_size": 1}
+    planner = Planner(parse_config(plain), Cluster(name="four", nodes=[node]), forced=forced)
+    layout = planner.search().best.layout
+    assert layout.tp_size == 4
+    run_distributed(train, 1, plain, str(folder / "unplanned"))
+    run_distributed(train, 4, configure(parse_config(plain), layout), str(folder / "planned"))
+    assert losses(folder / "planned") == pytest.approx(losses(folder / "unplanned"), rel=TOLERANCE)
+    # The run predicts itself at its start.
+    assert json.loads((folder / "planned" / "plan.json").read_text())["layout"]["tp_size"] == 4
