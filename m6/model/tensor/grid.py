@@ -36,7 +36,9 @@ class Grid:
             own = self._made(ranks, rank)
             self._all = own or self._all
             for axis, line in _lines(self.shape, ranks):
-                self._along[axis] = self._made(line, rank) or self._along[axis]
+                # A single axis needs no second communicator of the same ranks.
+                along = own if len(self.shape) == 1 else self._made(line, rank)
+                self._along[axis] = along or self._along[axis]
             if own is not None:
                 self.place = list(ranks).index(rank)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
@@ -46,11 +48,6 @@ class Grid:
         # torch.distributed wants all ranks to make all groups.
         group = dist.new_group(list(ranks))
         return group if rank in ranks else None
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All ranks of the tensor group."""
-        return self._all
 
     def gather(self, part: Tensor, axis: int | None = None, dim: int = 0) -> Tensor:
         """The parts [m, n] of the ranks along an axis, or of all, next to each other in ``dim``, 0 or 1."""

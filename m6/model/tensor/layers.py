@@ -24,7 +24,7 @@ _ATTENTION = BY_NAME["1d"]
 
 def divide_layers(
     model: nn.Module, config: M6Config, placement: PlacementName, groups: Sequence[Sequence[int]], rank: int
-) -> list[Grid]:
+) -> None:
     """Replaces the dense feed-forwards and the projections of attentions by this rank's parts of them, in place.
 
     Names of parameters stay. A divided parameter has the attribute ``shard``, see ``Shard``, also after ``to_empty``.
@@ -33,18 +33,16 @@ def divide_layers(
         model: on the meta device.
         groups: the global ranks of all tensor groups.
         rank: the global one of this process.
-
-    Returns:
-        the grids of the attentions and of the feed-forwards, which count what this rank receives.
     """
-    of_attention, of_ffn = _ATTENTION.grid(groups, rank), BY_NAME[placement].grid(groups, rank)
+    of_attention = of_ffn = _ATTENTION.grid(groups, rank)
+    if placement != _ATTENTION.name:
+        of_ffn = BY_NAME[placement].grid(groups, rank)
     for block in [module for module in model.modules() if isinstance(module, M6Block)]:
         attention = block.attention
         attention.num_heads //= of_attention.num_ranks
         attention.qkv = DividedLinear(attention.qkv, _ATTENTION.first, of_attention, stacked=3)  # type: ignore[assignment]
         attention.output = DividedLinear(attention.output, _ATTENTION.second, of_attention)  # type: ignore[assignment]
         block.ffn = DividedFFN(config, BY_NAME[placement], of_ffn)
-    return [of_attention, of_ffn]
 
 
 class DividedLinear(nn.Module):
