@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
+from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from moe.expert_parallel import exchange_steps
@@ -20,6 +21,8 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     """Raises UserError if the batch size, a pipeline or ``ep_size`` does not fit ``world_size`` ranks."""
     if config.pipeline is not None:
         _check_pipeline(config, config.pipeline, world_size)
+    if config.tensor is not None:
+        _check_tensor(config.tensor, world_size)
     accumulation = config.accumulation_steps(world_size)
     # An update in the backward pass uses a gradient at once, so it cannot add up those of several micro-batches.
     if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
@@ -27,7 +30,7 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
             f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
         )
-    ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, world_size)
+    ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, config.data_size(world_size))
     if ramp_refusal is not None:
         raise UserError(ramp_refusal)
     ep_size = config.m6.training.ep_size
@@ -44,6 +47,16 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             exchange_steps(config.model.moe_config(), ep_size)
         except ValueError as error:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
+
+
+def _check_tensor(tensor: TensorSettings, world_size: int) -> None:
+    size = tensor.num_ranks
+    if world_size % size:
+        more = -(-world_size // size) * size
+        raise UserError(
+            f"m6.parallel.tensor.num_ranks {size} does not divide the world size {world_size}; start {more} ranks, or "
+            "set m6.parallel.tensor=null"
+        )
 
 
 def _check_pipeline(config: RunConfig, pipeline: PipelineSettings, world_size: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import Field, PositiveInt
 
 from m6.config.deepspeed import DeepSpeedSettings
+from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
 from m6.validation import Section
@@ -129,6 +130,9 @@ class ParallelSettings(Section):
 
     pipeline: PipelineSettings | None = Field(
         None, description="stages of layers on different ranks; absent: each rank has all layers"
+    )
+    tensor: TensorSettings | None = Field(
+        None, description="matrices divided over ranks; absent: each rank has whole matrices"
     )
 
 

@@ -20,6 +20,7 @@ from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.pipeline import PipelineSettings, check_pipeline
 from m6.config.pipeline_sharing import check_sharing
 from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
+from m6.config.tensor import TensorSettings, check_tensor
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 from m6.model.configuration import M6Config
@@ -73,9 +74,23 @@ class RunConfig:
         """Ranks that together hold one copy of the layers, and read the same micro-batches."""
         return 1 if self.pipeline is None else self.pipeline.num_ranks
 
+    @property
+    def tensor(self) -> TensorSettings | None:
+        """How matrices are divided over ranks; None if each rank has whole ones."""
+        return self.m6.parallel.tensor
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that together hold one copy of each divided matrix, and read the same micro-batches."""
+        return 1 if self.tensor is None else self.tensor.num_ranks
+
+    def data_size(self, world_size: int) -> int:
+        """Groups of ranks that read different micro-batches."""
+        return world_size // (self.pipeline_size * self.tensor_size)
+
     def accumulation_steps(self, world_size: int) -> int:
-        """Micro-batches of a rank in one step; UserError if the batch is not divisible by those of all pipelines."""
-        return self.deepspeed.accumulation_steps(world_size // self.pipeline_size)
+        """Micro-batches of a rank in one step; UserError if the batch is not divisible by all of them."""
+        return self.deepspeed.accumulation_steps(self.data_size(world_size))
 
     @property
     def ranks_per_part(self) -> int:
@@ -171,6 +186,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     _check_pictures(settings)
     if settings.parallel.pipeline is not None:
         check_pipeline(settings.parallel.pipeline, settings, deepspeed, model)
+    if settings.parallel.tensor is not None:
+        check_tensor(settings.parallel.tensor, settings, deepspeed, model)
     config = RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
     if config.pipeline is not None and config.planned_sharing is not None:
         check_sharing(config.pipeline, config.planned_sharing)

@@ -59,6 +59,12 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 
 def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, seed: int) -> None:
+    shard = getattr(tensor, "shard", None)
+    if shard is not None:  # a part of a matrix that is divided over ranks
+        whole = tensor.new_empty(shard.shape)
+        _initialize(whole, name, module, config, seed)
+        tensor.copy_(shard.of(whole).reshape(tensor.shape))
+        return
     leaf = name.rsplit(".", 1)[-1]
     if leaf in ("bias", "b_in", "b_out", "balance_bias", "running_mean", "num_batches_tracked"):
         tensor.zero_()

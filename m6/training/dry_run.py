@@ -60,11 +60,13 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     """Builds the model and the engine of ``rank`` on fake tensors and trains one plain step without padding.
 
     Raises:
-        UserError: the run does not fit ``world_size``, it has a pipeline, it offloads experts, see
+        UserError: the run does not fit ``world_size``, it has a pipeline or tensor groups, it offloads experts, see
             ``m6.training.offloading.dry_plan``, or ``rank`` is out of range.
     """
     if config.pipeline is not None:
         raise UserError("m6.parallel.pipeline: fake ranks send no hidden states; plan the run with m6 plan")
+    if config.tensor is not None:
+        raise UserError("m6.parallel.tensor: fake ranks sum up no parts of products; plan the run with m6 plan")
     check_world_size(config, world_size)
     accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:
@@ -112,7 +114,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     # Recomputed activations exist only in the backward pass, and ``held`` is measured at the end of the forward pass.
     predicted["activations"] = activations.total() - activations.recomputation()
     to_send = [0.0, 0.0]
-    for work, count in work_of(config, memory.model, shape, layout.ep_size):
+    for work, count in work_of(config, memory.model, shape, layout):
         if work.routed is not None:
             for tier, num_bytes in enumerate(_to_send(config, layout, work.routed)):
                 to_send[tier] += count * accumulation * num_bytes

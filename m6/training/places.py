@@ -13,36 +13,43 @@ class Places:
     """The place of a rank among all ranks.
 
     The ranks that hold the same stages of a pipeline are neighbours; experts are split among them. Without a pipeline
-    these are all ranks.
+    these are all ranks. The ranks of a tensor group, which divide single matrices, are the nearest neighbours.
 
     Attributes:
         rank, world_size: see ``Runtime``.
         pipeline_size: ranks of a pipeline; they read the same micro-batches.
+        tensor_size: ranks of a tensor group; they read the same micro-batches.
     """
 
     rank: int
     world_size: int
     pipeline_size: int = 1
+    tensor_size: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, runtime: Runtime) -> Places:
         """The place of this process in a run."""
-        return cls(runtime.rank, runtime.world_size, config.pipeline_size)
+        return cls(runtime.rank, runtime.world_size, config.pipeline_size, config.tensor_size)
 
     @property
     def data_size(self) -> int:
-        """Pipelines, which read different micro-batches."""
-        return self.world_size // self.pipeline_size
+        """Pipelines or tensor groups, which read different micro-batches."""
+        return self.world_size // (self.pipeline_size * self.tensor_size)
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's pipeline: it decides which micro-batches the rank reads."""
-        return self.rank % self.data_size
+        """The number of this rank's pipeline or tensor group: it decides which micro-batches the rank reads."""
+        return self.rank // self.tensor_size % self.data_size
 
     @property
     def pipeline_rank(self) -> int:
         """The number of this rank in its pipeline."""
-        return self.rank // self.data_size
+        return self.rank // (self.data_size * self.tensor_size)
+
+    @property
+    def tensor_rank(self) -> int:
+        """The number of this rank in its tensor group."""
+        return self.rank % self.tensor_size
 
     def describe(self, config: RunConfig) -> str:
         """The place in a pipeline in words, such as "pipeline 1, stages 0 and 3, layers 0-1 and 6-7"."""
@@ -51,15 +58,22 @@ class Places:
     @property
     def reads_first(self) -> bool:
         """Whether this rank is the one that speaks for its micro-batches where each of them counts once."""
-        return self.pipeline_rank == 0
+        return self.pipeline_rank == 0 and self.tensor_rank == 0
 
     def replicas(self) -> list[list[int]]:
-        """The ranks that hold the same stages, for each place in a pipeline."""
-        return [list(range(first, first + self.data_size)) for first in range(0, self.world_size, self.data_size)]
+        """The ranks that hold the same part of the model, for each place in a pipeline and in a tensor group."""
+        length, step = self.data_size * self.tensor_size, self.tensor_size
+        stages = range(0, self.world_size, length)
+        return [list(range(first + place, first + length, step)) for first in stages for place in range(step)]
 
     def pipelines(self) -> list[list[int]]:
         """The ranks of each pipeline, in the order of their places."""
         return [list(ranks) for ranks in zip(*self.replicas(), strict=True)]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks of each tensor group."""
+        firsts = range(0, self.world_size, self.tensor_size)
+        return [list(range(first, first + self.tensor_size)) for first in firsts]
 
 
 def layers_of(config: RunConfig, pipeline_rank: int) -> set[int]:

@@ -91,7 +91,7 @@ class TrainStep:
         micro_batch_count = len(micro_batches) * self.places.data_size
         target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
         learning_rate = self._learning_rate(step)
-        sums = StepSums(self.runtime.device, self._exact)
+        sums = StepSums(self.runtime.device, self._exact, self.places.tensor_rank == 0)
 
         def loss(batch: MicroBatch, output: M6Output) -> Tensor:
             return self._loss(batch, output, target_weight, micro_batch_count, sums)

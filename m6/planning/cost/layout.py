@@ -5,9 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from m6.config.pipeline import PipelineSettings, Schedule
+from m6.config.tensor import TensorSettings
 from m6.errors import UserError
+from m6.model.tensor.received import PlacementName
+
+LayoutPlacement = PlacementName | Literal["megatron"]
+"""How matrices are divided. Megatron-LM also divides embeddings, head and vectors, which no engine here does: it is for
+the prices of published layouts."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,7 @@ class ParallelLayout:
 
     Attributes:
         ep_size: ranks that share one set of experts.
-        tp_size: ranks that share every matrix.
+        tp_size: ranks that share the matrices of blocks.
         pp_size: ranks of a pipeline.
         zero_stage: 0 to 3.
         micro_batch_size: samples of one forward pass of a rank.
@@ -29,6 +36,7 @@ class ParallelLayout:
             0: the exchange knows no nodes.
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
+        placement: how the matrices are divided over ``tp_size`` ranks.
     """
 
     world_size: int
@@ -44,6 +52,7 @@ class ParallelLayout:
     ranks_per_node: int = 0
     schedule: Schedule = "1f1b"
     cut: tuple[int, ...] = ()
+    placement: LayoutPlacement = "1d"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cut", tuple(self.cut))  # JSON has lists
@@ -52,6 +61,13 @@ class ParallelLayout:
     def pipeline(self) -> PipelineSettings | None:
         """The section ``m6.parallel.pipeline`` of this layout."""
         return None if self.pp_size == 1 else _pipeline(self.pp_size, self.schedule, self.cut)
+
+    @property
+    def tensor(self) -> TensorSettings | None:
+        """The section ``m6.parallel.tensor`` of this layout; None also where no engine here has the placement."""
+        if self.tp_size == 1 or self.placement == "megatron":
+            return None
+        return _tensor(self.tp_size, self.placement)
 
     @property
     def dp_size(self) -> int:
@@ -75,7 +91,7 @@ class ParallelLayout:
     def __str__(self) -> str:
         parts = [f"world {self.world_size}", f"ep {self.ep_size}", f"zero {self.zero_stage}"]
         if self.tp_size > 1:
-            parts.append(f"tp {self.tp_size}")
+            parts.append(f"tp {self.tp_size} {self.placement}")
         if self.pp_size > 1:
             parts.append(f"pp {self.pp_size} {self.schedule}")
             parts += [f"stages of {'+'.join(map(str, self.cut))} layers"] if self.cut else []
@@ -91,6 +107,11 @@ class ParallelLayout:
 def _pipeline(pp_size: int, schedule: Schedule, cut: tuple[int, ...]) -> PipelineSettings:
     # A search asks thousands of times.
     return PipelineSettings(num_ranks=pp_size, schedule=schedule, layers=list(cut) or None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor(tp_size: int, placement: PlacementName) -> TensorSettings:
+    return TensorSettings(num_ranks=tp_size, placement=placement)
 
 
 DIMENSIONS = tuple(field.name for field in fields(ParallelLayout) if field.name != "world_size")

@@ -206,7 +206,8 @@ class MemoryModel:
             self._activations[key] = (total, found.kept_by_blocks(), found.replicated())
         total, blocks, replicated = self._activations[key]
         kept = replicated + (blocks - replicated) // layout.tp_size
-        return math.ceil((kept + (total - blocks) // layout.tp_size) * self.profile.activation_factor)
+        outside = (total - blocks) // (layout.tp_size if layout.placement == "megatron" else 1)
+        return math.ceil((kept + outside) * self.profile.activation_factor)
 
     def _pipelined(self, layout: ParallelLayout) -> PipelineActivations:
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, layout.tp_size)
@@ -216,7 +217,7 @@ class MemoryModel:
 
     def _states(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
         """Weights, gradients, optimizer state and buffers."""
-        counts = counts.divided(layout.tp_size)
+        counts = counts.divided(layout)
         if layout.zero_stage == 0:
             return self._stage_0(layout, counts)
         if layout.zero_stage == 3:

@@ -93,10 +93,16 @@ class ParameterCounts:
         )
         return [group for group in groups if group.numel > 0]
 
-    def divided(self, parts: int) -> ParameterCounts:
-        """The counts of one of ``parts`` tensor-parallel ranks."""
+    def divided(self, layout: ParallelLayout) -> ParameterCounts:
+        """The counts of one rank of a tensor group. Biases are counted whole, of which 1-D divides some."""
+        parts = layout.tp_size
         if parts == 1:
             return self
+        if layout.placement != "megatron":
+            blocks = sum(part.numel for part in self.muon)
+            elsewhere = blocks - math.ceil(blocks / parts)
+            moments = {**self.dense_moments, "AdamW": self.dense_moments["AdamW"] - ADAMW_MOMENTS * elsewhere * FP32}
+            return replace(self, matrices=self.matrices - elsewhere, dense_moments=moments)
         names = ("matrices", "vectors", "experts", "largest", "largest_module", "largest_update")
         return replace(self, **{name: math.ceil(getattr(self, name) / parts) for name in names})
 

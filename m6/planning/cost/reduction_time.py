@@ -35,7 +35,7 @@ class ReductionTime:
         Args:
             counts: of the rank; None: of the fullest one.
         """
-        counts = (counts or self._memory.counts(layout)).divided(layout.tp_size)
+        counts = (counts or self._memory.counts(layout)).divided(layout)
         stage, width = layout.zero_stage, self._memory.precision.weights
         everyone, replicas = all_replicas(layout, self._nodes), expert_replicas(layout, self._nodes)
         parts = ((counts.local - counts.experts, everyone), (counts.experts, replicas))
@@ -62,7 +62,7 @@ class ReductionTime:
         """
         everyone = all_replicas(layout, self._nodes)
         if not settings.compresses:
-            counts = counts or self._memory.counts(layout).divided(layout.tp_size)
+            counts = counts or self._memory.counts(layout).divided(layout)
             return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, steps)
         ranks, tensors = layout.dp_size, self._gradients_of(layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from m6.config.run import RunConfig
+from m6.planning.cost import tensor_time
 from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -23,7 +24,7 @@ from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.step_parts import LayerTime, StepTime
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
-from m6.planning.machine.collectives import RankGroup, collective_s, contiguous_group, send_s
+from m6.planning.machine.collectives import RankGroup, collective_s, send_s
 from m6.planning.machine.profile import Profile
 
 # Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
@@ -62,8 +63,8 @@ class TimeModel:
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self.host = HostTime(self.nodes, profile)
         self.reduction = ReductionTime(config, memory, self.nodes, profile)
-        self._works: dict[tuple[int, int, int], list[tuple[BlockWork, int]]] = {}
-        self._computes: dict[tuple[int, int, int, bool], StepTime] = {}
+        self._works: dict[tuple[int, int, int, str], list[tuple[BlockWork, int]]] = {}
+        self._computes: dict[tuple[int, int, int, bool, str], StepTime] = {}
         self._exchanges: dict[tuple[int, int, int], int] = {}
         sharing = config.planned_sharing
         self.pipeline = PipelineTime(
@@ -172,10 +173,10 @@ class TimeModel:
 
     def _work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
         # The search visits thousands of layouts that share these sizes.
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size)
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.placement)
         if key not in self._works:
             batch = self.memory.batch_of(layout)
-            self._works[key] = work_of(self.config, self.memory.model, batch, layout.ep_size, layout.tp_size)
+            self._works[key] = work_of(self.config, self.memory.model, batch, layout)
         return self._works[key]
 
     def _passes(self, work: BlockWork, layout: ParallelLayout) -> int:
@@ -184,7 +185,7 @@ class TimeModel:
 
     def _compute(self, layout: ParallelLayout) -> StepTime:
         """Seconds of one micro-batch in all layers, without communication."""
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing)
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing, layout.placement)
         if key not in self._computes:
             self._computes[key] = self._compute_uncached(layout)
         return self._computes[key]
@@ -205,8 +206,9 @@ class TimeModel:
             else:
                 matmul += seconds
         # Elementwise operators write and read what is saved for the backward pass, so its bytes give their time.
-        moved = work.saved_bytes * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
-        elementwise = moved / layout.tp_size / device_bandwidth(self.nodes, self.profile)
+        saved = work.whole_bytes + (work.saved_bytes - work.whole_bytes) / layout.tp_size
+        moved = saved * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
+        elementwise = moved / device_bandwidth(self.nodes, self.profile)
         launch = passes * work.operators * self.profile.kernel_s / core_share(self.nodes)
         factor = self.profile.factor
         return StepTime(
@@ -232,11 +234,11 @@ class TimeModel:
         """The same of one block."""
         seconds = 0.0
         if layout.tp_size > 1 and work.recomputed:
-            batch, group = self.memory.batch_of(layout), contiguous_group(layout.tp_size, self.nodes)
-            numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
-            passes = 3 if layout.checkpointing else 2  # forward, backward, recomputation
-            reduced = self._collective("all_reduce", numel * self.memory.precision.compute, group)
-            seconds = passes * 2 * reduced * self.profile.factor("exchange")
+            batch, model = self.memory.batch_of(layout), self.config.model
+            tokens, width = batch.rows * batch.sequence_length, self.memory.precision.compute
+            sizes = (tokens, model.hidden_size, model.ffn_hidden_size, width)
+            seconds = tensor_time.block_s(layout, *sizes, self.nodes, self._collective)
+            seconds *= self.profile.factor("exchange")
         return seconds + self._routing(work, layout).exposed
 
     def _routing(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
@@ -286,7 +288,7 @@ class TimeModel:
 
     def _update(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> tuple[float, float]:
         """Seconds of the update on the device, and of transfers and updates in host memory."""
-        counts = counts.divided(layout.tp_size)
+        counts = counts.divided(layout)
         stage, width = layout.zero_stage, self.memory.precision.weights
         owned, owned_experts = float(counts.local - counts.experts), float(counts.experts)
         if stage > 0:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from m6.config.run import RunConfig
+from m6.model.tensor.received import side
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import FoldedModel
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.precision import FP32, Precision
 from moe.payload import CODECS
 
@@ -75,6 +77,7 @@ class BlockWork:
         operators: number of operators, for the time of launches.
         recomputed: whether activation checkpointing computes the block a second time.
         shared: those of ``matmuls`` that shared experts compute beside the exchange of tokens.
+        whole_bytes: those of ``saved_bytes`` that each rank of a tensor group has, for whole hidden states.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -83,6 +86,7 @@ class BlockWork:
     operators: int
     recomputed: bool
     shared: tuple[Matmul, ...] = ()
+    whole_bytes: int = 0
 
     @property
     def flops(self) -> float:
@@ -91,13 +95,15 @@ class BlockWork:
 
 
 def work_of(
-    config: RunConfig, folded: FoldedModel, batch: BatchShape, ep_size: int, tp_size: int = 1
+    config: RunConfig, folded: FoldedModel, batch: BatchShape, layout: ParallelLayout
 ) -> list[tuple[BlockWork, int]]:
     """The distinct blocks, and how often each is computed.
 
     Under expert parallelism a rank is taken to receive as many rows as it sends. Tensor parallelism splits the inner
-    width of each pair of matrices.
+    width of each pair of matrices, in 2-D and 3-D other sides of those of a feed-forward, too.
     """
+    ep_size, tp_size = layout.ep_size, layout.tp_size
+    whole_vocabulary = layout.placement != "megatron"
     model, dtype, precision = folded.config, config.deepspeed.product_dtype, Precision.of(config)
     activations = Activations(config, batch)
     width, inner, tokens = model.hidden_size, model.ffn_hidden_size // tp_size, batch.rows * batch.sequence_length
@@ -118,8 +124,11 @@ def work_of(
         if count == 0:
             continue
         if block.type == "dense":
-            ffn = (Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype))
-            work = BlockWork(attention + ffn, activations.block(sparse=False), None, _DENSE_OPERATORS, True)
+            saved = activations.block(sparse=False)
+            # Norms, dropout and the residual stream: five vectors of a block (arXiv 2205.05198, equation 2).
+            whole = min(saved, 5 * activations.block_input()) if tp_size > 1 and whole_vocabulary else 0
+            ffn = _feed_forward(layout, tokens, width, model.ffn_hidden_size, dtype)
+            work = BlockWork(attention + ffn, saved, None, _DENSE_OPERATORS, True, whole_bytes=whole)
         elif block.type == "sparse":
             moe = model.moe_config()
             rows, parts = activations.rows(), moe.exchange_parts(ep_size)
@@ -157,10 +166,26 @@ def work_of(
             pixels = 3 * model.patch_size**2
             products = (Matmul(patches, width, pixels, dtype),) if patches else ()
             saved = activations.embeddings() + 3 * activations.vectors * precision.residual
-            work = BlockWork(products, saved, None, _OUTER_OPERATORS, False)
+            whole = saved if whole_vocabulary else 0
+            work = BlockWork(products, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole)
         else:
-            head_product = (Matmul(batch.targets, model.vocab_size // tp_size, width, dtype),) if batch.targets else ()
+            columns = model.vocab_size // (1 if whole_vocabulary else tp_size)
+            head_product = (Matmul(batch.targets, columns, width, dtype),) if batch.targets else ()
             saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
-            work = BlockWork(head_product, saved, None, _OUTER_OPERATORS, False)
+            whole = saved if whole_vocabulary else 0
+            work = BlockWork(head_product, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole)
         result.append((work, count))
     return result
+
+
+def _feed_forward(layout: ParallelLayout, tokens: int, width: int, inner: int, dtype: str) -> tuple[Matmul, Matmul]:
+    """The products of a dense feed-forward on one rank."""
+    if layout.placement == "1d" or layout.placement == "megatron":
+        inner //= layout.tp_size
+        return Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype)
+    q = side(layout.placement, layout.tp_size) or 1
+    tokens = -(-tokens // q)
+    if layout.placement == "2d":
+        return Matmul(tokens, inner // q, width, dtype), Matmul(tokens, width // q, inner, dtype)
+    width, inner = width // q, inner // q
+    return Matmul(tokens, inner, width, dtype), Matmul(tokens, width, inner, dtype)

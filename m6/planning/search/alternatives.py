@@ -1,4 +1,5 @@
-"""Prices of what a plan does not have: a pipeline, or none, token slices, delayed gradients, unequal shares of a batch.
+"""Prices of what a plan does not have: a pipeline, or none, token slices, delayed gradients, divided matrices, unequal
+shares of a batch.
 
 A plan's report shows them next to the plan, so that a reader sees what they would gain.
 """
@@ -11,6 +12,7 @@ from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, SearchResult, format_gb
+from m6.planning.search.tensor_groups import tensor_line
 
 _NUM_GRAINS = 16  # a slice is a multiple of 1/16 of the row
 
@@ -25,6 +27,7 @@ def alternatives(planner: Planner, result: SearchResult) -> list[str]:
         pipeline = result.fastest(pipeline=True)
         if pipeline is not None:
             lines += [_delay_line(pipeline), _slice_line(planner, pipeline)]
+        lines.append(tensor_line(planner, best))
     if planner.cluster.is_mixed:
         lines.append(_share_line(planner, best))
     return lines

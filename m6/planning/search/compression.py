@@ -23,6 +23,7 @@ def compression_line(planner: Planner, best: PricedLayout) -> str:
     if (
         layout.dp_size == 1
         or layout.pp_size > 1
+        or layout.tp_size > 1
         or layout.zero_stage == 3
         or planner.config.m6.communication.compresses
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from m6.config.checks import check_world_size
@@ -10,9 +11,11 @@ from m6.config.deepspeed_ignored import without_ignored
 from m6.config.pipeline import SCHEDULES, ZERO_KEYS
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
+from m6.model.tensor.received import PLACEMENTS
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
+_NAMES: dict[str, Sequence[str]] = {"schedule": SCHEDULES, "placement": PLACEMENTS}
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
@@ -33,7 +36,7 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
     cut = () if pipeline is None else tuple(map(len, pipeline.cut(config.model.num_layers)))
     return {
         "ep_size": config.m6.training.ep_size,
-        "tp_size": 1,
+        "tp_size": config.tensor_size,
         "pp_size": config.pipeline_size,
         "zero_stage": config.deepspeed.zero_stage,
         "micro_batch_size": config.deepspeed.micro_batch_size,
@@ -44,6 +47,7 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
         "ranks_per_node": 0 if moe is None else moe.ranks_per_node or 0,
         "schedule": "1f1b" if pipeline is None else pipeline.schedule,
         "cut": cut,
+        "placement": "1d" if config.tensor is None else config.tensor.placement,
     }
 
 
@@ -53,8 +57,8 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     Raises:
         UserError: a run's JSON cannot ask for the layout.
     """
-    if layout.tp_size > 1:
-        raise UserError(f"{layout}: the model has no tensor parallelism")
+    if layout.tp_size > 1 and layout.tensor is None:
+        raise UserError(f"{layout}: no engine here divides embeddings and head")
     if layout.stream_experts and config.expert_store is None:
         raise UserError(
             f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"
@@ -69,7 +73,10 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         document["m6"]["moe"].pop("ranks_per_node", None)
         if layout.ranks_per_node:
             document["m6"]["moe"]["ranks_per_node"] = layout.ranks_per_node
-    document["m6"].get("parallel", {}).pop("pipeline", None)
+    for name in ("pipeline", "tensor"):
+        document["m6"].get("parallel", {}).pop(name, None)
+    if layout.tensor is not None:
+        document["m6"].setdefault("parallel", {})["tensor"] = layout.tensor.model_dump()
     if layout.pipeline is not None:
         document["m6"].setdefault("parallel", {})["pipeline"] = layout.pipeline.model_dump(exclude_none=True)
     training = document["m6"]["training"]
@@ -101,23 +108,23 @@ def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
         if name not in DIMENSIONS or not separator:
             raise UserError(f"--force {text}: expected NAME=VALUE{nearest(name, DIMENSIONS)}")
         try:
-            forced[name] = _parsed(value, getattr(ParallelLayout(1), name))
+            forced[name] = _parsed(value, getattr(ParallelLayout(1), name), _NAMES.get(name, ()))
         except ValueError as error:
             raise UserError(f"--force {text}: expected {error}, found {value!r}") from None
     return forced
 
 
-def _parsed(value: str, like: Any) -> Any:
-    """The value of a text, of the type of ``like``; ValueError says what was expected."""
+def _parsed(value: str, like: Any, names: Sequence[str]) -> Any:
+    """The value of a text, of the type of ``like``, a string one of ``names``; ValueError says what was expected."""
     try:
         if isinstance(like, str):
-            return SCHEDULES[SCHEDULES.index(value)]
+            return names[names.index(value)]
         if isinstance(like, bool):
             return {"true": True, "false": False}[value]
         return tuple(map(int, value.split(","))) if isinstance(like, tuple) else int(value)
     except (KeyError, ValueError):
         expected = {
-            str: f"one of {', '.join(SCHEDULES)}",
+            str: f"one of {', '.join(names)}",
             bool: "true or false",
             int: "a whole number",
             tuple: "numbers of layers such as 3,1",

@@ -14,6 +14,7 @@ from m6.config.checks import tree_refusal
 from m6.config.pipeline import PipelineSettings
 from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
+from m6.config.tensor import experts_reason
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.planning.cost.layout import ParallelLayout
@@ -70,6 +71,7 @@ class Feasibility:
             layout.offload_optimizer,
             layout.offload_params,
             layout.schedule if layout.pp_size > 1 else "",
+            layout.tp_size > 1,
         )
         if layout.stream_experts:  # m6.offload has conditions of its own
             one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
@@ -94,7 +96,9 @@ class Feasibility:
     def _refused_by_model(self, layout: ParallelLayout, lifted: Collection[RefusalKind]) -> Refusal | None:
         """Arithmetic, and features that the model does not have."""
         if layout.tp_size > 1 and "tensor parallelism" not in lifted:
-            return Refusal("tensor parallelism", "the M6 model has no tensor parallelism")
+            reason = _refused_tensor(self.config, layout)
+            if reason is not None:
+                return Refusal("tensor parallelism", reason)
         if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
             return Refusal(
                 "streamed experts",
@@ -134,6 +138,14 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
     return None
 
 
+def _refused_tensor(config: RunConfig, layout: ParallelLayout) -> str | None:
+    if layout.tensor is None:
+        return "no engine here divides embeddings and head"
+    if config.m6.moe is not None:
+        return experts_reason(layout.tensor, config.m6, config.deepspeed, config.model)
+    return layout.tensor.refusal(config.model)
+
+
 def _refused_pipeline(settings: PipelineSettings, config: RunConfig, micro_batches: int) -> str | None:
     try:
         settings.check_cut(config.model.num_layers)
@@ -145,17 +157,17 @@ def _refused_pipeline(settings: PipelineSettings, config: RunConfig, micro_batch
 
 
 def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal | None:
-    # The validation does not know tensor parallelism; it judges the other choices.
-    plain = replace(layout, world_size=layout.world_size // layout.tp_size, tp_size=1)
     try:
-        configured(config, plain)
+        configured(config, layout)
     except UserError as error:
         return Refusal("configuration", str(error))
     return None
 
 
 def _without(layout: ParallelLayout, lifted: Collection[RefusalKind]) -> ParallelLayout:
-    """``layout`` without streamed experts if their refusals are lifted: the validation judges the rest."""
+    """``layout`` without what is lifted: the validation judges the rest."""
+    if "tensor parallelism" in lifted:
+        layout = replace(layout, world_size=layout.world_size // layout.tp_size, tp_size=1)
     return replace(layout, stream_experts=False) if "streamed experts" in lifted else layout
 
 

@@ -78,7 +78,7 @@ def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
 def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
     """Bytes that one rank writes: fp32 weights and moments."""
     layout, memory = plan.layout, planner.memory
-    counts = memory.counts(layout).divided(layout.tp_size)
+    counts = memory.counts(layout).divided(layout)
     replicas = layout.dp_size // layout.ep_size
     owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
     written = owned * _state_bytes(planner.config.deepspeed.optimizer_type)

@@ -14,8 +14,10 @@ from typing import Any
 
 from m6.config.pipeline import SCHEDULES, Schedule
 from m6.config.run import RunConfig
+from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.model.sharing import Sharing
+from m6.model.tensor.received import PLACEMENTS, PlacementName
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
@@ -88,11 +90,10 @@ class Planner:
         world, rows = self.cluster.num_devices, self.config.deepspeed.train_batch_size
         experts = 1 if self.config.m6.moe is None else self.config.model.moe_config().num_experts
         layers = self.config.model.num_layers
-        for tp_size, pp_size in itertools.product(
-            self._values("tp_size", (1,)),  # the model has no other
-            self._values("pp_size", (size for size in divisors(world) if size <= layers)),
+        for (tp_size, placement), pp_size in itertools.product(
+            self._tensor_groups(), self._values("pp_size", (size for size in divisors(world) if size <= layers))
         ):
-            if world % (tp_size * pp_size) and not self.forced:
+            if (world % (tp_size * pp_size) or (tp_size > 1 and pp_size > 1)) and not self.forced:
                 continue
             dp_size = max(1, world // (tp_size * pp_size))
             axes: dict[str, list[Any]] = {
@@ -110,7 +111,8 @@ class Planner:
                 # Streaming is considered where a rank holds a share of the experts.
                 streams = (False, True) if chosen["ep_size"] > 1 else (False,)
                 for stream in self._values("stream_experts", streams):
-                    layout = ParallelLayout(world, tp_size=tp_size, pp_size=pp_size, stream_experts=stream, **chosen)
+                    sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}
+                    layout = ParallelLayout(world, stream_experts=stream, **sizes, **chosen)
                     if pp_size > 1 and "cut" in self.forced:
                         layout = replace(layout, cut=self.forced["cut"])
                     if "ranks_per_node" in self.forced:
@@ -118,6 +120,19 @@ class Planner:
                     else:
                         # Exchanges differ in their time alone, so that the slower one need not be visited.
                         yield self.time.with_exchange(layout)
+
+    def _tensor_groups(self) -> Iterator[tuple[int, PlacementName]]:
+        """Sizes and placements of tensor groups that divide the matrices of the model; forced ones need not."""
+        model = self.config.model
+        # For experts no placement ever wins (``experts_reason``), so the search does not visit them.
+        sizes = divisors(self.cluster.num_devices) if self.config.m6.moe is None else (1,)
+        for size, placement in itertools.product(self._values("tp_size", sizes), self._values("placement", PLACEMENTS)):
+            if size == 1:
+                fits = placement == PLACEMENTS[0] or "placement" in self.forced
+            else:
+                fits = TensorSettings(num_ranks=size, placement=placement).refusal(model) is None
+            if fits or ("tp_size" in self.forced and placement == PLACEMENTS[0]):
+                yield size, placement
 
     def _values(self, name: str, values: Iterable[Any]) -> list[Any]:
         return [self.forced[name]] if name in self.forced else list(values)
@@ -300,6 +315,8 @@ class Planner:
             name: _adjacent_divisors(getattr(layout, name), number) for name, number in sizes.items()
         }
         axes |= {"zero_stage": list(range(4)), "tp_size": [1, 2]}
+        if layout.tp_size > 1:
+            axes["placement"] = list(PLACEMENTS)
         if self.cluster.num_devices > 1:
             axes["pp_size"] = [1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)]
         if layout.pp_size > 1:

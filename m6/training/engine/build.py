@@ -15,6 +15,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameter_groups import matrices_of_blocks
 from m6.model.sharing import Sharing, divide_gradients
 from m6.model.stages import keep_layers
+from m6.model.tensor.layers import divide_layers
 from m6.runs.processes import Runtime
 from m6.training.engine import tensor_norms
 from m6.training.engine.any_world import AnyWorldEngine
@@ -26,6 +27,8 @@ from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.pipeline_groups import PipelineGroups
+from m6.training.engine.tensor import TensorEngine
+from m6.training.engine.tensor_groups import TensorGroups
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.places import Places, layers_of
@@ -35,20 +38,21 @@ def build_model(
     config: RunConfig,
     device: torch.device,
     sharing: Sharing | None = None,
-    layers: set[int] | None = None,
+    places: Places | None = None,
     replicas: dist.ProcessGroup | None = None,
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
     """Builds this rank's part of the model on ``device``.
 
     The order is: build on the meta device, split the experts over the ranks, share layers, drop the layers of other
-    ranks, allocate, initialize. Layers and experts of other ranks and copies of shared layers are thus never allocated.
+    ranks, divide matrices, allocate, initialize. Parts of other ranks and copies of shared layers are thus never
+    allocated.
     Initial values depend only on the parameter's name and the expert's number, so every layout starts with the same
     model.
 
     Args:
         sharing: what the layers of the Pseudo model share; None: the Real model.
-        layers: those that this rank keeps; None: all.
-        replicas: the ranks that keep the same layers; None: all.
+        places: of this rank; None: it has the whole model, but for experts of other ranks.
+        replicas: the ranks that hold the same part of the model; None: all.
 
     Returns:
         the model, and its offloaded experts, if the run offloads them.
@@ -57,9 +61,11 @@ def build_model(
     model = build_meta_model(config, sharing)
     if training.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if layers is not None:
+    if places is not None and config.pipeline is not None:
         # After the split of experts, whose groups all ranks make, also those that keep none.
-        keep_layers(model, layers)
+        keep_layers(model, layers_of(config, places.pipeline_rank))
+    if places is not None and config.tensor is not None:
+        divide_layers(model, config.model, config.tensor.placement, places.tensor_groups(), places.rank)
     offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing, replicas)
     model.to_empty(device=device)
     model.tie_weights()
@@ -83,15 +89,16 @@ def build_engine(
 
     check_world_size(config, runtime.world_size)
     places = Places.of(config, runtime)
-    groups = layers = None
+    groups: PipelineGroups | TensorGroups | None = None
     if config.pipeline is not None:
         groups = PipelineGroups(places, runtime.device)
         # So that the log of a rank that fails or hangs names its part of the model.
         print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
-        layers = layers_of(config, places.pipeline_rank)
+    elif config.tensor is not None:
+        groups = TensorGroups(places, runtime.device)
     deepspeed.utils.groups.mpu = groups
     replicas = None if groups is None else groups.replicas
-    model, offloaded = build_model(config, runtime.device, sharing, layers, replicas)
+    model, offloaded = build_model(config, runtime.device, sharing, places, replicas)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
@@ -115,8 +122,10 @@ def build_engine(
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
-    if groups is not None:
+    if config.pipeline is not None:
         return PipelineEngine(initialized, config, runtime.device, offloaded, sharing)
+    if config.tensor is not None:
+        return TensorEngine(initialized, config, runtime.device)
     if engine_type is None:
         engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)

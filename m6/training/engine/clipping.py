@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.training.engine.partitions import is_expert
+from m6.training.engine.partitions import is_divided
 
 
 def clip_gradients(
-    model: nn.Module, max_norm: float, ep_group: dist.ProcessGroup | None, other_squares: float = 0.0
+    model: nn.Module, max_norm: float, parts_group: dist.ProcessGroup | None, other_squares: float = 0.0
 ) -> float:
     """Clips the gradients in place by their global norm; for ZeRO stage 0, where DeepSpeed does not report it.
 
@@ -22,19 +22,20 @@ def clip_gradients(
 
     Args:
         max_norm: largest norm; 0: no clipping.
-        ep_group: the expert-parallel group, over which the squares of the local experts are summed.
+        parts_group: the expert-parallel or tensor group, over which the squares of what each of its ranks has of
+            experts or divided matrices are summed.
         other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
 
     Returns:
         the norm before clipping.
     """
     dense: list[torch.Tensor] = []
-    experts: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     for parameter in model.parameters():
         if parameter.grad is not None:
-            (experts if is_expert(parameter) else dense).append(parameter.grad)
-    norm = float(gradient_norm(dense, experts, ep_group, next(model.parameters()).device, other_squares))
-    shrink([*dense, *experts], norm, max_norm)
+            (parts if is_divided(parameter) else dense).append(parameter.grad)
+    norm = float(gradient_norm(dense, parts, parts_group, next(model.parameters()).device, other_squares))
+    shrink([*dense, *parts], norm, max_norm)
     return norm
 
 
@@ -47,8 +48,8 @@ def shrink(gradients: list[Tensor], norm: float, max_norm: float) -> None:
 
 def gradient_norm(
     dense: list[Tensor],
-    experts: list[Tensor],
-    ep_group: dist.ProcessGroup | None,
+    parts: list[Tensor],
+    parts_group: dist.ProcessGroup | None,
     device: torch.device,
     other_squares: float = 0.0,
 ) -> Tensor:
@@ -56,14 +57,14 @@ def gradient_norm(
 
     Args:
         dense: gradients that every rank has.
-        experts: gradients of the experts of this rank.
-        ep_group: the expert-parallel group, over which the squares of the local experts are summed.
+        parts: gradients of the experts of this rank, or of its parts of divided matrices.
+        parts_group: the group over which the squares of the parts are summed.
         other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
     """
-    total, expert_total = _sum_of_squares(dense, device), _sum_of_squares(experts, device)
-    if ep_group is not None:
-        dist.all_reduce(expert_total, group=ep_group)
-    return (total + expert_total + other_squares).sqrt()
+    total, total_of_parts = _sum_of_squares(dense, device), _sum_of_squares(parts, device)
+    if parts_group is not None:
+        dist.all_reduce(total_of_parts, group=parts_group)
+    return (total + total_of_parts + other_squares).sqrt()
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:

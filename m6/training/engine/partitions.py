@@ -16,6 +16,11 @@ def is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
+def is_divided(parameter: nn.Parameter) -> bool:
+    """Whether other ranks hold other parts of the parameter: experts, or parts of a matrix."""
+    return is_expert(parameter) or hasattr(parameter, "shard")
+
+
 def full_numel(parameter: nn.Parameter) -> int:
     """The number of elements of the parameter without ZeRO's partitioning."""
     numel: int = getattr(parameter, "ds_numel", parameter.numel())

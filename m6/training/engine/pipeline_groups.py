@@ -29,11 +29,11 @@ class PipelineGroups:
 
     def __init__(self, places: Places, device: torch.device) -> None:
         self.places = places
-        self.replicas = _own_group(places.replicas(), places.rank)
+        self.replicas = own_group(places.replicas(), places.rank)
         pipelines = places.pipelines()
-        self.pipeline = _own_group(pipelines, places.rank)
+        self.pipeline = own_group(pipelines, places.rank)
         self.first, self.last = pipelines[places.data_rank][0], pipelines[places.data_rank][-1]
-        ends = _own_group([[ranks[0], ranks[-1]] for ranks in pipelines], places.rank)
+        ends = own_group([[ranks[0], ranks[-1]] for ranks in pipelines], places.rank)
         self.ends = ends if places.rank in (self.first, self.last) else None
         # A communicator of NCCL forms at its first collective. Here all ranks are at the same place.
         for group in (self.replicas, self.pipeline, self.ends):
@@ -77,7 +77,7 @@ class PipelineGroups:
         return 0
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
     """Makes all groups, as torch.distributed wants it, and returns the one of this rank."""
     own = None
     for ranks in groups:

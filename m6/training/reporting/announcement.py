@@ -39,6 +39,8 @@ def announcements(
     else:
         if config.pipeline is not None:
             yield config.pipeline.describe(config.model.num_layers)
+        if config.tensor is not None:
+            yield config.tensor.describe()
         for name, sharing in stages:
             yield f"{name}{describe_memory(predict_memory(config, world_size, shape, sharing))}"
         if memory_map:

@@ -23,14 +23,15 @@ class GradientNoise:
     it hardly save steps. Single estimates scatter, and can even be negative: average each of the two before dividing.
 
     It needs several micro-batches in a step. Experts that are split over ranks or offloaded get gradients of other
-    ranks' samples, and ranks of a pipeline have no gradients of whole micro-batches, so there is no estimate for such
-    runs; nor where ``m6.communication`` leaves out parts of the batch's gradient.
+    ranks' samples, and ranks of a pipeline or of a tensor group have no gradients of the whole model, so there is no
+    estimate for such runs; nor where ``m6.communication`` leaves out parts of the batch's gradient.
     """
 
     def __init__(self, config: RunConfig, engine: Engine) -> None:
         self._small, self._interval = config.deepspeed.micro_batch_size, config.m6.logging.interval_steps
         several = config.deepspeed.train_batch_size > self._small
-        whole = config.m6.training.ep_size == 1 and engine.offloaded is None and config.pipeline is None
+        undivided = config.pipeline is None and config.tensor is None
+        whole = config.m6.training.ep_size == 1 and engine.offloaded is None and undivided
         self._possible = several and whole and not config.m6.communication.compresses
         self._engine = engine
         self._squares: Tensor | None = None

@@ -58,12 +58,13 @@ class StepSums:
 
     Args:
         exact: see ``sum_of_all``.
+        counts: whether this rank's losses count; False where another rank computes the same ones.
     """
 
-    def __init__(self, device: torch.device, exact: bool = False) -> None:
+    def __init__(self, device: torch.device, exact: bool = False, counts: bool = True) -> None:
         # For each micro-batch:
         # [sum of losses per objective | targets per objective | aux loss | weighted loss | stop | save]
-        self._device, self._exact = device, exact
+        self._device, self._exact, self._counts = device, exact, counts
         self._rows: list[Tensor] = []
 
     def add(self, losses: Tensor, weighted_loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
@@ -88,7 +89,10 @@ class StepSums:
         """Sums over all ranks in one collective; this call synchronises the device."""
         self._rows[-1][_COLUMNS + 2] = float(requests.stop)
         self._rows[-1][_COLUMNS + 3] = float(requests.save)
-        values = sum_of_all(torch.stack(self._rows), self._exact)
+        rows = torch.stack(self._rows)
+        if not self._counts:
+            rows[:, : _COLUMNS + 2] = 0.0
+        values = sum_of_all(rows, self._exact)
         objectives = len(OBJECTIVES)
         return StepResult(
             loss_sums=dict(zip(OBJECTIVES, values[:objectives], strict=True)),

@@ -61,7 +61,7 @@ def _row(line: dict[str, str]) -> Row:
         return int(line[name])
 
     dp, tp, pp = number("dp"), number("tp"), number("pp")
-    layout = ParallelLayout(dp * tp * pp, 1, tp, pp, 1, number("micro_batch"), checkpointing=True)
+    layout = ParallelLayout(dp * tp * pp, 1, tp, pp, 1, number("micro_batch"), checkpointing=True, placement="megatron")
     config = gpt(number("layers"), number("hidden"), number("heads"), number("global_batch"))
     memory = line["memory_gb"]
     return Row(
@@ -134,7 +134,7 @@ def memory_parts(row: Row) -> tuple[float, float]:
     """
     model = MemoryModel(row.config, Profile(), ONE_SAMPLE)
     found = model(row.layout)
-    extra = 4 * model.counts(row.layout).divided(row.layout.tp_size).local if row.fp32_gradients else 0
+    extra = 4 * model.counts(row.layout).divided(row.layout).local if row.fp32_gradients else 0
     return (found.peak - found.activations + extra) / 1e9, found.activations / 1e9
 
 

@@ -42,15 +42,21 @@ def test_a_layout_is_feasible_if_the_validation_accepts_it(
                 configured(feasibility.config, layout)
 
 
-def test_the_model_has_no_tensor_parallelism():
-    assert "tensor_parallel" in REFUSED
+def test_experts_have_no_tensor_groups():
+    assert "tensor_parallel" in REFUSED  # DeepSpeed's own
     changed = replace(BASE, tp_size=2)
     found = FEASIBILITY.refusal(changed)
     assert found is not None
     assert found.kind == "tensor parallelism"
     assert FEASIBILITY.refusal(changed, {found.kind}) is None
-    with pytest.raises(UserError, match="no tensor parallelism"):
-        configure(CONFIG, changed)
+    with pytest.raises(UserError, match=r"divided by m6\.training\.ep_size already"):
+        configured(CONFIG, changed)
+    megatron = replace(BASE, ep_size=1, tp_size=2, placement="megatron")
+    with pytest.raises(UserError, match="no engine here divides embeddings"):
+        configure(CONFIG, megatron)
+    refused = FEASIBILITY.refusal(megatron)
+    assert refused is not None
+    assert "embeddings" in refused.reason
 
 
 @pytest.mark.parametrize(

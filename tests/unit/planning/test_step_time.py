@@ -35,7 +35,7 @@ def test_compute_is_the_sum_over_every_layer():
     time = model(config, cluster)
     device = cluster.nodes[0].device
     total = 0.0
-    for work, count in work_of(config, fold(config.model), time.memory.batch_of(layout), 128):
+    for work, count in work_of(config, fold(config.model), time.memory.batch_of(layout), layout):
         for _ in range(count):  # layer by layer: forward, two products backward, and once more for recomputation
             for product in work.matmuls:
                 each = 2.0 * product.m * product.n * product.k * product.count

@@ -10,6 +10,7 @@ from m6.config.run import RunConfig, load_config
 from m6.model.counting import num_parameters
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.folding import fold
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.work import BlockWork, work_of
 from m6.training.reporting.throughput import training_flops
 
@@ -26,7 +27,7 @@ def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     config = load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',))  # every choice is computed
     config.model.moe = config.model.moe and {**config.model.moe, **experts}
     batch = replace(scale_batch(full_row(config), 8), pictures=0)
-    work = work_of(config, fold(config.model), batch, 1)
+    work = work_of(config, fold(config.model), batch, ParallelLayout(1))
     flops = sum(3 * block.flops * count for block, count in work)
     tokens = batch.rows * batch.sequence_length
     length, width, layers = batch.sequence_length, config.model.hidden_size, config.model.num_layers
@@ -55,4 +56,4 @@ def test_fused_attention_moves_queries_keys_values_and_the_result():
 
 
 def _first_block(config: RunConfig, batch: BatchShape) -> BlockWork:
-    return next(work for work, _ in work_of(config, fold(config.model), batch, 1) if work.recomputed)
+    return next(work for work, _ in work_of(config, fold(config.model), batch, ParallelLayout(1)) if work.recomputed)

@@ -1,0 +1,90 @@
+"""The grid of ranks of a tensor group, and the collectives along its axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Grid:
+    """The ranks of a tensor group as points of a grid, in row-major order.
+
+    Every rank of the world makes this object with the same tensor groups.
+
+    Args:
+        shape: ranks along each axis.
+        groups: the global ranks of all tensor groups, each in the order of the grid.
+        rank: the global one of this process.
+
+    Attributes:
+        place: number of this rank in its tensor group.
+        coordinates: of this rank.
+        received: elements that this rank has received so far, if gathering, summing up into parts and all-reduces are
+            rings.
+    """
+
+    def __init__(self, shape: Sequence[int], groups: Sequence[Sequence[int]], rank: int) -> None:
+        self.shape, self.num_ranks = tuple(shape), math.prod(shape)
+        self._all: dist.ProcessGroup | None = None
+        self._along: list[dist.ProcessGroup | None] = [None] * len(self.shape)
+        self.received = 0
+        for ranks in groups:
+            own = self._made(ranks, rank)
+            self._all = own or self._all
+            for axis, line in _lines(self.shape, ranks):
+                # A single axis needs no second communicator of the same ranks.
+                along = own if len(self.shape) == 1 else self._made(line, rank)
+                self._along[axis] = along or self._along[axis]
+            if own is not None:
+                self.place = list(ranks).index(rank)
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        self.coordinates = tuple(self.place // stride % size for stride, size in zip(strides, self.shape, strict=True))
+
+    def _made(self, ranks: Sequence[int], rank: int) -> dist.ProcessGroup | None:
+        # torch.distributed wants all ranks to make all groups.
+        group = dist.new_group(list(ranks))
+        return group if rank in ranks else None
+
+    def gather(self, part: Tensor, axis: int | None = None, dim: int = 0) -> Tensor:
+        """The parts [m, n] of the ranks along an axis, or of all, next to each other in ``dim``, 0 or 1."""
+        group, ranks = self._of(axis)
+        found = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+        dist.all_gather_single(found, part.contiguous(), group=group)
+        self.received += (ranks - 1) * part.numel()
+        return found if dim == 0 else found.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
+
+    def scatter(self, partial: Tensor, axis: int, dim: int = 0) -> Tensor:
+        """This rank's part in ``dim``, 0 or 1, of the sum of matrices along an axis."""
+        group, ranks = self._of(axis)
+        # [m, n] -> [ranks, part of m, n] or [ranks, m, part of n].
+        parts = partial.unflatten(dim, (ranks, -1))
+        parts = (parts if dim == 0 else parts.transpose(0, 1)).contiguous()
+        found = parts.new_empty(parts.shape[1:])
+        dist.reduce_scatter_single(found, parts.flatten(0, 1), group=group)
+        self.received += (ranks - 1) * found.numel()
+        return found
+
+    def sum(self, partial: Tensor, axis: int | None = None) -> Tensor:
+        """The sum of tensors along an axis, or of all."""
+        group, ranks = self._of(axis)
+        total = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        self.received += 2 * (ranks - 1) * total.numel() // ranks
+        return total
+
+    def _of(self, axis: int | None) -> tuple[dist.ProcessGroup | None, int]:
+        return (self._all, self.num_ranks) if axis is None else (self._along[axis], self.shape[axis])
+
+
+def _lines(shape: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """The ranks that differ in one coordinate, with the axis of that coordinate."""
+    places = torch.tensor(list(ranks)).view(shape)
+    return [
+        (axis, line)
+        for axis in range(len(shape))
+        for line in places.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
+    ]

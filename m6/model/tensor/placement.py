@@ -1,0 +1,154 @@
+"""How the products Y = X A of a feed-forward are divided over a grid of ranks, in one, two or three dimensions.
+
+A placement is a table: for X, A and Y of each of the two products the axes of the grid that divide their rows and
+columns, and what travels along which axis. One autograd function runs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m6.model.tensor.grid import Grid
+from m6.model.tensor.received import AXES, PlacementName, side
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a matrix lies on the ranks of a grid. Axes that divide nothing hold copies.
+
+    Attributes:
+        rows, columns: the axes that divide them, the one with the longest blocks first.
+        gathered: the axis along which a product gathers the matrix, the last one of rows or columns; the reverse sums
+            up what the ranks computed, into these parts.
+        summed: the axis along which the ranks have copies for a product, but compute parts of a sum.
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    gathered: int | None = None
+    summed: int | None = None
+
+    def part(self, whole: Tensor, grid: Grid) -> Tensor:
+        """This rank's part of a matrix [..., M, N], as a view."""
+        for dim, axes in ((-2, self.rows), (-1, self.columns)):
+            for axis in axes:
+                whole = whole.unflatten(dim, (grid.shape[axis], -1)).select(dim - 1, grid.coordinates[axis])
+        return whole
+
+    def whole(self, part: Tensor, grid: Grid) -> Tensor:
+        """The matrix [M, N] from the parts [m, n] of all ranks; all axes of the grid divide it."""
+        parts = grid.gather(part).view(*grid.shape, *part.shape)
+        axes = len(grid.shape)
+        ordered = parts.permute(*self.rows, axes, *self.columns, axes + 1)
+        return ordered.flatten(len(self.rows) + 1).flatten(0, len(self.rows))
+
+    def bring(self, part: Tensor, grid: Grid) -> Tensor:
+        """What a product of this rank reads."""
+        return part if self.gathered is None else grid.gather(part, self.gathered, self._dim)
+
+    def add_up(self, partial: Tensor, grid: Grid) -> Tensor:
+        """This rank's part of the sum of what the ranks computed; the reverse of ``bring``."""
+        if self.gathered is not None:
+            return grid.scatter(partial, self.gathered, self._dim)
+        return partial if self.summed is None else grid.sum(partial, self.summed)
+
+    @property
+    def _dim(self) -> int:
+        return 0 if self.gathered in self.rows else 1
+
+
+@dataclass(frozen=True)
+class ProductPlacement:
+    """How X, A and Y of a product Y = X A are divided."""
+
+    inputs: Division
+    matrix: Division
+    outputs: Division
+
+    def __call__(self, inputs: Tensor, matrix: Tensor, grid: Grid) -> Tensor:
+        """This rank's part of Y, from its parts of X and A, which alone are kept for the backward pass."""
+        if torch.is_autocast_enabled(inputs.device.type):
+            dtype = torch.get_autocast_dtype(inputs.device.type)
+            inputs, matrix = inputs.to(dtype), matrix.to(dtype)
+        found: Tensor = _Product.apply(inputs, matrix, self, grid)
+        return found
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a pair of products is divided, the second of which reads what the first one wrote.
+
+    Attributes:
+        name: of the placement, see ``received.py``.
+        first, second: the products.
+    """
+
+    name: PlacementName
+    first: ProductPlacement
+    second: ProductPlacement
+
+    def grid(self, groups: Sequence[Sequence[int]], rank: int) -> Grid:
+        """The grid of this rank, see ``Grid``."""
+        q = side(self.name, len(groups[0]))
+        assert q is not None
+        return Grid((q,) * AXES[self.name], groups, rank)
+
+
+# Axis 0 is the only one. Megatron-LM (arXiv 1909.08053, section 3): f is the sum of gradients of the first input, and g
+# the sum of the second output.
+_ONE = Placement(
+    "1d",
+    ProductPlacement(Division(summed=0), Division(columns=(0,)), Division(columns=(0,))),
+    ProductPlacement(Division(columns=(0,)), Division(rows=(0,)), Division(summed=0)),
+)
+# Rows lie over axis 0, columns over axis 1. All blocks of a SUMMA product (Optimus, arXiv 2104.05343) come at once.
+_SUMMA = ProductPlacement(Division((0,), (1,), gathered=1), Division((0,), (1,), gathered=0), Division((0,), (1,)))
+
+
+def _cube(j: int, l: int) -> ProductPlacement:  # noqa: E741, the paper's name
+    # arXiv 2105.14450, section 3: gather X over j and A over i, multiply, and sum up Y over l.
+    return ProductPlacement(
+        Division((0, j), (l,), gathered=j), Division((l, 0), (j,), gathered=0), Division((0, l), (j,), gathered=l)
+    )
+
+
+BY_NAME: dict[PlacementName, Placement] = {
+    "1d": _ONE,
+    "2d": Placement("2d", _SUMMA, _SUMMA),
+    "3d": Placement("3d", _cube(1, 2), _cube(2, 1)),  # the next layer swaps the directions j and l
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a parameter on this rank.
+
+    Attributes:
+        shape: of the whole parameter.
+        of: maps the whole parameter to this rank's part, a view.
+    """
+
+    shape: tuple[int, ...]
+    of: Callable[[Tensor], Tensor]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, matrix: Tensor, product: ProductPlacement, grid: Grid) -> Tensor:
+        ctx.save_for_backward(inputs, matrix)
+        ctx.product, ctx.grid = product, grid
+        brought = product.inputs.bring(inputs, grid), product.matrix.bring(matrix, grid)
+        return product.outputs.add_up(brought[0] @ brought[1], grid)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (inputs, matrix), product, grid = ctx.saved_tensors, ctx.product, ctx.grid
+        grad = product.outputs.bring(grads[0], grid)
+        by_inputs = product.inputs.add_up(grad @ product.matrix.bring(matrix, grid).t(), grid)
+        by_matrix = product.matrix.add_up(product.inputs.bring(inputs, grid).t() @ grad, grid)
+        return by_inputs, by_matrix, None, None

@@ -1,0 +1,276 @@
+"""Matrices divided over ranks: runs report and learn what one rank does, and resume on any other layout.
+
+Processes take seconds to start, so that each world is started once and trains one run after the other.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader
+from m6.config.run import parse_config
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.search.configuration import configure
+from m6.planning.search.planner import Planner
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_faults import entries, open_trainer
+from tests.distributed.test_training_layouts import losses, norms, train
+from tests.fixtures.tiny_run import tiny_document
+
+pytestmark = pytest.mark.slow
+
+# fp32: sums in another order.
+TOLERANCE = 1e-6
+STEPS = 4
+
+
+def tensor(num_ranks: int, placement: str = "1d") -> dict[str, Any]:
+    return {"placement": placement, "num_ranks": num_ranks}
+
+
+def document(folder: Path, stage: int = 1, divided: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A dense run with 8 micro-batches in a step, dropout, clipping, pictures and packed rows."""
+    changes = {"m6__moe": None, "m6__model__num_attention_heads": 8, "m6__data__packing": True, **changes}
+    changes = {"train_batch_size": 16, "m6__parallel__tensor": divided, **changes}
+    return tiny_document(folder, zero_optimization={"stage": stage}, **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensor")
+    tiny_document(folder)  # builds the data before the ranks start
+    return folder
+
+
+# name -> (changes of the run, placement on 4 ranks, ZeRO stage)
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "AdamW": ({}, tensor(2), 1),
+    "1d x 2": ({"gradient_clipping": 0.1}, tensor(2), 1),
+    "1d x 4": (
+        {
+            "m6__training__activation_checkpointing": True,
+            "m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}],
+        },
+        tensor(4),
+        1,
+    ),
+    "1d, ZeRO 0": ({"gradient_clipping": 0.1, "m6__model__rotary_base": 10000.0}, tensor(2), 0),
+    "2d": ({"m6__model__patch_encoder": "resnet"}, tensor(4, "2d"), 1),
+}
+# 16 bits round the sums of different orders.
+ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "bf16": ({"bf16": {"enabled": True}}, tensor(2), 1),
+    "fp16": (
+        {"fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}},
+        tensor(2),
+        1,
+    ),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, tensor(4, "2d"), 1),
+}
+
+
+def train_by_sgd(runs: list[tuple[dict[str, Any], Path]]) -> None:
+    """Trains runs, those with AdamW in their name as the JSON says, the others by gradient descent with momentum.
+
+    AdamW divides by the root of squares: where a gradient is nearly 0, rounding decides the sign of its update.
+    """
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from m6.training.engine import build
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    original = build.build_optimizer
+
+    def sgd(model: torch.nn.Module, *_: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+    for each, root in runs:
+        build.build_optimizer = original if "AdamW" in root.name else sgd
+        each["optimizer"]["params"]["lr"] = 1e-3 if "AdamW" in root.name else 0.3
+        open_trainer(each, root).train()
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """The folder with a run of one rank and a run of four ranks for each of the above."""
+    alone, together = [], []
+    for name, (changes, divided, zero) in {**RUNS, **ROUNDED}.items():
+        alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
+        together.append((document(folder, zero, divided, **changes), folder / name))
+    run_distributed(train_by_sgd, 1, alone)
+    run_distributed(train_by_sgd, 4, together)
+    return folder
+
+
+def reported(root: Path, *keys: str) -> list[list[float]]:
+    return [[entry[key] for key in keys] for entry in entries(root) if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
+    """Losses, validation, norms and counts."""
+    found, expected = trained / name, trained / f"{name} alone"
+    assert len(losses(found)) == STEPS + 4  # and the validation losses of four objectives
+    assert losses(found) == pytest.approx(losses(expected), rel=TOLERANCE)
+    assert norms(found) == pytest.approx(norms(expected), rel=TOLERANCE)
+    counts = ("tokens_seen", "samples_seen", "bad_rows", "skipped_steps")
+    assert reported(found, *counts) == reported(expected, *counts)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
+    """The same names, shapes and kinds of state, and the same values."""
+    ours, theirs = (
+        CheckpointReader(complete_checkpoints(trained / run / "checkpoints")[-1]) for run in (name, f"{name} alone")
+    )
+    assert ours.shapes == theirs.shapes
+    for key in ours.shapes:
+        difference = (ours.read(*key) - theirs.read(*key)).abs().max()
+        assert float(difference) < (2e-3 if name == "AdamW" else TOLERANCE), key
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_precisions(trained: Path, name: str):
+    found, expected = trained / name, trained / f"{name} alone"
+    assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
+    assert norms(found)[-1] == pytest.approx(norms(expected)[-1], rel=2e-2)
+    if name == "fp16":
+        scales = reported(found, "loss_scale", "skipped_steps")
+        assert scales == reported(expected, "loss_scale", "skipped_steps")
+        assert {skipped for _, skipped in scales} == {0, 1}
+
+
+def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) -> None:
+    """On each rank: its parts of gradients against those of the whole model, and what it received for them."""
+    from m6.config.run import parse_config
+    from m6.model.tensor.layers import DividedFFN, DividedLinear
+    from m6.model.tensor.received import received_by_attention, received_by_feed_forward
+    from m6.runs.data import open_data
+    from m6.runs.processes import start
+    from m6.training.engine.build import build_engine, build_model
+
+    runtime = start()
+    plain = parse_config(base)
+    whole, _ = build_model(plain, runtime.device)
+    batches = [open_data(plain).micro_batch(index) for index in range(2)]
+    whole.train()
+    for seed, batch in enumerate(batches):
+        output = whole(**batch.model_inputs(), labels=batch.labels, return_logits=False, dropout_seed=seed)
+        output.target_losses.sum().backward()
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for placement in placements:
+        config = parse_config({**base, "m6": {**base["m6"], "parallel": {"tensor": placement}}})
+        engine, ranks = build_engine(config, runtime), placement["num_ranks"]
+        assert engine.averaged_over == runtime.world_size // ranks
+        engine.begin_step(0.0)
+        grids = {module._grid for module in engine.module.modules() if isinstance(module, (DividedFFN, DividedLinear))}
+        for grid in grids:
+            grid.received = 0
+        # The engine averages over replicas, which here compute the same micro-batches.
+        engine.accumulate(batches, lambda _, output: output.target_losses.sum(), range(2))
+        parts = 0
+        for name, parameter in engine.module.named_parameters():
+            wanted = expected[name]
+            if hasattr(parameter, "shard"):
+                parts += parameter.numel()
+                wanted = parameter.shard.of(wanted).reshape(parameter.shape)
+            error = (parameter.grad - wanted).abs().max() / expected[name].abs().max()
+            assert float(error) < 2 * TOLERANCE, (placement, name, float(error))
+        layers, hidden, inner = config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size
+        matrices = layers * (4 * hidden**2 + 2 * hidden * inner)
+        vectors = layers * (3 * hidden + inner if placement["placement"] == "1d" else 3 * hidden)
+        assert parts == (matrices + vectors) // ranks
+        formula = sum(
+            received_by_attention(ranks, tokens, hidden)
+            + received_by_feed_forward(placement["placement"], ranks, tokens, hidden, inner)
+            for tokens in (batch.input_ids.numel() for batch in batches)
+        )
+        assert sum(grid.received for grid in grids) == layers * formula, placement
+
+
+def test_gradients_and_received_elements_of_every_placement(folder: Path):
+    """Eight ranks: a group of all, a cube, and two groups of four, whose replicas read the same here."""
+    base = document(folder, 0, train_micro_batch_size_per_gpu=2, train_batch_size=16)
+    placements = [tensor(8), tensor(8, "3d"), tensor(4, "2d"), tensor(2)]
+    run_distributed(compare_gradients, 8, base, placements)
+
+
+def test_a_run_resumes_on_other_layouts(folder: Path):
+    """Between placements, numbers of ranks that divide matrices, ZeRO stages and one rank."""
+    total = {"m6__training__total_steps": 6}
+    run_distributed(train, 1, document(folder, 0, **total), str(folder / "straight"))
+    root = folder / "wandering"
+    for ranks, divided, zero, stop_at in [
+        (2, tensor(2), 1, 1),
+        (4, tensor(4), 0, 2),
+        (1, None, 1, 3),
+        (4, tensor(4, "2d"), 1, 4),
+        (2, None, 2, 5),
+        (4, tensor(2), 1, None),
+    ]:
+        run_distributed(train, ranks, document(folder, zero, divided, **total), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / "straight"), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / "straight"), rel=10 * TOLERANCE)
+
+
+def poison(each: dict[str, Any], root: Path) -> None:
+    """In the second step a single element of one rank's part of a gradient is not finite."""
+    trainer = open_trainer(each, root)
+    run_step, outcomes = trainer.run_step, []
+    weight = trainer.engine.module.model.layers[1].ffn.output.weight
+
+    def poisoned(micro_batches: list[Any]) -> Any:
+        weights = [fragment.data.clone() for fragment in trainer.engine.fragments()]
+        poisons = trainer.step == 1 and trainer.runtime.rank == 1
+        hook = weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), math.nan) if poisons else grad)
+        outcome = run_step(micro_batches)
+        hook.remove()
+        same = [torch.equal(old, new.data) for old, new in zip(weights, trainer.engine.fragments(), strict=True)]
+        outcomes.append((outcome.skipped, all(same)))
+        return outcome
+
+    trainer.run_step = poisoned
+    trainer.train()
+    assert outcomes == [(False, False), (True, True), (False, False), (False, False)]
+
+
+def faults(runs: list[tuple[dict[str, Any], Path]]) -> None:
+    for each, root in runs:
+        poison(each, root)
+
+
+def test_all_ranks_skip_a_step(folder: Path):
+    runs = [(document(folder, stage, tensor(2)), folder / f"poisoned {stage}") for stage in (0, 1)]
+    run_distributed(faults, 2, runs)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(folder: Path):
+    each = document(folder, 1, tensor(2))
+    run_distributed(train, 4, each, str(folder / "in one go"))
+    for stop_at in (2, None):
+        run_distributed(train, 4, each, str(folder / "in two"), stop_at)
+    one, two = (
+        CheckpointReader(complete_checkpoints(folder / name / "checkpoints")[-1]) for name in ("in one go", "in two")
+    )
+    assert one.shapes == two.shapes
+    assert all(torch.equal(one.read(*key), two.read(*key)) for key in one.shapes)
+
+
+def test_what_the_planner_writes_runs(folder: Path):
+    """A plan for more ranks than rows, which only divided matrices can use, ends with the losses of one rank."""
+    plain = document(folder, 1, train_batch_size=2, train_micro_batch_size_per_gpu=2, m6__training__total_steps=2)
+    node = load_cluster(Path("cpu_laptop")).nodes[0].model_copy(update={"devices_per_node": 4})
+    forced = {"micro_batch_size": 2, "pp_size": 1}
+    planner = Planner(parse_config(plain), Cluster(name="four", nodes=[node]), forced=forced)
+    layout = planner.search().best.layout
+    assert layout.tp_size == 4
+    run_distributed(train, 1, plain, str(folder / "unplanned"))
+    run_distributed(train, 4, configure(parse_config(plain), layout), str(folder / "planned"))
+    assert losses(folder / "planned") == pytest.approx(losses(folder / "unplanned"), rel=TOLERANCE)
+    # The run predicts itself at its start.
+    assert json.loads((folder / "planned" / "plan.json").read_text())["layout"]["tp_size"] == 4

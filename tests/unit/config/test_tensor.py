@@ -1,0 +1,118 @@
+"""The section m6.parallel.tensor: what it refuses, and which ranks it puts together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.checks import check_world_size
+from m6.config.run import RunConfig, parse_config
+from m6.errors import UserError
+from m6.model.tensor.received import received_by_expert, received_by_pair
+from m6.training.places import Places
+from m6.training.train_step import micro_batch_numbers
+from tests.fixtures.offload_sections import SMALL
+from tests.fixtures.tiny_run import tiny_document
+
+ONE: dict[str, Any] = {"num_ranks": 2}
+SQUARE: dict[str, Any] = {"num_ranks": 4, "placement": "2d"}
+CUBE: dict[str, Any] = {"num_ranks": 8, "placement": "3d"}
+
+
+def run(folder: Path, tensor: dict[str, Any], stage: int = 1, **changes: Any) -> RunConfig:
+    changes = {"m6__moe": None, "m6__model__num_attention_heads": 8, "train_batch_size": 16, **changes}
+    changes.setdefault("zero_optimization", {"stage": stage})
+    return parse_config(tiny_document(folder, m6__parallel__tensor=tensor, **changes))
+
+
+REFUSED = {
+    "ZeRO 2": (ONE, {"stage": 2}, r"zero_optimization\.stage 2 .* use stage 1 or 0"),
+    "one rank": ({"num_ranks": 1}, {}, r"m6\.parallel\.tensor\.num_ranks: .*2"),
+    "unknown placement": ({**ONE, "placement": "4d"}, {}, r"m6\.parallel\.tensor\.placement"),
+    "no square": ({"num_ranks": 6, "placement": "2d"}, {}, r'num_ranks 6 is no square.*use 4, or "1d"'),
+    "no cube": ({"num_ranks": 4, "placement": "3d"}, {}, r'num_ranks 4 is no cube.*use 8, or "1d"'),
+    "heads": ({"num_ranks": 16}, {}, r"divides m6\.model\.num_attention_heads by 16, but it is 8; use 8"),
+    "inner size": (
+        {"num_ranks": 4},
+        {"m6__model__ffn_hidden_size": 66},
+        r"m6\.model\.ffn_hidden_size by 4, but it is 66; use 2",
+    ),
+    "blocks of a cube": (CUBE, {"m6__model__ffn_hidden_size": 66}, r"ffn_hidden_size by 4.*no num_ranks fits"),
+    "Adafactor": (
+        ONE,
+        {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}, "stage": 0},
+        r'optimizer\.type "Adafactor" takes means.*use "AdamW"',
+    ),
+    "pipeline": (ONE, {"m6__parallel__pipeline": {"num_ranks": 2}}, r"m6\.parallel\.pipeline: stages of whole layers"),
+    "dropout of scores": (ONE, {"m6__model__attention_dropout": 0.1}, r"attention_dropout: ranks of .* would drop"),
+    "deterministic": (ONE, {"m6__training__deterministic": "any_world"}, "deterministic"),
+    "host": (
+        ONE,
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        r"zero_optimization\.offload_optimizer: states in host memory",
+    ),
+    "adapters": (ONE, {"m6__lora": {"targets": ["dense"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters are made"),
+    "Pseudo": (ONE, {"m6__pseudo_to_real": {"switch_step": 2}}, r"m6\.pseudo_to_real: layers that share weights"),
+    "compression": (
+        ONE,
+        {"m6__communication": {"gradients": "powersgd", "rank": 2}},
+        r"m6\.communication: it compresses gradients of whole models",
+    ),
+    "delay": (ONE, {"m6__gradient_delay": {"accept_loss": True}}, r"m6\.gradient_delay: .*were not tried"),
+    "elastic": (ONE, {"m6__elastic": {"max_nodes": 2}}, r"m6\.elastic: a new plan"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path: Path, case: str):
+    tensor, changes, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, tensor, **changes)
+
+
+@pytest.mark.parametrize("tensor", [ONE, SQUARE, CUBE])
+def test_experts_are_refused_with_the_numbers(tmp_path: Path, tensor: dict[str, Any]):
+    """Four experts, two choices of a token, micro-batches of 2 x 64 tokens: 64 tokens for an expert."""
+    with pytest.raises(UserError, match=r"divided by m6\.training\.ep_size already") as caught:
+        run(tmp_path, tensor, m6__moe={"num_experts": 4, "num_prototypes": 2})
+    ranks, placement = tensor["num_ranks"], tensor.get("placement", "1d")
+    divided, whole = received_by_pair(placement, ranks, 64, 32, 64), received_by_expert(ranks, 64, 32)
+    assert f"its 64 tokens of a micro-batch each of {ranks} ranks would receive {divided:,.0f} elements" in str(
+        caught.value
+    )
+    assert f"against {whole:,.0f} with ep_size {ranks}" in str(caught.value)
+    assert divided > whole
+
+
+def test_offloaded_experts_are_refused_as_experts(tmp_path: Path):
+    moe = {"num_experts": 4, "num_prototypes": 2}
+    with pytest.raises(UserError, match=r"m6\.parallel\.tensor: experts of m6\.moe"):
+        run(tmp_path, ONE, m6__moe=moe, m6__offload=SMALL)
+
+
+def test_ranks_that_read_the_same(tmp_path: Path):
+    """Neighbours divide matrices; a step has the micro-batches that one rank would have."""
+    config = run(tmp_path, ONE)
+    assert config.accumulation_steps(4) == 4
+    with pytest.raises(UserError, match=r"num_ranks 2 does not divide the world size 3; start 4 ranks"):
+        check_world_size(config, 3)
+    check_world_size(config, 4)
+    places = [Places(rank, 4, tensor_size=2) for rank in range(4)]
+    assert places[0].tensor_groups() == [[0, 1], [2, 3]]
+    assert places[0].replicas() == [[0, 2], [1, 3]]
+    assert [(each.data_rank, each.tensor_rank, each.reads_first) for each in places] == [
+        (0, 0, True),
+        (0, 1, False),
+        (1, 0, True),
+        (1, 1, False),
+    ]
+    numbers = [micro_batch_numbers(config, each, 0) for each in places]
+    assert numbers[0] == numbers[1]
+    assert sorted(numbers[0] + numbers[2]) == list(range(8))
+
+
+def test_pipelines_keep_their_places():
+    places = Places(5, 8, pipeline_size=4)
+    assert (places.data_rank, places.pipeline_rank, places.tensor_rank) == (1, 2, 0)
+    assert places.replicas() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert places.pipelines() == [[0, 2, 4, 6], [1, 3, 5, 7]]
