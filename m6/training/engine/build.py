@@ -25,6 +25,7 @@ from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.pipeline_groups import PipelineGroups
+from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.places import Places
@@ -110,7 +111,8 @@ def build_engine(
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if groups is not None:
-        return PipelineEngine(initialized, config, runtime.device)
+        sliced = config.pipeline is not None and config.pipeline.slices is not None
+        return (SlicedPipelineEngine if sliced else PipelineEngine)(initialized, config, runtime.device)
     if engine_type is None:
         engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)
