@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from m6.data.collate import MicroBatch
-from m6.model.slices import SliceKeys
+from m6.model.slices import SliceKeys, legal_cuts
 from m6.model.stages import ModelStage
+from m6.planning.cost import slices as costs
 from m6.planning.cost.schedules import sliced_orders
 from m6.planning.cost.slices import SliceChoice
 from scripts.benchmarks.pipeline_bubbles import recording
 from tests.distributed.spawn import run_distributed
-from tests.distributed.test_pipelines import document, part_of_loss
+from tests.distributed.test_faults import entries
+from tests.distributed.test_pipelines import document, part_of_loss, reported, train_all
+from tests.distributed.test_training_layouts import losses, norms
 from tests.fixtures.tiny_run import tiny_document
 
 pytestmark = pytest.mark.slow
@@ -22,8 +25,8 @@ pytestmark = pytest.mark.slow
 # fp32: sums in another order.
 TOLERANCE = 1e-6
 NO_LOSS = {"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.0}
-SOURCES_AND_TEXTS = {"image_captioning": {"weight": 1}, "text_denoising": {"weight": 1}}
-TEXTS = {name: {"weight": 0} for name in ("text_denoising", "image_captioning", "image_text_denoising")}
+WITHOUT_PICTURES = {"image_captioning": {"weight": 0}, "image_text_denoising": {"weight": 0}}
+SOURCES = {"language_modelling": {"weight": 0}, **WITHOUT_PICTURES}
 
 
 def sliced(num_ranks: int, slices: int | str, layers: list[int] | None = None) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def taken(model: Any) -> dict[str, torch.Tensor]:
 def largest_error(engine: Any, expected: dict[str, torch.Tensor]) -> float:
     """Over the parameters of all ranks, relative to the largest element of each."""
     errors = [
-        (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
+        (parameter.grad - expected[name]).abs().max() / expected[name].abs().max().clamp_min(1e-12)
         for name, parameter in engine.module.named_parameters()
     ]
     largest = torch.stack(errors).max()
@@ -81,7 +84,7 @@ def largest_error(engine: Any, expected: dict[str, torch.Tensor]) -> float:
     return float(largest)
 
 
-def compare(exact: dict[str, Any], noisy: dict[str, Any]) -> None:
+def compare(exact: dict[str, Any], texts: dict[str, Any], noisy: dict[str, Any]) -> None:
     """On each of two ranks: gradients of its stage against those of the whole model in one process."""
     from m6.config.run import parse_config
     from m6.runs.data import open_data
@@ -89,6 +92,7 @@ def compare(exact: dict[str, Any], noisy: dict[str, Any]) -> None:
     from m6.training.engine.build import build_engine, build_model
 
     runtime = start()
+    costs._FLOPS_PER_BYTE = 1  # else "auto" would not cut such short rows
 
     def gradients(base: dict[str, Any], slices: int | str, checkpointing: bool = False) -> Any:
         training = {**base["m6"]["training"], "activation_checkpointing": checkpointing}
@@ -122,11 +126,13 @@ def compare(exact: dict[str, Any], noisy: dict[str, Any]) -> None:
     expected = whole_gradients(whole, batches, part_of_loss)
     assert largest_error(gradients(exact | {"train_batch_size": 4}, 4)[0], expected) < TOLERANCE
 
-    # A cut that the mask forbids: inside of a source, or of a picture's caption and its picture.
-    legal = cuts_of(exact, 4)[0]
+    # A cut that the mask forbids, inside of a source: the test would see it.
+    batches = [open_data(parse_config(texts)).micro_batch(index) for index in range(4)]
+    assert not any(3 in legal_cuts(batch.token_type_ids, batch.sample_ids) for batch in batches)
+    expected = whole_gradients(whole, batches, part_of_loss)
     honest, SliceChoice.cuts = SliceChoice.cuts, lambda self, batch: [3]
-    assert 3 not in legal
-    assert largest_error(gradients(exact | {"train_batch_size": 4}, 2)[0], expected) > 1e-3
+    error = largest_error(gradients(texts, 2)[0], expected)
+    assert error > 1e-3, error
     SliceChoice.cuts = honest
 
     # Dropout, the noise of routers and balance losses depend on the slices, but not on the stages.
@@ -137,7 +143,49 @@ def compare(exact: dict[str, Any], noisy: dict[str, Any]) -> None:
 
 
 def test_slices_have_the_gradients_of_whole_rows(folder: Path):
-    changes = {"train_micro_batch_size_per_gpu": 4, "m6__model__rotary_base": 100.0}
+    changes = {
+        "train_micro_batch_size_per_gpu": 4,
+        "m6__model__rotary_base": 100.0,
+        "m6__model__initializer_range": 0.1,
+    }
     exact = document(folder, m6__moe=NO_LOSS, m6__model__hidden_dropout=0.0, **changes)
     noisy = document(folder, m6__moe__router_jitter=0.1, m6__model__attention_dropout=0.1, **changes)
-    run_distributed(compare, 2, exact, noisy)
+    texts = document(folder, m6__moe=NO_LOSS, m6__model__hidden_dropout=0.0, m6__objectives=SOURCES, **changes)
+    run_distributed(compare, 2, exact, texts, noisy)
+
+
+# name -> (changes of the run, slices and ranks of its pipeline, ZeRO stage, ep_size) on 4 ranks
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    # Ranks that exchange tokens have rows that may be cut at other places, and into fewer slices.
+    "experts": (
+        {"m6__moe": {**NO_LOSS, "z_loss_weight": 0.01, "balance_bias_rate": 0.01}},
+        sliced(2, 4, [3, 2]),
+        1,
+        2,
+    ),
+    "fewer micro-batches than ranks": ({"train_batch_size": 4, "m6__moe": None}, sliced(4, 3), 0, 1),
+    "bf16": ({"m6__moe": NO_LOSS, "bf16": {"enabled": True}}, sliced(2, 3), 1, 2),
+}
+
+
+def test_a_run_of_slices_reports_what_one_rank_reports(folder: Path):
+    """Losses, validation, norms, counts, and the statistics of the routers."""
+    alone, together = [], []
+    for name, (changes, pipeline, zero, ep_size) in RUNS.items():
+        changes = {**changes, "m6__model__hidden_dropout": 0.0}
+        parallel = {"m6__parallel__pipeline": pipeline, "m6__training__ep_size": ep_size}
+        alone.append((document(folder, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
+        together.append((document(folder, zero, **changes, **parallel), folder / name))
+    run_distributed(train_all, 1, alone)
+    run_distributed(train_all, 4, together)
+    for name in RUNS:
+        found, expected = folder / name, folder / f"{name} alone"
+        rounding = 2e-3 if name == "bf16" else TOLERANCE
+        assert losses(found) == pytest.approx(losses(expected), rel=rounding), name
+        assert norms(found) == pytest.approx(norms(expected), rel=10 * rounding), name
+        counts = ("tokens_seen", "samples_seen", "skipped_steps")
+        assert reported(found, *counts) == reported(expected, *counts)
+        for ours, theirs in zip(entries(found), entries(expected), strict=True):
+            for key in ("load_cv", "unused_experts", "router_entropy"):
+                values, others = (entry.get("experts", {}).get(key, []) for entry in (ours, theirs))
+                assert values == pytest.approx(others, abs=1e-5 if rounding == TOLERANCE else 0.1), (name, key)
