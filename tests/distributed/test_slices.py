@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
 from m6.model.slices import SliceKeys, legal_cuts
 from m6.model.stages import ModelStage
 from m6.planning.cost import slices as costs
 from m6.planning.cost.schedules import sliced_orders
 from m6.planning.cost.slices import SliceChoice
+from m6.runs.data import open_data
 from scripts.benchmarks.pipeline_bubbles import recording
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries
@@ -86,8 +88,6 @@ def largest_error(engine: Any, expected: dict[str, torch.Tensor]) -> float:
 
 def compare(exact: dict[str, Any], texts: dict[str, Any], noisy: dict[str, Any]) -> None:
     """On each of two ranks: gradients of its stage against those of the whole model in one process."""
-    from m6.config.run import parse_config
-    from m6.runs.data import open_data
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine, build_model
 
@@ -156,10 +156,10 @@ def test_slices_have_the_gradients_of_whole_rows(folder: Path):
 
 # name -> (changes of the run, slices and ranks of its pipeline, ZeRO stage, ep_size) on 4 ranks
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
-    # Ranks that exchange tokens have rows that may be cut at other places, and into fewer slices.
+    # Ranks that exchange tokens have rows that may be cut into different numbers of slices, see the test.
     "experts": (
         {"m6__moe": {**NO_LOSS, "z_loss_weight": 0.01, "balance_bias_rate": 0.01}},
-        sliced(2, 4, [3, 2]),
+        sliced(2, 12, [3, 2]),
         1,
         2,
     ),
@@ -176,6 +176,10 @@ def test_a_run_of_slices_reports_what_one_rank_reports(folder: Path):
         parallel = {"m6__parallel__pipeline": pipeline, "m6__training__ep_size": ep_size}
         alone.append((document(folder, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
         together.append((document(folder, zero, **changes, **parallel), folder / name))
+    config = parse_config(together[0][0])
+    choice, data = SliceChoice(config, 4), open_data(config)
+    # Of the first micro-batches of both pipelines.
+    assert len({len(choice.cuts(data.micro_batch(number))) for number in (0, 4)}) == 2
     run_distributed(train_all, 1, alone)
     run_distributed(train_all, 4, together)
     for name in RUNS:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.model.counting import num_parameters
 from m6.model.slices import legal_cuts, nearest_cuts
 from m6.planning.cost.partition import slice_tokens
 
@@ -51,23 +52,16 @@ def slice_work(config: RunConfig, rows: int) -> Callable[[int, int], float]:
     Args:
         rows: of the micro-batch.
     """
-    model, moe = config.model, config.model.moe
-    width, layers = model.hidden_size, model.num_layers
-    used = moved = 4 * width**2 * layers  # weights of attention, by which each token is multiplied
-    dense = 2 * width * model.ffn_hidden_size
-    sparse = sum(map(model.is_moe_layer, range(layers)))
-    used, moved = used + dense * (layers - sparse), moved + dense * (layers - sparse)
-    if moe is not None:
-        settings = model.moe_config()
-        expert = dense * (3 if settings.activation == "swiglu" else 2) // 2
-        chosen = settings.num_prototypes * settings.top_k + settings.num_shared_experts
-        held = settings.num_experts // config.m6.training.ep_size + settings.num_shared_experts
-        used, moved = used + sparse * expert * chosen, moved + sparse * expert * held
+    counts = num_parameters(config.model)
+    held = sum(counts[part] for part in ("attention", "ffn", "experts", "router"))
+    used = held - (counts["total"] - counts["active_per_token"])
+    moved = held - counts["experts"] * (1 - 1 / config.m6.training.ep_size)
     # Both passes read the weights, and the backward pass reads and writes the gradients: 4 times in the time of 3
     # forward passes.
     least = moved * _BYTES_OF_WEIGHT * _FLOPS_PER_BYTE * 4 / 3
+    of_score = 4.0 * config.model.hidden_size * config.model.num_layers
 
     def work(size: int, before: int) -> float:
-        return max(rows * size * (2.0 * used + 4.0 * width * layers * (before + size)), least)
+        return max(rows * size * (2.0 * used + of_score * (before + size)), least)
 
     return work
