@@ -55,7 +55,7 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
     """Slices of rows, in the schedule that runs them, against the pipeline."""
     layout, length, stages = found.layout, planner.config.m6.data.sequence_length, found.layout.pp_size
     micro_batches = layout.accumulation(planner.config.deepspeed.train_batch_size)
-    whole = sum(planner.time.layer_s(layout)) / stages
+    whole = (found.time.compute + found.time.exchange) / micro_batches
     # Every slice launches all operators again.
     launch = found.time.launch / micro_batches
     width = planner.config.model.hidden_size
