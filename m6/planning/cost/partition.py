@@ -9,7 +9,7 @@ from m6.errors import UserError
 
 
 def slice_tokens(
-    length: int, places: Sequence[int], stages: int, rows: int, seconds: Callable[[int, int], float]
+    length: int, places: Sequence[int], stages: float, rows: int, seconds: Callable[[int, int], float]
 ) -> tuple[list[int], float]:
     """Where rows are cut so that they pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3, for M rows.
 
@@ -22,7 +22,7 @@ def slice_tokens(
         length: tokens of a row.
         places: the increasing places where it may be cut, see ``legal_cuts``. The time grows with the fourth power of
             their number.
-        stages: K.
+        stages: K; stages that are faster than that of ``seconds`` count in part.
         rows: M, those that pass one after the other.
         seconds: (tokens of a slice, tokens before it) -> seconds of one stage.
 

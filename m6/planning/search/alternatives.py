@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from m6.config.pipeline import SLICED
 from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout, SearchResult, format_gb
+from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
 
 _NUM_GRAINS = 16  # a slice is a multiple of 1/16 of the row
 
@@ -52,13 +53,16 @@ def _delay_line(found: PricedLayout) -> str:
 
 
 def _slice_line(planner: Planner, found: PricedLayout) -> str:
-    """Slices of rows, in the schedule that runs them, against the pipeline."""
-    layout, length, stages = found.layout, planner.config.m6.data.sequence_length, found.layout.pp_size
-    micro_batches = layout.accumulation(planner.config.deepspeed.train_batch_size)
-    whole = (found.time.compute + found.time.exchange) / micro_batches
+    """Slices of rows, in the schedule that runs them, against the fastest pipeline."""
+    plain = planner.evaluate(replace(found.layout, schedule=SLICED, cut=()))
+    micro_batches = found.layout.accumulation(planner.config.deepspeed.train_batch_size)
+    text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
+    if isinstance(plain, Rejection):
+        return f'{text}: "schedule": "{SLICED}", which runs them: {plain.reason}.'
+    length, width = planner.config.m6.data.sequence_length, planner.config.model.hidden_size
+    whole = (plain.time.compute + plain.time.exchange) / micro_batches
     # Every slice launches all operators again.
-    launch = found.time.launch / micro_batches
-    width = planner.config.model.hidden_size
+    launch = plain.time.launch / micro_batches
     # FLOPs of a layer for one token, divided by the width: 24 x width, and 4 for each token before it.
     linear = 24.0 * width
     unit = (whole - launch) / (length * (linear + 2.0 * length))
@@ -66,19 +70,19 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
     cuts, seconds = slice_tokens(
         length,
         range(grain, length, grain),
-        stages,
+        1 + plain.time.bubble / whole,  # stages that are as slow as the slowest
         micro_batches,
         lambda size, before: launch + unit * size * (linear + 4.0 * (before + size / 2)),
     )
-    change = (seconds - micro_batches * whole - found.time.bubble) / found.time.total
     slices = len(cuts) + 1
-    text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
+    change = (plain.time.total - micro_batches * whole - plain.time.bubble + seconds) / found.time.total - 1
     if not cuts or change >= 0:
-        return f"{text}: rows that may be cut anywhere would not be faster."
+        return f"{text}: rows that may be cut anywhere would not be faster than the fastest pipeline."
+    held = (plain.layout.pp_size + slices - 1) / slices
     return (
-        f'{text}: with "schedule": "1f1b", "slices": {slices} rows that may be cut anywhere, such as those of '
-        f"language modelling, would take {change:+.1%} of this step and keep activations of "
-        f"{(stages + slices - 1) / slices:.2g} micro-batches a rank. Pictures and sources cannot be cut."
+        f'{text}: with "schedule": "{SLICED}", "slices": {slices} rows that may be cut anywhere, such as those of '
+        f"language modelling, would take {change:+.1%} of the time of the fastest pipeline, with activations of "
+        f"{held:.3g} micro-batches on its first rank. Pictures and sources cannot be cut."
     )
 
 
