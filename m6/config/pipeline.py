@@ -75,7 +75,11 @@ class PipelineSettings(Section):
         """The pipeline in words."""
         sizes = ", ".join(str(len(layers)) for layers in self.cut(num_layers))
         text = f"pipeline of {self.num_ranks} ranks, {self.schedule}: stages of {sizes} layers"
-        return text if self.slices is None else f"{text}; rows are cut into slices ({self.slices})"
+        return (
+            text
+            if self.slices is None
+            else (f"{text}; rows in slices ({self.slices}), each with its own dropout and balance of experts")
+        )
 
     def check_cut(self, num_layers: int) -> None:
         """Raises UserError if the stages do not fit the schedule and the model."""

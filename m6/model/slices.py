@@ -118,8 +118,9 @@ class _Sequence:
             self._gradient[:, :, :end] += gradient
         self._left = begin
         own = self._gradient[:, :, begin:end]
-        if begin == 0:
+        if begin == 0:  # no pass is left
             self._gradient = None
+            self._values = self._values.new_empty(0)
         return own
 
 

@@ -34,12 +34,23 @@ class SlicedPipelineEngine(PipelineEngine):
         config = self._config
         self._choice = SliceChoice(config, self._micro_batches)
         self._slices: list[Slice] = []
-        self._keys: dict[int, SliceKeys] = {}  # by the number of the micro-batch
+        self._keys: list[SliceKeys] = []  # of each micro-batch
+        self._counts: list[int] = []  # slices of each micro-batch since the last report
         for block in self.module.model.layers:
             # A second call of a block, by activation checkpointing, keeps its keys: see ``SliceCache.update``.
             block._can_checkpoint_with_cache = True
         [stage] = stages
         return SlicedSchedule(stage, self._micro_batches * self._choice.most)
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
+        """See ``PipelineEngine.accumulate``."""
+        super().accumulate(micro_batches, loss, seeds)
+        self._slices, self._keys = [], []
+
+    def traffic(self) -> dict[str, Any]:
+        """``slices``: of a micro-batch of this rank on average since the last call."""
+        counts, self._counts = self._counts, []
+        return {"slices": sum(counts) / max(1, len(counts))}
 
     def _begin(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Step:
         cuts = self._common([self._choice.cuts(batch) for batch in micro_batches])
@@ -48,8 +59,10 @@ class SlicedPipelineEngine(PipelineEngine):
             for number, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
             for each in slices_of(batch, number, seed, cuts[number], self._config.model)
         ]
-        self._keys = {number: SliceKeys(batch.input_ids.shape[1]) for number, batch in enumerate(micro_batches)}
-        self._schedule.prepare(tuple(len(each) + 1 for each in cuts))
+        self._keys = [SliceKeys(batch.input_ids.shape[1]) for batch in micro_batches]
+        counts = tuple(len(each) + 1 for each in cuts)
+        self._counts += counts
+        self._schedule.prepare(counts)
         batches = [each.batch.to(self._device) for each in self._slices]
         return Step(batches, [each.seed for each in self._slices], loss)
 

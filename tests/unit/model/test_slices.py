@@ -105,6 +105,9 @@ def sliced_pass(model: M6ForConditionalGeneration, batch: MicroBatch, cuts: list
         losses.append(loss_of(each.batch, output))
     for loss in reversed(losses):
         loss.backward()
+    left = [part._values.numel() for own in keys for part in own._parts.values()]
+    assert len(left) == 2 * model.config.num_layers
+    assert not any(left), "keys are kept after the last backward pass"
     return [torch.stack(losses).sum().detach(), *(parameter.grad for parameter in model.parameters())]
 
 
