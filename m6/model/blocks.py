@@ -85,7 +85,8 @@ class M6Block(GradientCheckpointingLayer):
         normed = self.ffn_norm(hidden_states)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        output, aux_loss, stats = self.ffn(normed, token_mask)
+        part = past_key_values.part(layer_index) if isinstance(past_key_values, SliceCache) else None
+        output, aux_loss, stats = self.ffn(normed, token_mask, part)
         return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from m6.tokenizers.special_tokens import TARGET
+from moe import TokenPart, TokenParts
 
 
 def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
@@ -50,19 +51,25 @@ def nearest_cuts(legal: Sequence[int], length: int, slices: int) -> list[int]:
 
 
 class SliceKeys:
-    """The keys and values of a micro-batch's slices in the layers of one stage.
+    """What the slices of a micro-batch leave for each other in the layers of one stage: keys, values, and choices.
 
     Args:
         length: tokens of a row.
+        num_tokens: of all rows, without padding.
     """
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, length: int, num_tokens: int) -> None:
+        self._length, self._num_tokens = length, num_tokens
         self._parts: dict[tuple[int, int], _Sequence] = {}
+        self._routed: dict[int, TokenParts] = {}
 
     def of_slice(self, begin: int) -> SliceCache:
-        """What the attention of the slice that begins at this token gets as ``past_key_values``."""
+        """What the blocks get as ``past_key_values`` for the slice that begins at this token."""
         return SliceCache(self, begin)
+
+    def routed(self, layer_index: int) -> TokenParts:
+        """What the calls of a sparse layer leave for each other."""
+        return self._routed.setdefault(layer_index, TokenParts(self._num_tokens))
 
     def join(self, part: int, layer_index: int, new: Tensor, begin: int) -> Tensor:
         """Appends keys (part 0) or values (part 1) of a slice to those before; see ``_Join``."""
@@ -87,6 +94,10 @@ class SliceCache:
             self._keys.join(0, layer_index, key, self._begin),
             self._keys.join(1, layer_index, value, self._begin),
         )
+
+    def part(self, layer_index: int) -> TokenPart:
+        """Which of all tokens a sparse layer gets."""
+        return TokenPart(self._keys.routed(layer_index), self._begin)
 
 
 class _Sequence:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 # fp32: sums in another order.
 TOLERANCE = 1e-6
-NO_LOSS = {"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.0}
+ROUTING = {"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.1, "z_loss_weight": 0.01}
 WITHOUT_PICTURES = {"image_captioning": {"weight": 0}, "image_text_denoising": {"weight": 0}}
 SOURCES = {"language_modelling": {"weight": 0}, **WITHOUT_PICTURES}
 
@@ -58,11 +58,10 @@ def sliced_gradients(model: Any, batches: Sequence[MicroBatch], cuts: Sequence[l
     layers, table = range(model.config.num_layers), model.model.embeddings.tokens.weight
     stage = ModelStage(model, layers, table).train()
     for number, batch in enumerate(batches):
-        keys, found = SliceKeys(batch.input_ids.shape[1]), []
+        keys, found = SliceKeys(batch.input_ids.shape[1], int((batch.sample_ids != 0).sum())), []
         for each in slices_of(batch, number, number, cuts[number], model.config):
             past = keys.of_slice(each.begin)
             _, output = stage(None, each.batch.model_inputs(), each.batch.labels, each.seed, past)
-            output.aux_loss = output.aux_loss * each.share
             found.append(part_of_loss(each.batch, output))
         for loss in reversed(found):
             loss.backward()
@@ -135,7 +134,7 @@ def compare(exact: dict[str, Any], texts: dict[str, Any], noisy: dict[str, Any])
     assert error > 1e-3, error
     SliceChoice.cuts = honest
 
-    # Dropout, the noise of routers and balance losses depend on the slices, but not on the stages.
+    # Dropout and the noise of routers depend on the slices, but not on the stages.
     batches = [data.micro_batch(index) for index in range(4)]
     whole, _ = build_model(parse_config(noisy), runtime.device)
     expected = sliced_gradients(whole, batches, cuts_of(noisy, 3))
@@ -148,9 +147,9 @@ def test_slices_have_the_gradients_of_whole_rows(folder: Path):
         "m6__model__rotary_base": 100.0,
         "m6__model__initializer_range": 0.1,
     }
-    exact = document(folder, m6__moe=NO_LOSS, m6__model__hidden_dropout=0.0, **changes)
+    exact = document(folder, m6__moe=ROUTING, m6__model__hidden_dropout=0.0, **changes)
     noisy = document(folder, m6__moe__router_jitter=0.1, m6__model__attention_dropout=0.1, **changes)
-    texts = document(folder, m6__moe=NO_LOSS, m6__model__hidden_dropout=0.0, m6__objectives=SOURCES, **changes)
+    texts = document(folder, m6__moe=ROUTING, m6__model__hidden_dropout=0.0, m6__objectives=SOURCES, **changes)
     run_distributed(compare, 2, exact, texts, noisy)
 
 
@@ -158,13 +157,13 @@ def test_slices_have_the_gradients_of_whole_rows(folder: Path):
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     # Ranks that exchange tokens have rows that may be cut into different numbers of slices, see the test.
     "experts": (
-        {"m6__moe": {**NO_LOSS, "z_loss_weight": 0.01, "balance_bias_rate": 0.01}},
+        {"m6__moe": {**ROUTING, "balance_bias_rate": 0.01}},
         sliced(2, 12, [3, 2]),
         1,
         2,
     ),
     "fewer micro-batches than ranks": ({"train_batch_size": 4, "m6__moe": None}, sliced(4, 3), 0, 1),
-    "bf16": ({"m6__moe": NO_LOSS, "bf16": {"enabled": True}}, sliced(2, 3), 1, 2),
+    "bf16": ({"m6__moe": ROUTING, "bf16": {"enabled": True}}, sliced(2, 3), 1, 2),
 }
 
 

@@ -25,9 +25,8 @@ from m6.training.engine.slices import Slice, slices_of
 class SlicedPipelineEngine(PipelineEngine):
     """Cuts the rows of each micro-batch where all of them may be cut, and runs 1F1B over the slices.
 
-    Losses and gradients are those of whole rows. A slice is the unit of routing: the loss that balances the experts is
-    the mean of those of the slices, weighted by their tokens. Dropout and the noise of routers depend on the
-    micro-batch, the layer and the beginning of the slice.
+    Losses and gradients are those of whole rows, also the loss that balances the experts. Dropout and the noise of
+    routers depend on the micro-batch, the layer and the beginning of the slice.
     """
 
     def _build_schedule(self, settings: PipelineSettings, stages: list[NumberedStage]) -> Any:
@@ -59,7 +58,7 @@ class SlicedPipelineEngine(PipelineEngine):
             for number, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
             for each in slices_of(batch, number, seed, cuts[number], self._config.model)
         ]
-        self._keys = [SliceKeys(batch.input_ids.shape[1]) for batch in micro_batches]
+        self._keys = [SliceKeys(b.input_ids.shape[1], int((b.sample_ids != 0).sum())) for b in micro_batches]
         counts = tuple(len(each) + 1 for each in cuts)
         self._counts += counts
         self._schedule.prepare(counts)
@@ -77,10 +76,7 @@ class SlicedPipelineEngine(PipelineEngine):
     def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
         own, batch = self._slices[number], self._step.batches[number]
         past = self._keys[own.number].of_slice(own.begin)
-        hidden_states, output = self._run(stage, hidden_states, batch, own.seed, past)
-        assert output.aux_loss is not None
-        output.aux_loss = output.aux_loss * own.share
-        return hidden_states, output
+        return self._run(stage, hidden_states, batch, own.seed, past)
 
 
 def thinned(cuts: Sequence[int], number: int) -> list[int]:

@@ -25,14 +25,12 @@ class Slice:
         number: of the micro-batch in the step.
         begin: tokens of each row before it.
         seed: for dropout.
-        share: of the micro-batch's real tokens, the weight of the slice's auxiliary losses: they are means over tokens.
     """
 
     batch: MicroBatch
     number: int
     begin: int
     seed: int
-    share: float
 
 
 def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model: M6Config) -> list[Slice]:
@@ -44,14 +42,11 @@ def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model:
         seed: of the micro-batch. A slice that begins at 0 keeps it.
         cuts: increasing places, see ``legal_cuts``.
     """
-    real = (batch.sample_ids != 0).sum(0)
     bounds = [0, *cuts, batch.input_ids.shape[1]]
-    found = []
-    for begin, end in itertools.pairwise(bounds):
-        share = float(real[begin:end].sum() / real.sum().clamp_min(1))
-        own_seed = (seed + begin * _SEED_STRIDE) % 2**63
-        found.append(Slice(cut(batch, begin, end, model), number, begin, own_seed, share))
-    return found
+    return [
+        Slice(cut(batch, begin, end, model), number, begin, (seed + begin * _SEED_STRIDE) % 2**63)
+        for begin, end in itertools.pairwise(bounds)
+    ]
 
 
 def cut(batch: MicroBatch, begin: int, end: int, model: M6Config) -> MicroBatch:

@@ -94,14 +94,15 @@ def sliced_pass(model: M6ForConditionalGeneration, batch: MicroBatch, cuts: list
     model = copy.deepcopy(model)
     layers = range(1), range(1, model.config.num_layers)
     stages = [ModelStage(model, each, model.model.embeddings.tokens.weight).train() for each in layers]
-    keys = [SliceKeys(batch.input_ids.shape[1]) for _ in stages]
+    keys = [SliceKeys(batch.input_ids.shape[1], int((batch.sample_ids != 0).sum())) for _ in stages]
     losses = []
     for each in slices_of(batch, 0, 0, cuts, model.config):
-        hidden = None
+        hidden, aux_loss = None, 0.0
         for stage, own in zip(stages, keys, strict=True):
             past = own.of_slice(each.begin)
             hidden, output = stage(hidden, each.batch.model_inputs(), each.batch.labels, None, past)
-        output.aux_loss = output.aux_loss * each.share
+            aux_loss = aux_loss + output.aux_loss
+        output.aux_loss = aux_loss
         losses.append(loss_of(each.batch, output))
     for loss in reversed(losses):
         loss.backward()
@@ -124,8 +125,12 @@ CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "slices of one token": (CAUSAL, list(range(1, 26)), {}),
     "a row of padding": ([*PREFIXES, []], [10, 17], {}),
     "dense, without rotary positions": (CAUSAL, [5, 13], {"rotary_base": 0.0, "moe": None}),
-    # A mean over tokens, whose shares are the weights of slices.
-    "z-loss": (CAUSAL, [5, 13], {"moe": {**MOE, "z_loss_weight": 0.1}}),
+    # The loss that balances the experts depends on the choices of later slices.
+    "auxiliary losses": (
+        [*PREFIXES, []],
+        [10, 17, 23],
+        {"moe": {**MOE, "aux_loss_weight": 1.0, "z_loss_weight": 0.1}},
+    ),
 }
 
 
@@ -142,7 +147,7 @@ def test_slices_have_the_loss_and_the_gradients_of_whole_rows(tiny_model: Any, c
         for block in model.model.layers:
             block._can_checkpoint_with_cache = True
     # float64: sums in another order. Auxiliary losses are fp32.
-    assert largest_error(sliced_pass(model, batch, cuts), expected) < (1e-7 if case == "z-loss" else 1e-12)
+    assert largest_error(sliced_pass(model, batch, cuts), expected) < (1e-7 if "losses" in case else 1e-12)
 
 
 def test_a_cut_inside_of_a_source_changes_the_gradients(tiny_model: Any):
@@ -153,7 +158,7 @@ def test_a_cut_inside_of_a_source_changes_the_gradients(tiny_model: Any):
 
 
 def test_slices_must_go_backward_from_the_last_one():
-    keys = SliceKeys(6)
+    keys = SliceKeys(6, 6)
     new = torch.randn(2, 1, 1, 3, 4, requires_grad=True)
     ends = [keys.of_slice(begin).update(part, part, 0)[0].sum() for begin, part in zip((0, 3), new, strict=True)]
     with pytest.raises(AssertionError, match="came before that of the next one"):
