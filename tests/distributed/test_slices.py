@@ -171,7 +171,7 @@ def test_a_run_of_slices_reports_what_one_rank_reports(folder: Path):
     """Losses, validation, norms, counts, and the statistics of the routers."""
     alone, together = [], []
     for name, (changes, pipeline, zero, ep_size) in RUNS.items():
-        changes = {**changes, "m6__model__hidden_dropout": 0.0}
+        changes = {**changes, "m6__model__hidden_dropout": 0.0, "m6__training__total_steps": 2}
         parallel = {"m6__parallel__pipeline": pipeline, "m6__training__ep_size": ep_size}
         alone.append((document(folder, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
         together.append((document(folder, zero, **changes, **parallel), folder / name))

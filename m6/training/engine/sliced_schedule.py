@@ -23,16 +23,15 @@ class SlicedSchedule(_PipelineScheduleRuntime):
     def __init__(self, stage: NumberedStage, most: int) -> None:
         super().__init__([stage], most, loss_fn=as_scalar, scale_grads=False)
         self._most = most
-        self._prepared: dict[tuple[int, ...], Any] = {}
+        self._slices: tuple[int, ...] = ()
 
     def prepare(self, slices: tuple[int, ...]) -> None:
         """Sets the number of slices of each micro-batch of the next step; equal on all ranks of the pipeline."""
-        self._n_microbatches = sum(slices)
-        if slices not in self._prepared:
-            self._prepared.clear()  # a run has other numbers in nearly every step, or always the same
-            orders = sliced_orders(self.pp_group_size, slices)
-            self._prepare_schedule_with_comms({rank: [_action(each) for each in o] for rank, o in enumerate(orders)})
-            self._prepared[slices] = self.pipeline_order_with_comms
+        if slices == self._slices:
+            return
+        self._slices, self._n_microbatches = slices, sum(slices)
+        orders = sliced_orders(self.pp_group_size, slices)
+        self._prepare_schedule_with_comms({rank: [_action(each) for each in o] for rank, o in enumerate(orders)})
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         # Once, with room for any step.
