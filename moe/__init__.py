@@ -5,6 +5,7 @@ from moe.collect import collect_outputs
 from moe.config import MoEConfig
 from moe.expert_parallel import apply_expert_parallelism
 from moe.layer import MoELayer, MoEOutput
+from moe.parts import TokenPart, TokenParts
 from moe.routing import RoutingStats
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "RoutingStats",
+    "TokenPart",
+    "TokenParts",
     "apply_expert_parallelism",
     "collect_outputs",
 ]

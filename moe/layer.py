@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.experts import Experts, SharedExperts
+from moe.parts import TokenPart
 from moe.routing import Router, RoutingStats, route
 
 
@@ -78,7 +79,9 @@ class MoELayer(nn.Module):
         if self.router.balance_bias is not None:
             self.router.balance_bias.zero_()
 
-    def forward(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
+    def forward(
+        self, hidden_states: Tensor, token_mask: Tensor | None = None, part: TokenPart | None = None
+    ) -> MoEOutput:
         """Routes the tokens and computes them.
 
         Args:
@@ -86,6 +89,7 @@ class MoELayer(nn.Module):
             token_mask: bool or integers [...], False or 0 at padding, which is neither routed nor counted, as the
                 ``attention_mask`` of transformers' tokenizers; None: there is no padding. A mask makes the host wait
                 for the device once.
+            part: of which tokens these are a part, whose auxiliary losses are those of all; None: they are all.
 
         Raises:
             ValueError: a shape, type or device does not fit the layer.
@@ -93,16 +97,17 @@ class MoELayer(nn.Module):
         self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if token_mask is None:
-            output, aux_loss, stats = self._forward(tokens)
+            output, aux_loss, stats = self._forward(tokens, part)
         else:
             # Padding must not take part in the capacity or in the losses, so it is removed before routing.
             real = token_mask.reshape(-1).nonzero().squeeze(-1)
-            output, aux_loss, stats = self._forward(tokens.index_select(0, real))
+            output, aux_loss, stats = self._forward(tokens.index_select(0, real), part)
             output = output.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)
         return MoEOutput(output.reshape(hidden_states.shape), aux_loss, stats)
 
-    def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
-        routing, aux_loss, stats = route(self.router(tokens), self.config, self.training, self.router.balance_bias)
+    def _forward(self, tokens: Tensor, part: TokenPart | None) -> tuple[Tensor, Tensor, RoutingStats]:
+        logits, bias = self.router(tokens), self.router.balance_bias
+        routing, aux_loss, stats = route(logits, self.config, self.training, bias, part)
         shared = self.shared
         beside = None if shared is None else lambda part: shared(part).to(part.dtype)
         return self.dispatcher(tokens, routing, self.experts, beside), aux_loss, stats

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moe.config import MoEConfig
 from moe.losses import load_balancing_loss, z_loss
+from moe.parts import TokenPart, load_balancing_loss_of_part
 from moe.precision import without_autocast
 
 
@@ -124,13 +125,18 @@ def _noisy(rows: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def route(
-    logits: Tensor, config: MoEConfig, training: bool, balance_bias: Tensor | None = None
+    logits: Tensor,
+    config: MoEConfig,
+    training: bool,
+    balance_bias: Tensor | None = None,
+    part: TokenPart | None = None,
 ) -> tuple[Routing, Tensor, RoutingStats]:
     """Chooses experts for every token in each prototype. Each step is one of the functions below.
 
     Args:
         logits: [T, Z, M] of the tokens without padding; T may be 0.
         balance_bias: [E], see ``choose``.
+        part: of which tokens these are a part; None: all.
 
     Returns:
         The pairs to compute, the sum of the weighted auxiliary losses [], and the statistics.
@@ -146,9 +152,14 @@ def route(
     aux_loss = logits.new_zeros(())
     if config.aux_loss_weight:
         choices = chosen_counts.view(num_prototypes, -1)
-        aux_loss = config.aux_loss_weight * load_balancing_loss(distribution, choices, config.balance_scope)
+        if part is None:
+            balance = load_balancing_loss(distribution, choices, config.balance_scope)
+        else:
+            balance = load_balancing_loss_of_part(distribution, choices, part)
+        aux_loss = config.aux_loss_weight * balance
     if config.z_loss_weight:
-        aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
+        share = 1.0 if part is None else num_tokens / max(part.whole.num_tokens, 1)
+        aux_loss = aux_loss + config.z_loss_weight * share * z_loss(logits)
 
     with torch.no_grad():
         # 0 * logit is NaN for a logit that is NaN or infinite: so the statistics show it, and nothing waits for the

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
 from m6.config.deepspeed import DeepSpeedSettings
+from m6.config.slices import check_slices
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.model.configuration import M6Config
@@ -20,6 +21,8 @@ Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv",
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 V_SCHEDULES = ("zbv", "dualpipev")
 _OF_ONE_STAGE = "1f1b"
+SLICED: Schedule = "1f1b"
+"""The schedule that runs slices."""
 # Keys of zero_optimization that do not concern the reduction of gradients, which is not DeepSpeed's under pipelines.
 ZERO_KEYS = ("stage", "allgather_bucket_size")
 
@@ -37,6 +40,11 @@ class PipelineSettings(Section):
         None,
         min_length=2,
         description="number of layers of each stage, in the order of the model; absent: equal ones, as far as possible",
+    )
+    slices: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
+        None,
+        description="slices of about equal length into which rows are cut where attention allows it; they pass the "
+        'stages one after the other; "auto": as a model of their time says; absent: rows are whole. Only for 1f1b',
     )
 
     @property
@@ -67,7 +75,12 @@ class PipelineSettings(Section):
     def describe(self, num_layers: int) -> str:
         """The pipeline in words."""
         sizes = ", ".join(str(len(layers)) for layers in self.cut(num_layers))
-        return f"pipeline of {self.num_ranks} ranks, {self.schedule}: stages of {sizes} layers"
+        text = f"pipeline of {self.num_ranks} ranks, {self.schedule}: stages of {sizes} layers"
+        return (
+            text
+            if self.slices is None
+            else (f"{text}; rows in slices ({self.slices}), each with its own dropout and balance of experts")
+        )
 
     def check_cut(self, num_layers: int) -> None:
         """Raises UserError if the stages do not fit the schedule and the model."""
@@ -108,6 +121,8 @@ class PipelineSettings(Section):
 
     def micro_batches_refusal(self, micro_batches: int) -> str | None:
         """Why a pipeline cannot run this number of micro-batches in a step, and the nearest number; None if it can."""
+        if self.slices is not None:
+            return None
         least = (2 if self.is_v else 1) * self.num_ranks
         what = f'"schedule": "{self.schedule}" on {self.num_ranks} ranks'
         if micro_batches < least:
@@ -147,6 +162,8 @@ def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepS
     pipeline.check_cut(model.num_layers)
     if run.offload is not None:
         pipeline.check_experts(model)
+    if pipeline.slices is not None:
+        check_slices(pipeline.slices, pipeline.schedule, run, model)
     if deepspeed.zero_stage > 1:
         raise UserError(
             f"zero_optimization.stage {deepspeed.zero_stage} divides gradients after each micro-batch, but with "

@@ -19,7 +19,8 @@ from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.pipeline import PipelineSettings, check_pipeline
 from m6.config.pipeline_sharing import check_sharing
-from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
+from m6.config.pseudo_to_real import check_pseudo_to_real
+from m6.config.sections import LoraSettings, M6Settings, ScheduleSettings
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
@@ -27,14 +28,6 @@ from m6.model.configuration import M6Config
 from m6.model.sharing import Sharing
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
-
-# Keys of m6.pseudo_to_real that belong to one rule of the switch.
-_SWITCH_KEYS = {
-    "plateau_window_steps": "loss_plateau",
-    "plateau_improvement": "loss_plateau",
-    "correlation_threshold": "gradient_correlation",
-    "correlation_checks": "gradient_correlation",
-}
 
 
 @dataclass(frozen=True)
@@ -178,7 +171,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         _check_batch_ramp(settings, deepspeed)
     _check_schedule(settings.schedule, settings.training.total_steps)
     if settings.pseudo_to_real is not None:
-        _check_pseudo_to_real(settings.pseudo_to_real, model, settings)
+        check_pseudo_to_real(settings.pseudo_to_real, model, settings)
     if settings.lora is not None:
         _check_lora(settings.lora, model, settings)
     if settings.elastic is not None:
@@ -278,32 +271,6 @@ def _check_schedule(schedule: ScheduleSettings, total: int) -> None:
     ):
         if key in schedule.model_fields_set and not has_effect:
             raise UserError(f'm6.schedule.{key}: "decay": "{schedule.decay}" ignores it; leave it out')
-
-
-def _check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: M6Settings) -> None:
-    total_steps = run.training.total_steps
-    if run.init is not None:
-        raise UserError("m6.pseudo_to_real: a run that starts from the weights of m6.init has no Pseudo stage")
-    if settings.switch_step >= total_steps:
-        raise UserError(
-            f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
-            f"m6.training.total_steps {total_steps}: no step would be left for the Real model; set "
-            f"m6.pseudo_to_real.switch_step=1 to {total_steps - 1}, or m6.pseudo_to_real=null"
-        )
-    if (settings.learning_rate == "rewarm") != (settings.rewarm_steps is not None):
-        raise UserError(
-            'm6.pseudo_to_real.rewarm_steps belongs to "learning_rate": "rewarm" and is required there; '
-            f'learning_rate is "{settings.learning_rate}"'
-        )
-    for key, switch in _SWITCH_KEYS.items():
-        if key in settings.model_fields_set and settings.switch != switch:
-            raise UserError(
-                f'm6.pseudo_to_real.{key}: "switch": "{settings.switch}" ignores it; it belongs to "{switch}"'
-            )
-    try:
-        settings.sharing(model.num_layers).check(model)
-    except UserError as error:
-        raise UserError(f"m6.pseudo_to_real: {error}") from None
 
 
 def _check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> None:

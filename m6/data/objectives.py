@@ -243,6 +243,11 @@ def reads_codes(objective: str) -> bool:
     return _REGISTRY[objective].has_codes
 
 
+def is_in_place(objective: str) -> bool:
+    """Returns whether an objective's targets are read in both directions, see ``Example``."""
+    return _REGISTRY[objective].in_place
+
+
 def is_paired(objective: str) -> bool:
     """Returns whether ``pair`` has to be applied to an objective's rows."""
     return _REGISTRY[objective].is_paired

@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache
 
 from m6.model.configuration import M6Config
 from m6.model.rotary import Rotation, rotate
+from m6.model.slices import SliceCache
 from m6.tokenizers.special_tokens import TARGET
 
 LONGEST_PRODUCTS = 192  # keys, see attend_by_products
@@ -53,7 +54,7 @@ class Attention(nn.Module):
         self,
         hidden_states: Tensor,
         mask: Tensor,
-        past_key_values: Cache | None,
+        past_key_values: Cache | SliceCache | None,
         layer_index: int,
         rotation: Rotation | None = None,
     ) -> Tensor:

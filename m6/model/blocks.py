@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from m6.model.attention import Attention
 from m6.model.configuration import M6Config
 from m6.model.rotary import Rotation
+from m6.model.slices import SliceCache
 from moe import MoELayer, RoutingStats
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and its low half too: a generator of the CPU reads 32 bits of a seed
@@ -66,7 +67,7 @@ class M6Block(GradientCheckpointingLayer):
         mask: Tensor,
         token_mask: Tensor,
         layer_index: int,
-        past_key_values: Cache | None = None,
+        past_key_values: Cache | SliceCache | None = None,
         rotation: Rotation | None = None,
     ) -> BlockOutput:
         """Runs the block.
@@ -84,7 +85,8 @@ class M6Block(GradientCheckpointingLayer):
         normed = self.ffn_norm(hidden_states)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        output, aux_loss, stats = self.ffn(normed, token_mask)
+        part = past_key_values.part(layer_index) if isinstance(past_key_values, SliceCache) else None
+        output, aux_loss, stats = self.ffn(normed, token_mask, part)
         return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
 
 
@@ -94,7 +96,7 @@ def run_blocks(
     mask: Tensor,
     token_mask: Tensor,
     rotation: Rotation | None = None,
-    past_key_values: Cache | None = None,
+    past_key_values: Cache | SliceCache | None = None,
     dropout_seed: int | None = None,
 ) -> Iterator[BlockOutput]:
     """Runs blocks one after the other, and yields the output of each.

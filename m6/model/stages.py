@@ -12,6 +12,7 @@ from m6.model.attention import prefix_lm_mask
 from m6.model.blocks import run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration, cross_entropy
 from m6.model.outputs import M6Output
+from m6.model.slices import SliceCache
 from m6.tokenizers.special_tokens import IGNORED_LABEL
 from moe import MoEConfig, RoutingStats
 
@@ -55,15 +56,21 @@ class ModelStage(nn.Module):
         self._sparse = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
 
     def forward(
-        self, hidden_states: Tensor | None, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
+        self,
+        hidden_states: Tensor | None,
+        inputs: dict[str, Tensor],
+        labels: Tensor,
+        dropout_seed: int | None,
+        past: SliceCache | None = None,
     ) -> tuple[Tensor, M6Output]:
-        """Runs the layers.
+        """Runs the layers on whole rows, or on slices of T tokens, see ``m6.training.engine.slices``.
 
         Args:
-            hidden_states: [B, S, D]; None in the first stage.
-            inputs: ``MicroBatch.model_inputs``.
-            labels: int64 [B, S].
+            hidden_states: [B, S, D], or [B, T, D]; None in the first stage.
+            inputs: ``MicroBatch.model_inputs``; those of slices have the ``sample_ids`` of all tokens up to their end.
+            labels: int64 [B, S]; those of slices also have the label behind their end.
             dropout_seed: see ``M6Model.forward``.
+            past: keys and values of earlier slices.
 
         Returns:
             the hidden states after the layers, and what the stage adds to the loss and to the statistics: ``aux_loss``
@@ -75,14 +82,13 @@ class ModelStage(nn.Module):
             seed_layer(dropout_seed, 0)
             hidden_states = self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
         assert hidden_states is not None
-        mask, rotation = (
-            prefix_lm_mask(types, samples),
-            self._rotate(torch.arange(samples.shape[1], device=samples.device)),
-        )
+        begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
+        mask = prefix_lm_mask(types, samples, begin)
+        rotation = self._rotate(torch.arange(begin, end, device=samples.device))
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         stats: dict[int, RoutingStats] = {}
         blocks = zip(self.numbers, self.layers, strict=True)
-        outputs = run_blocks(blocks, hidden_states, mask, samples != 0, rotation, dropout_seed=dropout_seed)
+        outputs = run_blocks(blocks, hidden_states, mask, samples[:, begin:] != 0, rotation, past, dropout_seed)
         for index, output in zip(self.numbers, outputs, strict=True):
             hidden_states = output.hidden_states
             if output.aux_loss is not None:
@@ -95,9 +101,10 @@ class ModelStage(nn.Module):
         target_losses = None
         if self.norm is not None and self.table is not None:
             hidden_states = self.norm(hidden_states)
-            labelled = (labels[:, 1:] != IGNORED_LABEL).nonzero(as_tuple=True)
-            logits = F.linear(hidden_states[:, :-1][labelled], self.table)
-            target_losses = cross_entropy(logits, labels[:, 1:][labelled])
+            targets = labels[:, 1:]
+            labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
+            logits = F.linear(hidden_states[:, : targets.shape[1]][labelled], self.table)
+            target_losses = cross_entropy(logits, targets[labelled])
         return hidden_states, M6Output(target_losses=target_losses, aux_loss=aux_loss, router_stats=all_stats)
 
 

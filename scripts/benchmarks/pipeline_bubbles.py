@@ -96,7 +96,8 @@ def _config(schedule: str, micro_batches: int) -> RunConfig:
     )
 
 
-def _batch(config: RunConfig) -> MicroBatch:
+def causal_batch(config: RunConfig) -> MicroBatch:
+    """A micro-batch of one row that is all target."""
     shape = (1, config.m6.data.sequence_length)
     ids, zeros = torch.randint(5, 50, shape), torch.zeros(shape, dtype=torch.int64)
     size = config.model.image_size
@@ -108,7 +109,8 @@ def _batch(config: RunConfig) -> MicroBatch:
     )  # fmt: skip
 
 
-def _loss(_: MicroBatch, output: M6Output) -> torch.Tensor:
+def part_of_loss(_: MicroBatch, output: M6Output) -> torch.Tensor:
+    """The loss of a micro-batch, or of some of its layers or tokens."""
     assert output.aux_loss is not None
     return output.aux_loss if output.target_losses is None else output.aux_loss + output.target_losses.mean()
 
@@ -127,7 +129,7 @@ def _train(rank: int, port: int, results: Any) -> None:
             engine = build_engine(config, runtime)
             engine.begin_step(0.0)
             with recording() as passes:
-                engine.accumulate([_batch(config)] * micro_batches, _loss, range(micro_batches))
+                engine.accumulate([causal_batch(config)] * micro_batches, part_of_loss, range(micro_batches))
             traces: list[Any] = [None] * RANKS
             dist.all_gather_object(traces, passes)
             if rank == 0:

@@ -1,7 +1,4 @@
-"""Uneven partitions: tokens over slices of a row, rows over unequal devices. Pure functions.
-
-The engine has neither: the planner uses these functions to price what they would gain.
-"""
+"""Uneven partitions: tokens over slices of a row, rows over unequal devices. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,43 +9,41 @@ from m6.errors import UserError
 
 
 def slice_tokens(
-    length: int, stages: int, seconds: Callable[[int, int], float], grain: int = 8
+    length: int, places: Sequence[int], stages: float, rows: int, seconds: Callable[[int, int], float]
 ) -> tuple[list[int], float]:
-    """The slices of one causal sequence that pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3.
+    """Where rows are cut so that they pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3, for M rows.
 
-    Slices of t_i seconds take sum_i t_i + (K - 1) max_i t_i on K stages. For each bound on max_i t_i dynamic
-    programming over prefixes finds the least sum. Bidirectional prefixes (M6's pictures and source texts) cannot be
-    sliced.
+    M rows with slices of t_i seconds take M sum_i t_i + (K - 1) max_i t_i on K stages: each stage computes all of them,
+    and the longest one passes K - 1 further stages. TeraPipe's objective is that of M = 1, whose slices are too many
+    for more rows if each costs something. For each bound on max_i t_i dynamic programming over prefixes finds the least
+    sum.
 
     Args:
-        length: tokens, a multiple of ``grain``.
-        stages: K.
+        length: tokens of a row.
+        places: the increasing places where it may be cut, see ``legal_cuts``. The time grows with the fourth power of
+            their number.
+        stages: K; stages that are faster than that of ``seconds`` count in part.
+        rows: M, those that pass one after the other.
         seconds: (tokens of a slice, tokens before it) -> seconds of one stage.
-        grain: tokens; the length of every slice is a multiple of it.
 
     Returns:
-        The lengths of the slices in tokens, and the seconds of the pipeline.
-
-    Raises:
-        UserError: ``length`` is not a positive multiple of ``grain``.
+        The cuts, and the seconds of the pipeline.
     """
-    if length % grain or length <= 0:
-        raise UserError(f"{length} tokens: expected a positive multiple of {grain}")
-    places = length // grain
+    bounds = [0, *places, length]
     table = {
-        (begin, end): seconds((end - begin) * grain, begin * grain)
-        for begin in range(places)
-        for end in range(begin + 1, places + 1)
+        (begin, end): seconds(bounds[end] - bounds[begin], bounds[begin])
+        for begin in range(len(bounds) - 1)
+        for end in range(begin + 1, len(bounds))
     }
-    best, best_slices = math.inf, [length]
+    best, best_cuts = math.inf, list[int]()
     for bound in sorted(set(table.values())):
-        if (stages - 1) * bound >= best:
-            break  # larger bounds cannot be better
-        total, slices = _least_sum(places, table, bound)
-        cost = total + (stages - 1) * bound
+        if (stages - 1 + rows) * bound >= best:
+            break  # larger bounds cannot be better: the sum has a slice of this time
+        total, cuts = _least_sum(len(bounds) - 1, table, bound)
+        cost = rows * total + (stages - 1) * bound
         if cost < best:
-            best, best_slices = cost, [size * grain for size in slices]
-    return best_slices, best
+            best, best_cuts = cost, [bounds[cut] for cut in cuts]
+    return best_cuts, best
 
 
 def share_rows(rows: int, speeds: Sequence[float], capacities: Sequence[int]) -> list[int]:
@@ -75,15 +70,15 @@ def share_rows(rows: int, speeds: Sequence[float], capacities: Sequence[int]) ->
     return shares
 
 
-def _least_sum(places: int, table: dict[tuple[int, int], float], bound: float) -> tuple[float, list[int]]:
-    """The least sum of slices that take at most ``bound`` seconds each, and their lengths in units of the grain."""
-    sums, cut = [0.0] + [math.inf] * places, [0] * (places + 1)
-    for end in range(1, places + 1):
+def _least_sum(last: int, table: dict[tuple[int, int], float], bound: float) -> tuple[float, list[int]]:
+    """The least sum of slices from place 0 to ``last`` that take at most ``bound`` seconds each, and their cuts."""
+    sums, cut = [0.0] + [math.inf] * last, [0] * (last + 1)
+    for end in range(1, last + 1):
         for begin in range(end):
             if table[begin, end] <= bound and sums[begin] + table[begin, end] < sums[end]:
                 sums[end], cut[end] = sums[begin] + table[begin, end], begin
-    slices, end = [], places
-    while end > 0 and sums[places] < math.inf:
-        slices.append(end - cut[end])
+    cuts, end = list[int](), last
+    while end > 0 and sums[last] < math.inf:
         end = cut[end]
-    return sums[places], slices[::-1]
+        cuts.append(end)
+    return sums[last], cuts[-2::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -87,6 +88,30 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tupl
         if number + ahead < micro_batches:
             found.append(Pass("forward", rank, number + ahead))
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def sliced_orders(ranks: int, slices: tuple[int, ...]) -> Orders:
+    """The order of 1F1B with slices: Seq1F1B (arXiv 2406.03488), section 3.
+
+    The slices of a micro-batch go forward from the first to the last, and backward from the last to the first. The rank
+    of stage s begins backward passes after P - s - 1 + n - 1 forward passes and one more.
+
+    Args:
+        slices: the number of each micro-batch's slices. They are numbered through all micro-batches.
+    """
+    ends = list(itertools.accumulate(slices))
+    backward = [number for count, end in zip(slices, ends, strict=True) for number in reversed(range(end - count, end))]
+    orders = []
+    for rank in range(ranks):
+        ahead = min(ranks - rank + max(slices) - 1, ends[-1])
+        found = [Pass("forward", rank, number) for number in range(ahead)]
+        for done, number in enumerate(backward):
+            found.append(Pass("backward", rank, number))
+            if done + ahead < ends[-1]:
+                found.append(Pass("forward", rank, done + ahead))
+        orders.append(tuple(found))
+    return tuple(orders)
 
 
 def _passes(action: Any) -> tuple[Pass, ...]:

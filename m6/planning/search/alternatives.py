@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from m6.config.pipeline import SLICED
 from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout, SearchResult, format_gb
+from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
 from m6.planning.search.tensor_groups import tensor_line
 
 _NUM_GRAINS = 16  # a slice is a multiple of 1/16 of the row
@@ -55,28 +56,36 @@ def _delay_line(found: PricedLayout) -> str:
 
 
 def _slice_line(planner: Planner, found: PricedLayout) -> str:
-    """TeraPipe's slices of a single row, where they help most."""
-    layout = replace(found.layout, micro_batch_size=1)
-    length, stages = planner.config.m6.data.sequence_length, layout.pp_size
-    row = sum(planner.time.layer_s(layout)) / stages
+    """Slices of rows, in the schedule that runs them, against the fastest pipeline."""
+    plain = planner.evaluate(replace(found.layout, schedule=SLICED, cut=()))
+    micro_batches = found.layout.accumulation(planner.config.deepspeed.train_batch_size)
+    text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
+    if isinstance(plain, Rejection):
+        return f'{text}: "schedule": "{SLICED}", which runs them: {plain.reason}.'
+    length, width = planner.config.m6.data.sequence_length, planner.config.model.hidden_size
+    whole = (plain.time.compute + plain.time.exchange) / micro_batches
     # Every slice launches all operators again.
-    launch = planner.time(layout).launch / layout.accumulation(planner.config.deepspeed.train_batch_size)
-    width = planner.config.model.hidden_size
+    launch = plain.time.launch / micro_batches
     # FLOPs of a layer for one token, divided by the width: 24 x width, and 4 for each token before it.
     linear = 24.0 * width
-    unit = (row - launch) / (length * (linear + 2.0 * length))
+    unit = (whole - launch) / (length * (linear + 2.0 * length))
     grain = max(1, length // _NUM_GRAINS)
-    slices, seconds = slice_tokens(
-        grain * _NUM_GRAINS,
-        stages,
+    cuts, seconds = slice_tokens(
+        length,
+        range(grain, length, grain),
+        1 + plain.time.bubble / whole,  # stages that are as slow as the slowest
+        micro_batches,
         lambda size, before: launch + unit * size * (linear + 4.0 * (before + size / 2)),
-        grain,
     )
-    whole = row * stages
+    slices = len(cuts) + 1
+    change = (plain.time.total - micro_batches * whole - plain.time.bubble + seconds) / found.time.total - 1
+    if not cuts or change >= 0:
+        return f"{text}: rows that may be cut anywhere would not be faster than the fastest pipeline."
+    held = (plain.layout.pp_size + slices - 1) / slices
     return (
-        f"- Token slices (TeraPipe; M6 reads pictures and sources in both directions, so they may not be cut): a row "
-        f"that is all target would pass {stages} stages in {seconds / whole:.0%} of the time as slices of "
-        f"{', '.join(map(str, slices))} tokens."
+        f'{text}: with "schedule": "{SLICED}", "slices": {slices} rows that may be cut anywhere, such as those of '
+        f"language modelling, would take {change:+.1%} of the time of the fastest pipeline, with activations of "
+        f"{held:.3g} micro-batches on its first rank. Pictures and sources cannot be cut."
     )
 
 

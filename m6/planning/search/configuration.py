@@ -8,7 +8,7 @@ from typing import Any
 
 from m6.config.checks import check_world_size
 from m6.config.deepspeed_ignored import without_ignored
-from m6.config.pipeline import SCHEDULES, ZERO_KEYS
+from m6.config.pipeline import SCHEDULES, SLICED, ZERO_KEYS
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.model.tensor.received import PLACEMENTS
@@ -78,7 +78,10 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     if layout.tensor is not None:
         document["m6"].setdefault("parallel", {})["tensor"] = layout.tensor.model_dump()
     if layout.pipeline is not None:
-        document["m6"].setdefault("parallel", {})["pipeline"] = layout.pipeline.model_dump(exclude_none=True)
+        section = layout.pipeline.model_dump(exclude_none=True)
+        if config.pipeline is not None and config.pipeline.slices is not None and layout.schedule == SLICED:
+            section["slices"] = config.pipeline.slices
+        document["m6"].setdefault("parallel", {})["pipeline"] = section
     training = document["m6"]["training"]
     training["ep_size"] = layout.ep_size
     training["activation_checkpointing"] = layout.checkpointing

@@ -27,6 +27,7 @@ from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.pipeline_groups import PipelineGroups
+from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
 from m6.training.engine.tensor import TensorEngine
 from m6.training.engine.tensor_groups import TensorGroups
 from m6.training.meta_model import build_meta_model
@@ -123,7 +124,8 @@ def build_engine(
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if config.pipeline is not None:
-        return PipelineEngine(initialized, config, runtime.device, offloaded, sharing)
+        kind = PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
+        return kind(initialized, config, runtime.device, offloaded, sharing)
     if config.tensor is not None:
         return TensorEngine(initialized, config, runtime.device)
     if engine_type is None:

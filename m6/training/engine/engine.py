@@ -191,8 +191,8 @@ class Engine:
             self.offloaded.runtime.use_late_gradients()
 
     def traffic(self) -> dict[str, Any]:
-        """The entry of a log interval about ``m6.communication``, or nothing: ``gradient_bytes`` that a rank sent in a
-        step on average, and those of an all-reduce."""
+        """The entry of a log interval about what passes between ranks, or nothing: with ``m6.communication``
+        ``gradient_bytes`` that a rank sent in a step on average, and those of an all-reduce."""
         return {}
 
     def measuring(self) -> AbstractContextManager[Any]:

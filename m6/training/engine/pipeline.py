@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.model.sharing import Sharing, share_layers
+from m6.model.slices import SliceCache
 from m6.model.stages import ModelStage
 from m6.training.engine.clipping import gradient_norm, shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
@@ -36,8 +38,8 @@ _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass
-class _Step:
-    """The micro-batches of the current step, which every rank of the pipeline has."""
+class Step:
+    """What passes the stages in the current step; every rank of the pipeline has it."""
 
     batches: Sequence[MicroBatch] = ()
     seeds: Sequence[int] = ()
@@ -75,9 +77,9 @@ class PipelineEngine(Engine):
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._reduced_type = _TYPES.get(config.deepspeed.keys.get("communication_data_type", ""))
         self._autocast = config.deepspeed.precision == "fp32" and config.deepspeed.product_dtype == "bf16"
-        self._step = _Step()
+        self._step = Step()
         self._stages = self._build_stages(config)
-        self._schedule = build_schedule(config.pipeline, self._numbered_stages(config), self._micro_batches(config))
+        self._schedule = self._build_schedule(config.pipeline, self._numbered_stages(config))
         deepspeed.enable_backward_allreduce = False
         deepspeed.set_gradient_accumulation_boundary(True)  # each step of DeepSpeed is an update
         self._norm = torch.zeros((), device=device)
@@ -90,11 +92,14 @@ class PipelineEngine(Engine):
         """See ``Engine.accumulate``; ``loss`` gets the parts of a micro-batch that this rank's stages yield."""
         self._deepspeed.train()
         self._send_table()
-        self._step = _Step([batch.to(self._device) for batch in micro_batches], seeds, loss)
-        numbers = torch.arange(len(micro_batches))
+        self._step = self._begin(micro_batches, loss, seeds)
+        numbers = torch.arange(len(self._step.batches))
         self._schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self._step = _Step()
+        self._step = Step()
         self._add_gradient_of_table()
+
+    def _begin(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Step:
+        return Step([batch.to(self._device) for batch in micro_batches], seeds, loss)
 
     def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """See ``Engine.forward``; all ranks of a pipeline call it. Only the rank of the last stage gets losses."""
@@ -192,7 +197,7 @@ class PipelineEngine(Engine):
                 index,
                 num_stages,
                 row,
-                self._rows,
+                self._shape,
                 self._device,
                 self._groups.pipeline,
                 splits,
@@ -200,11 +205,16 @@ class PipelineEngine(Engine):
             for index, stage in self._stages.items()
         ]
 
-    def _micro_batches(self, config: RunConfig) -> int:
-        return config.accumulation_steps(self._groups.places.world_size)
+    def _build_schedule(self, settings: PipelineSettings, stages: list[NumberedStage]) -> Any:
+        return build_schedule(settings, stages, self._micro_batches)
 
-    def _rows(self, number: int) -> int:
-        return len(self._step.batches[number].input_ids)
+    @property
+    def _micro_batches(self) -> int:
+        """Of this rank in a step."""
+        return self._config.accumulation_steps(self._groups.places.world_size)
+
+    def _shape(self, number: int) -> torch.Size:
+        return self._step.batches[number].input_ids.shape
 
     def _rank_of(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""
@@ -215,20 +225,27 @@ class PipelineEngine(Engine):
         return place * places.data_size + places.data_rank
 
     def _run(
-        self, stage: ModelStage, hidden_states: Tensor | None, batch: MicroBatch, seed: int | None
+        self,
+        stage: ModelStage,
+        hidden_states: Tensor | None,
+        batch: MicroBatch,
+        seed: int | None,
+        past: SliceCache | None = None,
     ) -> tuple[Tensor, M6Output]:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-            found: tuple[Tensor, M6Output] = stage(hidden_states, batch.model_inputs(), batch.labels, seed)
+            found: tuple[Tensor, M6Output] = stage(hidden_states, batch.model_inputs(), batch.labels, seed, past)
         return found
+
+    def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
+        return self._run(stage, hidden_states, self._step.batches[number], self._step.seeds[number])
 
     def _pass(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> Tensor:
         """A forward pass of a training step: hidden states, or the loss [1] of the last stage."""
         step = self._step
         assert step.loss is not None
-        batch = step.batches[number]
-        hidden_states, output = self._run(stage, hidden_states, batch, step.seeds[number])
+        hidden_states, output = self._run_number(stage, hidden_states, number)
         # A product is no view, which PyTorch's schedules could not detach.
-        loss = step.loss(batch, output).reshape(1) * self._scale
+        loss = step.loss(step.batches[number], output).reshape(1) * self._scale
         if stage.is_last:
             return loss
         return _WithLoss.apply(hidden_states, loss) if loss.requires_grad else hidden_states

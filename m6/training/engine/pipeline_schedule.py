@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ class NumberedStage(PipelineStage):
     """A stage that gets the number of a micro-batch and looks up its data, which every rank of the pipeline has.
 
     PyTorch's stage receives all micro-batches of a step into buffers of one shape that live as long as the stage. This
-    one makes a buffer of the right number of rows when it is received, and lets it go when it is used.
+    one makes a buffer of the right shape when it is received, and lets it go when it is used.
 
     Args:
         module: maps hidden states, except in the first stage, and ``number`` to hidden states or a loss [1].
         index, num_stages: of this stage.
         row: hidden states of one row, [1, S, D] on the meta device.
-        rows: maps the number of a micro-batch to its rows.
+        shape: maps the number of a micro-batch to its rows and its tokens of a row.
         group: the ranks of the pipeline.
         splits: whether a schedule may compute the gradients of inputs first and those of weights later; otherwise it
             computes both at the place of the first.
@@ -50,7 +50,7 @@ class NumberedStage(PipelineStage):
         index: int,
         num_stages: int,
         row: Tensor,
-        rows: Callable[[int], int],
+        shape: Callable[[int], Sequence[int]],
         device: torch.device,
         group: dist.ProcessGroup | None,
         splits: bool,
@@ -68,7 +68,7 @@ class NumberedStage(PipelineStage):
             group=group,
             dw_builder=None if splits else _nothing_later,
         )
-        self._rows, self._row = rows, row
+        self._shape, self._row = shape, row
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See PyTorch."""
@@ -95,7 +95,7 @@ class NumberedStage(PipelineStage):
     def _make_buffers(self, infos: Any, number: int) -> None:
         for info in infos:
             if not info.is_root_arg:
-                shape = (self._rows(number), *self._row.shape[1:])
+                shape = (*self._shape(number), self._row.shape[-1])
                 info.buffer = torch.empty(shape, dtype=self._row.dtype, device=self.device)
 
 
@@ -110,11 +110,12 @@ def _drop_buffers(infos: Any) -> None:
 
 def build_schedule(settings: PipelineSettings, stages: list[NumberedStage], micro_batches: int) -> Any:
     """The schedule of a rank with these stages; its ``step`` gets ``number``, int64 [micro_batches]."""
-    arguments = {"n_microbatches": micro_batches, "loss_fn": _as_scalar, "scale_grads": False}
+    arguments = {"n_microbatches": micro_batches, "loss_fn": as_scalar, "scale_grads": False}
     of_rank = stages[0] if settings.stages_per_rank() == 1 else stages
     return _SCHEDULES[settings.schedule](of_rank, **arguments)
 
 
-def _as_scalar(loss: Tensor, number: Tensor) -> Tensor:
+def as_scalar(loss: Tensor, number: Tensor) -> Tensor:
+    """The loss of a micro-batch, from what the last stage returns for it."""
     # The last stage returns [1], since PyTorch cannot join outputs without dimensions.
     return loss.sum()

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from m6.config.pipeline_sharing import check_sharing, cut_between_groups, keeps_
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.model.sharing import PARTS, Sharing
-from m6.planning.search.configuration import layout_of
+from m6.planning.search.configuration import configure, layout_of
+from tests.fixtures.offload_sections import SMALL
 from tests.fixtures.tiny_run import tiny_document
 
 
@@ -48,6 +50,11 @@ def test_cuts(schedule: Any, layers: list[int] | None, cut: list[int], of_second
 
 ZBV = {"num_ranks": 2, "schedule": "zbv"}
 PLAIN = {"num_ranks": 2}
+IN_PLACE = {
+    "image_code_denoising": {"weight": 1},
+    **{name: {"weight": 0} for name in ("text_denoising", "language_modelling", "image_captioning")},
+    "image_text_denoising": {"weight": 0},
+}
 REFUSED = {
     "ZeRO 2": (PLAIN, {"stage": 2}, r"zero_optimization\.stage 2 .* use stage 1 or 0"),
     "one rank": ({"num_ranks": 1}, {}, r"m6\.parallel\.pipeline\.num_ranks: .*2"),
@@ -101,6 +108,30 @@ REFUSED = {
         {**ZBV, "layers": [1, 2, 1, 1]},
         {"m6__offload": {"device_budget_mib": 99.0}, "m6__model__num_layers": 5, "m6__model__moe_layer_frequency": 2},
         r"m6\.offload: rank 0 of m6\.parallel\.pipeline has layers \[0, 4\], none of which has experts",
+    ),
+    "slices of other schedules": (
+        {**ZBV, "slices": 4},
+        {},
+        r'slices 4: backward passes of slices come in reverse order, which "schedule": "zbv" does not know; use '
+        '"schedule": "1f1b"',
+    ),
+    "one slice": ({**PLAIN, "slices": 1}, {}, r"pipeline\.slices.*2"),
+    "more slices than tokens": ({**PLAIN, "slices": 65}, {}, r"sequence_length 64 tokens has at most 64 .*use 64"),
+    "slices with a capacity": (
+        {**PLAIN, "slices": "auto"},
+        {"m6__moe__capacity_factor": 1.25},
+        r"slices auto: with m6\.moe\.capacity_factor 1\.25 each slice .* use capacity_factor=null",
+    ),
+    "slices with offloaded experts": (
+        {**PLAIN, "slices": 2},
+        {"m6__offload": SMALL},
+        r"slices 2: plans of m6\.offload know a step of whole micro-batches",
+    ),
+    "no place to cut": (
+        {**PLAIN, "slices": 4},
+        {"m6__objectives": IN_PLACE, "m6__data__packing": False, "m6__data__image_tokenizer": "tokenizers/image"},
+        r"rows of 64 tokens have one sample \(m6\.data\.packing=false\).* image_code_denoising, predict targets in "
+        r"place: 0 places; set m6\.data\.packing=true",
     ),
     "adapters": (PLAIN, {"m6__lora": {"targets": ["experts"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters"),
 }
@@ -165,6 +196,19 @@ def test_the_advice_runs(tmp_path: Path):
     check_world_size(run(tmp_path, ZBV, train_batch_size=16), 4)
     check_world_size(run(tmp_path, {"num_ranks": 2, "schedule": "interleaved_1f1b"}, train_batch_size=12), 2)
     assert run(tmp_path, ZBV).accumulation_steps(4) == 4
+
+
+def test_slices_need_no_number_of_micro_batches(tmp_path: Path):
+    """They fill the pipeline instead; what the planner writes for the run keeps them."""
+    config = run(tmp_path, {"num_ranks": 4, "slices": 4}, train_batch_size=2)
+    check_world_size(config, 4)
+    planned = configure(config, layout_of(config, 4))["m6"]["parallel"]["pipeline"]
+    assert planned == {"num_ranks": 4, "schedule": "1f1b", "layers": [1, 1, 1, 1], "slices": 4}
+    others = run(tmp_path, {"num_ranks": 2, "slices": 4})
+    assert (
+        "slices"
+        not in configure(others, replace(layout_of(others, 2), schedule="zbv", cut=()))["m6"]["parallel"]["pipeline"]
+    )
 
 
 def test_the_planner_prices_a_pipeline(tmp_path: Path):

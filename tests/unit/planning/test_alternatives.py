@@ -14,6 +14,20 @@ def test_what_a_plan_leaves_out_is_priced():
     assert "Whale" not in text
 
 
+def test_slices_are_advised_only_where_they_win():
+    """They cost launches: more than the rest of the wait, except for long rows in the schedule that waits longest."""
+    long = "m6.model.max_position_embeddings=8192", "m6.data.sequence_length=8192", "train_batch_size=128"
+    advice = []
+    for forced in ({"schedule": "1f1b", "pp_size": 8, "checkpointing": True}, {}):
+        subject = planner("m6_100b", "a100_80g_x128", *long, forced=forced)
+        [line] = [line for line in alternatives(subject, subject.search()) if "Token slices" in line]
+        advice.append(line)
+    assert re.search(
+        r'"slices": 2 rows that may be cut anywhere, .* would take -\d\.\d% of .* 4\.5 micro-batches', advice[0]
+    )
+    assert "with 2 micro-batches in a step: rows that may be cut anywhere would not be faster" in advice[1]
+
+
 def test_unequal_devices_would_take_unequal_shares():
     subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512")
     [line] = [line for line in alternatives(subject, subject.search()) if "Whale" in line]

@@ -1,0 +1,154 @@
+"""Slices of rows of tokens: where rows may be cut, and the keys that a slice leaves to the later ones.
+
+After TeraPipe (arXiv 2102.07988) and Seq1F1B (arXiv 2406.03488), which cut causal rows at any token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m6.tokenizers.special_tokens import TARGET
+from moe import TokenPart, TokenParts
+
+
+def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
+    """The places where all rows of a micro-batch may be cut: no token before one reads a token behind it.
+
+    These are ``p for p in range(1, S) if not mask[:, :, :p, p:].any()`` of ``prefix_lm_mask``: places inside of
+    targets, between packed samples and in padding, but none inside of pictures and sources, which are read in both
+    directions.
+
+    Args:
+        token_type_ids, sample_ids: int64 [B, S], see ``MicroBatch``.
+
+    Returns:
+        the increasing places; a row that is cut at p has slices of p and of S - p tokens.
+    """
+    length = token_type_ids.shape[1]
+    index = torch.arange(length, device=token_type_ids.device)
+    # What is no target is read by its whole sample, so each token of a sample reads as far as the last of these.
+    ahead = torch.where(token_type_ids != TARGET, index, -1)
+    last = ahead.new_full((len(ahead), int(sample_ids.max()) + 1), -1).scatter_reduce(1, sample_ids, ahead, "amax")
+    read = torch.where(sample_ids != 0, last.gather(1, sample_ids), -1)
+    furthest = torch.maximum(read, index).amax(0).cummax(0).values
+    return ((furthest[:-1] < index[1:]).nonzero().squeeze(-1) + 1).tolist()
+
+
+def nearest_cuts(legal: Sequence[int], length: int, slices: int) -> list[int]:
+    """The legal places that are nearest to those of equal slices; fewer than ``slices - 1`` if some are the same.
+
+    Args:
+        legal: see ``legal_cuts``.
+        length: tokens of a row.
+    """
+    if not legal:
+        return []
+    return sorted({min(legal, key=lambda place: abs(place * slices - number * length)) for number in range(1, slices)})
+
+
+class SliceKeys:
+    """What the slices of a micro-batch leave for each other in the layers of one stage: keys, values, and choices.
+
+    Args:
+        length: tokens of a row.
+        num_tokens: of all rows, without padding.
+    """
+
+    def __init__(self, length: int, num_tokens: int) -> None:
+        self._length, self._num_tokens = length, num_tokens
+        self._parts: dict[tuple[int, int], _Sequence] = {}
+        self._routed: dict[int, TokenParts] = {}
+
+    def of_slice(self, begin: int) -> SliceCache:
+        """What the blocks get as ``past_key_values`` for the slice that begins at this token."""
+        return SliceCache(self, begin)
+
+    def routed(self, layer_index: int) -> TokenParts:
+        """What the calls of a sparse layer leave for each other."""
+        return self._routed.setdefault(layer_index, TokenParts(self._num_tokens))
+
+    def join(self, part: int, layer_index: int, new: Tensor, begin: int) -> Tensor:
+        """Appends keys (part 0) or values (part 1) of a slice to those before; see ``_Join``."""
+        if (part, layer_index) not in self._parts:
+            self._parts[part, layer_index] = _Sequence(new, self._length)
+        joined: Tensor = _Join.apply(new, self._parts[part, layer_index], begin)
+        return joined
+
+
+class SliceCache:
+    """One slice's view of ``SliceKeys``; ``update`` is that of a cache of transformers."""
+
+    def __init__(self, keys: SliceKeys, begin: int) -> None:
+        self._keys, self._begin = keys, begin
+
+    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        """Maps this slice's keys and values [B, H, T, size] to those of this and all earlier ones, [B, H, ..., size].
+
+        A second call, by activation checkpointing, writes the same once more.
+        """
+        return (
+            self._keys.join(0, layer_index, key, self._begin),
+            self._keys.join(1, layer_index, value, self._begin),
+        )
+
+    def part(self, layer_index: int) -> TokenPart:
+        """Which of all tokens a sparse layer gets."""
+        return TokenPart(self._keys.routed(layer_index), self._begin)
+
+
+class _Sequence:
+    """The keys, or the values, of a layer for whole rows, and the gradients that slices have sent to them.
+
+    Slices share one tensor: a copy of all earlier keys for each of them would hold (n + 1) / 2 times as many.
+    """
+
+    def __init__(self, new: Tensor, length: int) -> None:
+        self._values = new.new_empty(*new.shape[:2], length, new.shape[3])
+        self._gradient: Tensor | None = None
+        self._left = 0  # tokens that are here and whose gradients are not complete
+
+    def extend(self, new: Tensor, begin: int) -> Tensor:
+        """Writes [B, H, T, size] at ``begin``, and returns all up to the end of it."""
+        end = begin + new.shape[2]
+        self._left = max(self._left, end)
+        # Autograd refuses saved tensors that were written to later. Each slice writes where earlier ones do not read.
+        self._values.data[:, :, begin:end] = new
+        return self._values.data[:, :, :end]
+
+    def collect(self, gradient: Tensor, begin: int) -> Tensor:
+        """Adds what a slice sends to itself and to earlier ones, and returns the gradient of its own part."""
+        end = gradient.shape[2]
+        assert end == self._left, "the backward pass of a slice came before that of the next one"
+        if self._gradient is None:
+            self._gradient = gradient.clone()
+        else:
+            self._gradient[:, :, :end] += gradient
+        self._left = begin
+        own = self._gradient[:, :, begin:end]
+        if begin == 0:  # no pass is left
+            self._gradient = None
+            self._values = self._values.new_empty(0)
+        return own
+
+
+class _Join(torch.autograd.Function):
+    """Appends a slice's part to a sequence.
+
+    Later slices read this slice's part, but not through autograd. Their backward passes come first and leave their
+    gradients in the sequence, so that the backward pass of this slice takes all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, sequence: _Sequence, begin: int) -> Tensor:
+        """Maps [B, H, T, size] to [B, H, begin + T, size]."""
+        ctx.sequence, ctx.begin = sequence, begin
+        return sequence.extend(new, begin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient of ``new``."""
+        return ctx.sequence.collect(grads[0], ctx.begin), None, None

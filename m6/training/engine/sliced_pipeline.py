@@ -1,0 +1,84 @@
+"""The engine of ``m6.parallel.pipeline.slices``: a pipeline through which slices of rows pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m6.config.pipeline import PipelineSettings
+from m6.data.collate import MicroBatch
+from m6.model.outputs import M6Output
+from m6.model.slices import SliceKeys
+from m6.model.stages import ModelStage
+from m6.planning.cost.slices import SliceChoice
+from m6.training.engine.engine import LossFunction
+from m6.training.engine.pipeline import PipelineEngine, Step
+from m6.training.engine.pipeline_schedule import NumberedStage
+from m6.training.engine.sliced_schedule import SlicedSchedule
+from m6.training.engine.slices import Slice, slices_of
+
+
+class SlicedPipelineEngine(PipelineEngine):
+    """Cuts the rows of each micro-batch where all of them may be cut, and runs 1F1B over the slices.
+
+    Losses and gradients are those of whole rows, also the loss that balances the experts. Dropout and the noise of
+    routers depend on the micro-batch, the layer and the beginning of the slice.
+    """
+
+    def _build_schedule(self, settings: PipelineSettings, stages: list[NumberedStage]) -> Any:
+        config = self._config
+        self._choice = SliceChoice(config, self._micro_batches)
+        self._slices: list[Slice] = []
+        self._keys: list[SliceKeys] = []  # of each micro-batch
+        self._counts: list[int] = []  # slices of each micro-batch since the last report
+        for block in self.module.model.layers:
+            # A second call of a block, by activation checkpointing, keeps its keys: see ``SliceCache.update``.
+            block._can_checkpoint_with_cache = True
+        [stage] = stages
+        return SlicedSchedule(stage, self._micro_batches * self._choice.most)
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
+        """See ``PipelineEngine.accumulate``."""
+        super().accumulate(micro_batches, loss, seeds)
+        self._slices, self._keys = [], []
+
+    def traffic(self) -> dict[str, Any]:
+        """``slices``: of a micro-batch of this rank on average since the last call."""
+        counts, self._counts = self._counts, []
+        return {"slices": sum(counts) / max(1, len(counts))}
+
+    def _begin(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Step:
+        cuts = self._common([self._choice.cuts(batch) for batch in micro_batches])
+        self._slices = [
+            each
+            for number, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
+            for each in slices_of(batch, number, seed, cuts[number], self._config.model)
+        ]
+        self._keys = [SliceKeys(b.input_ids.shape[1], int((b.sample_ids != 0).sum())) for b in micro_batches]
+        counts = tuple(len(each) + 1 for each in cuts)
+        self._counts += counts
+        self._schedule.prepare(counts)
+        batches = [each.batch.to(self._device) for each in self._slices]
+        return Step(batches, [each.seed for each in self._slices], loss)
+
+    def _common(self, cuts: list[list[int]]) -> list[list[int]]:
+        """Leaves out cuts, so that ranks that exchange tokens compute as many slices of each micro-batch."""
+        if self._config.m6.training.ep_size == 1:
+            return cuts
+        numbers = torch.tensor([len(each) for each in cuts], device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.replicas)
+        return [thinned(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
+
+    def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
+        own, batch = self._slices[number], self._step.batches[number]
+        past = self._keys[own.number].of_slice(own.begin)
+        return self._run(stage, hidden_states, batch, own.seed, past)
+
+
+def thinned(cuts: Sequence[int], number: int) -> list[int]:
+    """``number`` of the cuts, spread over all of them."""
+    return [cuts[(index + 1) * (len(cuts) + 1) // (number + 1) - 1] for index in range(number)]

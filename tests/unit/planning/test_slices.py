@@ -1,0 +1,95 @@
+"""The order of slices on the clock against closed forms, and the choice of slices."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config.run import RunConfig, parse_config
+from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.folding import fold
+from m6.planning.cost.schedules import StageSeconds, most_under_way, orders_of, run_clock, sliced_orders
+from m6.planning.cost.slices import SliceChoice, slice_work
+from m6.planning.cost.work import work_of
+from m6.training.engine.sliced_pipeline import thinned
+from tests.fixtures.tiny_run import tiny_document
+from tests.unit.model.test_slices import batch_of
+
+
+def under_way(order: Any) -> int:
+    """The most slices whose activations a rank keeps."""
+    return max(itertools.accumulate(1 if each.kind == "forward" else -1 for each in order))
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 4), (4, 2), (8, 1), (8, 8), (8, 32)])
+def test_equal_slices_wait_and_hold_as_the_closed_forms_say(ranks: int, micro_batches: int, slices: int):
+    """Waits are 1 / n of those of whole rows, and activations (P + n - 1) / n of a micro-batch's (Seq1F1B)."""
+    orders = sliced_orders(ranks, (slices,) * micro_batches)
+    found = run_clock(orders, [StageSeconds(1 / slices, 1 / slices, 1 / slices)] * ranks)
+    assert found == pytest.approx(3 * micro_batches + 3 * (ranks - 1) / slices)
+    expected = [min(ranks - rank + slices - 1, micro_batches * slices) for rank in range(ranks)]
+    assert [under_way(order) for order in orders] == expected
+    if slices == 1:
+        assert orders == orders_of("1f1b", ranks, micro_batches, 1)
+        assert [times[0] for times, *_ in most_under_way("1f1b", ranks, micro_batches, 1)] == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_micro_batches_may_have_different_numbers_of_slices(seed: int):
+    """The ranks never wait for each other, and slices go backward from the last one, after all of their micro-batch."""
+    generator = random.Random(seed)
+    ranks = generator.randrange(2, 6)
+    slices = tuple(generator.randrange(1, 6) for _ in range(generator.randrange(1, 8)))
+    orders = sliced_orders(ranks, slices)
+    run_clock(orders, [StageSeconds(1, 1, 1)] * ranks)
+    ends = list(itertools.accumulate(slices))
+    for order in orders:
+        forward = [each.number for each in order if each.kind == "forward"]
+        backward = [each.number for each in order if each.kind == "backward"]
+        assert forward == list(range(ends[-1]))
+        parts = [backward[end - count : end] for end, count in zip(ends, slices, strict=True)]
+        for part, end, count in zip(parts, ends, slices, strict=True):
+            assert part == list(range(end - count, end))[::-1]
+            places = [order.index(each) for each in order if each.number in part]
+            kinds = [order[place].kind for place in places]
+            assert kinds == ["forward"] * count + ["backward"] * count
+
+
+def config_of(folder: Path, **changes: Any) -> RunConfig:
+    changes = {"m6__parallel__pipeline": {"num_ranks": 2, "slices": "auto"}, "train_batch_size": 16, **changes}
+    return parse_config(tiny_document(folder, zero_optimization={"stage": 1}, **changes))
+
+
+@pytest.mark.parametrize("moe", [None, {"num_experts": 8, "top_k": 2, "activation": "swiglu", "num_shared_experts": 1}])
+def test_the_work_of_a_row_is_that_of_its_products(tmp_path: Path, moe: Any):
+    """A slice of all tokens takes the FLOPs that the planner counts; both leave out something of biases and routers."""
+    config, length = config_of(tmp_path, m6__moe=moe), 4096
+    products = work_of(config, fold(config.model), BatchShape(1, 1, length, length, length, 0), ep_size=1)
+    expected = sum(count * work.flops for work, count in products[1:-1])
+    assert slice_work(config, rows=1)(length, 0) == pytest.approx(expected, rel=0.02)
+    # The last of two slices reads the keys of both.
+    halves = [slice_work(config, rows=1)(length // 2, before) for before in (0, length // 2)]
+    assert halves[0] < halves[1] < expected / 2 * 1.02
+
+
+def test_rows_are_cut_automatically_where_it_pays(tmp_path: Path):
+    """Not into slices whose products take less time than the memory takes to move the weights: 200 tokens."""
+    numbers = []
+    for rows in (2, 16, 64):
+        choice = SliceChoice(config_of(tmp_path, m6__moe=None), micro_batches=4)
+        numbers.append(len(choice.cuts(batch_of([[(0, 0, 64)]] * rows, 64, 3))) + 1)
+    assert numbers == [1, 5, 16]
+
+
+def test_thinned_cuts_are_spread():
+    cuts = list(range(10, 80, 10))
+    for number in range(8):
+        found = thinned(cuts, number)
+        assert len(found) == len(set(found)) == number
+        assert set(found) <= set(cuts)
+    assert thinned(cuts, 7) == cuts
+    assert thinned(cuts, 1) == [40]
+    assert thinned(cuts, 3) == [20, 40, 60]
