@@ -38,41 +38,30 @@ def fit(scales: Sequence[Scale], losses: Sequence[float], start: Coefficients | 
     target = np.log(np.asarray(losses))
 
     def residuals(x: Array) -> Array:
-        log_floor, log_a, alpha, gamma, log_b, beta = x
-        terms = (
-            np.full_like(target, log_floor),
-            log_a - alpha * (parameters + gamma * expansion),
-            log_b - beta * tokens,
-        )
-        return np.asarray(np.logaddexp(np.logaddexp(terms[0], terms[1]), terms[2]) - target)
+        log_floor, log_a, alpha, gamma, log_b, beta, kappa = x
+        shortage = np.logaddexp(log_a - alpha * (parameters + gamma * expansion), log_b - beta * tokens)
+        return np.asarray(np.logaddexp(np.full_like(target, log_floor), kappa * shortage) - target)
 
     least = float(min(losses))
     starts = (
         [_vector(start)]
         if start is not None
         else [
-            np.array(
-                [
-                    np.log(share * least),
-                    np.log((1 - share) * least / 2),
-                    alpha,
-                    0.3,
-                    np.log((1 - share) * least / 2),
-                    beta,
-                ]
+            _start(share * least, (1 - share) * least, alpha, beta, kappa)
+            for share, alpha, beta, kappa in itertools.product(
+                (0.1, 0.5, 0.9), (0.1, 0.3, 0.8), (0.1, 0.3, 0.8), (0.3, 1)
             )
-            for share, alpha, beta in itertools.product((0.1, 0.4, 0.7, 0.9), (0.1, 0.3, 0.8), (0.1, 0.3, 0.8))
         ]
     )
-    lowest = [np.log(1e-3), np.log(1e-4), 1e-3, 0.0, np.log(1e-4), 1e-3]
-    highest = [np.log(least), np.log(1e3), 3.0, 2.0, np.log(1e3), 3.0]
+    lowest = [np.log(1e-3), np.log(1e-4), 1e-3, 0.0, np.log(1e-4), 1e-3, 0.1]
+    highest = [np.log(least), np.log(1e6), 3.0, 2.0, np.log(1e6), 3.0, 2.0]
     results = [
         least_squares(residuals, np.clip(x, lowest, highest), bounds=(lowest, highest), loss="huber", f_scale=_HUBER)
         for x in starts
     ]
     best = min(results, key=lambda result: float(result.cost)).x
     floor, a, b = np.exp(best[[0, 1, 4]])
-    return Coefficients(floor=floor, a=a, alpha=best[2], gamma=best[3], b=b, beta=best[5])
+    return Coefficients(floor=floor, a=a, alpha=best[2], gamma=best[3], b=b, beta=best[5], kappa=best[6])
 
 
 def fit_law(
@@ -116,5 +105,11 @@ def fit_law(
     )
 
 
+def _start(floor: float, rest: float, alpha: float, beta: float, kappa: float) -> Array:
+    """Where a search begins: one million parameters and one million tokens lack as much."""
+    half = np.log(rest) / kappa - np.log(2)
+    return np.array([np.log(floor), half, alpha, 0.3, half, beta, kappa])
+
+
 def _vector(law: Coefficients) -> Array:
-    return np.array([np.log(law.floor), np.log(law.a), law.alpha, law.gamma, np.log(law.b), law.beta])
+    return np.array([np.log(law.floor), np.log(law.a), law.alpha, law.gamma, np.log(law.b), law.beta, law.kappa])

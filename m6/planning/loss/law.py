@@ -45,10 +45,12 @@ class Scale:
 
 
 class Coefficients(Section):
-    """L = floor + a (N X^gamma)^-alpha + b D^-beta, with N and D in millions.
+    """L = floor + (a (N X^gamma)^-alpha + b D^-beta)^kappa, with N and D in millions.
 
-    The sum is that of Hoffmann et al. (arXiv 2203.15556, equation 2); experts count as more parameters, a power of
-    their number, as in Clark et al. (arXiv 2202.01169, equation 1), whose law is a product of powers of both.
+    With kappa 1 the sum is that of Hoffmann et al. (arXiv 2203.15556, equation 2); without a floor it is that of Kaplan
+    et al. (arXiv 2001.08361, equation 1.5), where parameters matter less the fewer tokens there are. Experts count as
+    more parameters, a power of their number, as in Clark et al. (arXiv 2202.01169, equation 1), whose law is a product
+    of powers of both.
     """
 
     floor: float = Field(ge=0)
@@ -57,11 +59,13 @@ class Coefficients(Section):
     gamma: float = Field(ge=0)
     b: float = Field(gt=0)
     beta: float = Field(gt=0)
+    kappa: float = Field(gt=0)
 
     def loss(self, scale: Scale) -> float:
         """Nats a token."""
         parameters = scale.parameters / 1e6 * scale.expansion**self.gamma
-        return self.floor + self.a * parameters**-self.alpha + self.b * (scale.tokens / 1e6) ** -self.beta
+        shortage = self.a * parameters**-self.alpha + self.b * (scale.tokens / 1e6) ** -self.beta
+        return self.floor + shortage**self.kappa
 
 
 class Range(Section):

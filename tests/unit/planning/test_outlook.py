@@ -14,7 +14,7 @@ from m6.planning.loss.law import Coefficients, Range, Scale, ScalingLaw
 from m6.planning.loss.outlook import days_table, learned_by_days, loss_line, predicted_loss
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-FIT = Coefficients(floor=1.0, a=2.0, alpha=0.3, gamma=0.2, b=3.0, beta=0.5)
+FIT = Coefficients(floor=1.0, a=2.0, alpha=0.3, gamma=0.2, b=3.0, beta=0.5, kappa=1.0)
 
 
 def law(largest: float) -> ScalingLaw:
