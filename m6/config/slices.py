@@ -34,6 +34,11 @@ def check_slices(slices: int | str, schedule: str, run: M6Settings, model: M6Con
             f"{name}: with m6.moe.capacity_factor {capacity} each slice would have a capacity of its own and drop "
             "other tokens than whole rows; use capacity_factor=null, or leave slices out"
         )
+    if run.offload is not None:
+        raise UserError(
+            f"{name}: m6.offload brings experts to the device for each pass of whole rows and was not tried with "
+            "slices; leave one of them out"
+        )
     trained = [each for each in OBJECTIVES if run.objectives.of(each).weight > 0]
     if trained and not run.data.packing and all(map(is_in_place, trained)):
         raise UserError(

@@ -98,6 +98,11 @@ REFUSED = {
         {"m6__moe__capacity_factor": 1.25},
         r"slices auto: with m6\.moe\.capacity_factor 1\.25 each slice .* use capacity_factor=null",
     ),
+    "slices of offloaded experts": (
+        {**PLAIN, "slices": 2},
+        {"m6__offload": SMALL},
+        r"slices 2: m6\.offload .* was not tried with slices; leave one of them out",
+    ),
     "no place to cut": (
         {**PLAIN, "slices": 4},
         {"m6__objectives": IN_PLACE, "m6__data__packing": False, "m6__data__image_tokenizer": "tokenizers/image"},
