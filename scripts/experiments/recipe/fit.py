@@ -31,9 +31,9 @@ Losses of [{count} runs](ladder.csv) with the recipe, and the law that is fitted
 L = {floor:.3f} + ({a:.3f} (N X^{gamma:.3f})^-{alpha:.3f} + {b:.3f} D^-{beta:.3f})^{kappa:.3f}
 
 L: {measure}. N: active parameters in millions, without embeddings and patches. X: experts
-over the experts that a token visits. D: tokens in millions, without padding. With the last power 1 the sum is that of Hoffmann et al.
-(arXiv 2203.15556), without a constant that of Kaplan et al. (arXiv 2001.08361), where parameters matter less the fewer tokens there
-are; the power of X is after Clark et al. (arXiv 2202.01169).
+over the experts that a token visits. D: tokens in millions, without padding. With the last power 1 the sum is that of
+Hoffmann et al. (arXiv 2203.15556), without a constant that of Kaplan et al. (arXiv 2001.08361), where parameters matter
+less the fewer tokens there are; the power of X is after Clark et al. (arXiv 2202.01169).
 
 Median error {median:.2%}, largest {largest:.2%}. `m6 plan` predicts from [this law](../../../configs/scaling/law.json);
 its 95 % interval comes from {resamples} fits of runs drawn with replacement, and from the errors of single runs.
