@@ -76,11 +76,7 @@ class PipelineSettings(Section):
         """The pipeline in words."""
         sizes = ", ".join(str(len(layers)) for layers in self.cut(num_layers))
         text = f"pipeline of {self.num_ranks} ranks, {self.schedule}: stages of {sizes} layers"
-        return (
-            text
-            if self.slices is None
-            else (f"{text}; rows in slices ({self.slices}), each with its own dropout and balance of experts")
-        )
+        return text if self.slices is None else f"{text}; rows in slices ({self.slices}), each with its own dropout"
 
     def check_cut(self, num_layers: int) -> None:
         """Raises UserError if the stages do not fit the schedule and the model."""
@@ -160,6 +156,11 @@ def equal_sizes(num_layers: int, stages: int) -> list[int]:
 def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
     """Raises UserError if the run asks for something that does not work with a pipeline, or would be ignored."""
     pipeline.check_cut(model.num_layers)
+    if run.offload is not None and run.offload.policy == "deepspeed":
+        raise UserError(
+            'm6.offload.policy "deepspeed": DeepSpeed\'s own offloading was not tried with m6.parallel.pipeline; leave '
+            "one of them out"
+        )
     if run.offload is not None:
         pipeline.check_experts(model)
     if pipeline.slices is not None:

@@ -53,18 +53,20 @@ _KEYS_OF_PARTS = {
 
 
 def predict_memory(
-    config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None
+    config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None, place: int | None = None
 ) -> MemoryFootprint:
     """The memory of the run's own layout on ``world_size`` ranks, without calibrated overheads.
 
     Args:
         batch: the shape of a micro-batch.
         sharing: what the layers share in the Pseudo stage; None: nothing.
+        place: of the rank in its pipeline; None: the rank that needs most.
 
     Raises:
         UserError: the run does not fit ``world_size``.
     """
-    return MemoryModel(config, Profile(), batch, sharing)(layout_of(config, world_size))
+    memory_of, layout = MemoryModel(config, Profile(), batch, sharing), layout_of(config, world_size)
+    return memory_of(layout) if place is None else memory_of.footprints(layout)[place]
 
 
 def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> None:

@@ -86,7 +86,9 @@ def _requirements(planner: Planner) -> list[str]:
             f"the host memory of a node.{refused}"
         )
     if planner.memory.sharing is None and planner.config.m6.pseudo_to_real is None:  # otherwise it has its own report
-        pseudo = planner.changed(sharing=pseudo_sharing(planner.config)).search()
+        # All of its layers share weights, so it has no pipeline.
+        forced = {**planner.forced, "pp_size": 1}
+        pseudo = planner.changed(sharing=pseudo_sharing(planner.config), forced=forced).search()
         if pseudo.plans:
             plan = pseudo.best
             lines.append(

@@ -123,6 +123,17 @@ def plans_follow_the_budgets(_: None) -> None:
     streamed = (tight.expert_bytes - tight.owned_bytes) / 3
     assert tight.setup.plan.download_bytes == pytest.approx(streamed, rel=0.05)
     assert streamed * 0.95 <= tight.setup.plan.upload_bytes <= 2 * streamed * 1.05
+    # A rank of a pipeline holds the experts of its stages.
+    piped = offloaded()
+    del piped["m6"]["pseudo_to_real"]
+    piped["m6"] |= {"parallel": {"pipeline": {"num_ranks": 2}}, "training": {**piped["m6"]["training"], "ep_size": 8}}
+    piped["train_batch_size"] *= 2
+    halves = [dry_plan.dry_plans(parse_config(piped), 16, rank, nodes)[0] for rank in (0, 15)]
+    numel = 128 // 8 * (2 * 64 * 256 + 64 + 256)
+    for half in halves:
+        assert half.setup.plan is not None
+        assert {moment.chunk for moment in half.setup.trace.moments} == set(range(half.chunks))
+        assert half.expert_bytes == pytest.approx(8 * numel, rel=0.05), "several micro-batches add up in fp32"
     text = dry_plan.report([pseudo, real, tight], 16, 5)
     assert "Rank 5 of 16" in text
     assert text.count("| real |") == 2

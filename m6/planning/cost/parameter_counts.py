@@ -99,7 +99,7 @@ class ParameterCounts:
         if parts == 1:
             return self
         if layout.placement != "megatron":
-            blocks = sum(part.numel for part in self.muon)
+            blocks = sum(part.numel for part in self.muon if not part.of_experts)
             elsewhere = blocks - math.ceil(blocks / parts)
             moments = {**self.dense_moments, "AdamW": self.dense_moments["AdamW"] - ADAMW_MOMENTS * elsewhere * FP32}
             return replace(self, matrices=self.matrices - elsewhere, dense_moments=moments)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from m6.config.pipeline import SLICED
+from m6.config.slices import check_slices
+from m6.errors import UserError
 from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.planner import Planner
@@ -60,22 +62,26 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
     plain = planner.evaluate(replace(found.layout, schedule=SLICED, cut=()))
     micro_batches = found.layout.accumulation(planner.config.deepspeed.train_batch_size)
     text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
+    try:
+        check_slices("auto", SLICED, planner.config.m6, planner.config.model)
+    except UserError as error:
+        return f"{text}: {error}."
     if isinstance(plain, Rejection):
         return f'{text}: "schedule": "{SLICED}", which runs them: {plain.reason}.'
     length, width = planner.config.m6.data.sequence_length, planner.config.model.hidden_size
     whole = (plain.time.compute + plain.time.exchange) / micro_batches
     # Every slice launches all operators again.
     launch = plain.time.launch / micro_batches
-    # FLOPs of a layer for one token, divided by the width: 24 x width, and 4 for each token before it.
+    # FLOPs of a layer for one token, divided by the width: 24 x width, and 4 for each token up to the slice's end.
     linear = 24.0 * width
-    unit = (whole - launch) / (length * (linear + 2.0 * length))
+    unit = (whole - launch) / (length * (linear + 4.0 * length))
     grain = max(1, length // _NUM_GRAINS)
     cuts, seconds = slice_tokens(
         length,
         range(grain, length, grain),
         1 + plain.time.bubble / whole,  # stages that are as slow as the slowest
         micro_batches,
-        lambda size, before: launch + unit * size * (linear + 4.0 * (before + size / 2)),
+        lambda size, before: launch + unit * size * (linear + 4.0 * (before + size)),
     )
     slices = len(cuts) + 1
     change = (plain.time.total - micro_batches * whole - plain.time.bubble + seconds) / found.time.total - 1

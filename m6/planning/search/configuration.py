@@ -112,6 +112,8 @@ def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
             raise UserError(f"--force {text}: expected NAME=VALUE{nearest(name, DIMENSIONS)}")
         try:
             forced[name] = _parsed(value, getattr(ParallelLayout(1), name), _NAMES.get(name, ()))
+            if name.endswith("_size") and forced[name] < 1:
+                raise ValueError("a whole number above 0")
         except ValueError as error:
             raise UserError(f"--force {text}: expected {error}, found {value!r}") from None
     return forced

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from m6.config.checks import tree_refusal
-from m6.config.pipeline import PipelineSettings
+from m6.config.pipeline import SLICED, PipelineSettings
 from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
 from m6.config.tensor import experts_reason
@@ -75,7 +75,7 @@ class Feasibility:
         )
         if layout.stream_experts:  # m6.offload has conditions of its own
             one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
-            key = (*key, layout.checkpointing, one_micro_batch)
+            key = (*key, layout.checkpointing, one_micro_batch, layout.pp_size)
         if key not in self._validated:
             self._validated[key] = _refused_by_validation(self.config, layout)
         return self._validated[key]
@@ -125,7 +125,7 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             "experts",
         )
     if layout.pipeline is not None:
-        refusal = _refused_pipeline(layout.pipeline, config, accumulation)
+        refusal = _refused_pipeline(layout, layout.pipeline, config, accumulation)
         if refusal is not None:
             return Refusal("pipeline", refusal)
     if config.m6.training.deterministic is not None:
@@ -146,9 +146,15 @@ def _refused_tensor(config: RunConfig, layout: ParallelLayout) -> str | None:
     return layout.tensor.refusal(config.model)
 
 
-def _refused_pipeline(settings: PipelineSettings, config: RunConfig, micro_batches: int) -> str | None:
+def _refused_pipeline(
+    layout: ParallelLayout, settings: PipelineSettings, config: RunConfig, micro_batches: int
+) -> str | None:
+    if config.pipeline is not None and settings.schedule == SLICED:
+        settings = settings.model_copy(update={"slices": config.pipeline.slices})  # as the layout's JSON has them
     try:
         settings.check_cut(config.model.num_layers)
+        if layout.stream_experts and layout.cut:  # otherwise one is chosen
+            settings.check_experts(config.model)
         if config.planned_sharing is not None:
             check_sharing(settings, config.planned_sharing)
     except UserError as error:

@@ -157,6 +157,9 @@ class Planner:
                 result.count("slower by equal shares of its passes alone")
                 continue
             layout = self.with_cut(layout)
+            if layout.pp_size > 1 and self.feasibility.refusal(layout) is not None:
+                result.count("pipeline")  # no cut that fits gives every rank experts
+                continue
             rejection = self.memory_rejection(layout)
             if rejection is not None:
                 result.count(rejection.kind)
@@ -230,8 +233,13 @@ class Planner:
         layout = plan.layout
         if not layout.cut or "cut" in self.forced:
             return plan
-        refine, fits = self.time.pipeline.refined, self._fits(layout)
-        return self._priced(refine(layout, lambda other: self.time(other).total, fits))
+        fits, sparse = self._fits(layout), self.memory.model.is_sparse
+
+        def accepts(place: int, stages: Sequence[range]) -> bool:
+            has_experts = any(sparse[layer] for stage in stages for layer in stage)
+            return (has_experts or not layout.stream_experts) and fits(place, stages)
+
+        return self._priced(self.time.pipeline.refined(layout, lambda other: self.time(other).total, accepts))
 
     def _fits(self, layout: ParallelLayout) -> Fits:
         fitting: dict[tuple[Any, ...], bool] = {}

@@ -15,8 +15,8 @@ from m6.planning.machine.fake_world import fake_process_group
 from m6.planning.machine.profile import Profile
 from m6.planning.search.planner import MEMORY_FRACTION
 from m6.planning.search.stages import pseudo_sharing
-from m6.training.meta_model import build_meta_model
 from m6.training.offloading.modules import experts_of
+from m6.training.offloading.pipeline_passes import model_of_rank
 from m6.training.offloading.setup import MIB, OffloadSetup, plan_offload
 from offload import Rates, SimulatedDevice, StepTimes, lay_out, predict_times, sizes_of, staging_bytes
 
@@ -82,7 +82,7 @@ def _plan(
     rates = Rates(attained, attained) if attained else Rates()
     device = SimulatedDevice(device_bytes, rates=rates)
     with fake_process_group(rank, world_size):
-        uses = experts_of(build_meta_model(config, sharing))
+        uses = experts_of(model_of_rank(config, sharing))
         setup = plan_offload(uses, config, device, device_bytes, host_bytes, sharing)
     if setup.plan is None:
         raise UserError(f"m6.offload, {stage} stage: {setup.shortage}")

@@ -1,16 +1,40 @@
-"""The passes of a rank of a pipeline in a step, on fake tensors: the engine runs them in the same order."""
+"""What a rank holds of a model, and its passes in a step of a pipeline on fake tensors, in the order of the engine."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.stages import ModelStage
+from m6.model.sharing import Sharing
+from m6.model.stages import ModelStage, keep_layers
 from m6.planning.cost.schedules import orders_of
-from m6.training.places import Places
+from m6.training.meta_model import build_meta_model
+from m6.training.places import Places, layers_of
+
+
+def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditionalGeneration:
+    """What this rank holds of the model, on the meta device.
+
+    Args:
+        sharing: what the layers share in the Pseudo stage; None: nothing.
+    """
+    model = build_meta_model(config, sharing)
+    if config.m6.training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.pipeline is not None:
+        keep_layers(model, layers_of(config, own_places(config).pipeline_rank))
+    return model
+
+
+def own_places(config: RunConfig) -> Places:
+    """The place of this process among all ranks; the only one where there are no others."""
+    if not dist.is_initialized():
+        return Places(0, 1, config.pipeline_size)
+    return Places(dist.get_rank(), dist.get_world_size(), config.pipeline_size)
 
 
 def run_passes(model: M6ForConditionalGeneration, config: RunConfig, places: Places, batch: MicroBatch) -> None:

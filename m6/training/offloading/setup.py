@@ -14,7 +14,6 @@ from m6.config.offload_rules import LayerModule, resolve_activation_rules, resol
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.sharing import Sharing
-from m6.model.stages import keep_layers
 from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.planning.cost.memory import BUCKET_NUMEL
@@ -22,10 +21,8 @@ from m6.planning.machine.fake_world import FakeWorld, fake_tensors
 from m6.planning.prediction import predict_memory
 from m6.runs.processes import ranks_of_this_node
 from m6.training.fake_batch import fake_batch
-from m6.training.meta_model import build_meta_model
 from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
-from m6.training.offloading.pipeline_passes import run_passes
-from m6.training.places import Places, layers_of
+from m6.training.offloading.pipeline_passes import model_of_rank, own_places, run_passes
 from offload import (
     CudaDevice,
     Device,
@@ -167,10 +164,12 @@ def plan_offload(
         sizes = sizes_of(laid_out)
         trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
         for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
-        if host_budget_bytes is not None and host_budget_bytes < traffic.host_bytes:
+        # The ranks of a pipeline have other activations. All of them end, not one alone while others wait for it.
+        most = -_minimum_over_ranks(-traffic.host_bytes, world_size)
+        if host_budget_bytes is not None and host_budget_bytes < most:
             raise UserError(
                 f"m6.offload: the host's budget of {in_mib(host_budget_bytes)} is too small: "
-                f"activations alone need {in_mib(traffic.host_bytes)}"
+                f"activations alone need {in_mib(most)}"
             )
         # Without a plan the run still starts: the first step measures what the dry trace can only estimate.
         plan, shortage = None, ""
@@ -230,7 +229,7 @@ def dry_trace(
         the trace of all micro-batches of the step, and the traffic of activations.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    training, shape = config.m6.training, scale_batch(full_row(config), config.deepspeed.micro_batch_size)
+    shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
 
     class WorldMeter:
         def __init__(self, world: FakeWorld) -> None:
@@ -245,13 +244,8 @@ def dry_trace(
             self._world.restart_peak()
             return peak
 
-    model = build_meta_model(config, sharing)
-    if training.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    places = Places(dist.get_rank() if dist.is_initialized() else 0, world_size, config.pipeline_size)
-    if config.pipeline is not None:
-        keep_layers(model, layers_of(config, places.pipeline_rank))
-    constant = predict_memory(config, world_size, shape, sharing).optimizer_state
+    model, places = model_of_rank(config, sharing), own_places(config)
+    constant = predict_memory(config, world_size, shape, sharing, places.pipeline_rank).optimizer_state
     if config.deepspeed.zero_stage > 0 and config.pipeline is None:
         # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model.
         section = config.deepspeed.keys["zero_optimization"]

@@ -104,6 +104,11 @@ REFUSED = {
         r"m6\.training\.batch_ramp: a schedule",
     ),
     "LAMB": (PLAIN, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, r'optimizer\.type "Lamb": its norms'),
+    "DeepSpeed's offloading": (
+        PLAIN,
+        {"m6__offload": {"policy": "deepspeed"}, "m6__moe": None},
+        r'm6\.offload\.policy "deepspeed": DeepSpeed\'s own offloading was not tried with m6\.parallel\.pipeline',
+    ),
     "nothing to offload": (
         {**ZBV, "layers": [1, 2, 1, 1]},
         {"m6__offload": {"device_budget_mib": 99.0}, "m6__model__num_layers": 5, "m6__model__moe_layer_frequency": 2},

@@ -43,6 +43,7 @@ def test_forced_values():
         ("zero_stag=2", 'did you mean "zero_stage"'),
         ("zero_stage=two", "expected a whole number, found 'two'"),
         ("checkpointing=1", "expected true or false"),
+        ("tp_size=0", "expected a whole number above 0, found '0'"),
     ):
         with pytest.raises(UserError, match=message):
             parse_forced((text,))

@@ -144,6 +144,32 @@ def test_a_plan_names_the_best_with_and_without_a_pipeline():
     assert "none runs and fits" in "\n".join(alternatives(forced, forced.search()))
 
 
+def test_no_plan_leaves_a_rank_without_experts_to_offload():
+    """Every second layer has experts: on four ranks of four layers two would have none, and cuts may not make such."""
+    document = small_base(16, num_layers=4, moe_layer_frequency=2).document
+    document["m6"]["offload"] = {"optimizer": {"type": "Adafactor", "lr": 0.001}}
+    config = parse_config(document)
+    forced = {"stream_experts": True, "schedule": "1f1b", "zero_stage": 1, "micro_batch_size": 4}
+    found = Planner(config, few(4), forced={**forced, "pp_size": 2}).search(5)
+    for plan in found.plans:
+        parse_config(configure(config, plan.layout))
+    with pytest.raises(UserError, match=r"m6\.offload: rank 0 of m6\.parallel\.pipeline has layers \[0\], none"):
+        Planner(config, few(4), forced={**forced, "pp_size": 4}).search()
+
+
+def test_slices_need_no_number_of_micro_batches():
+    document = small_base(4, num_layers=4).document
+    document["m6"]["moe"].pop("capacity_factor", None)
+    document["zero_optimization"] = {"stage": 1}
+    document["m6"]["parallel"] = {"pipeline": {"num_ranks": 4, "slices": 4}}
+    config = parse_config(document)
+    subject = Planner(config, few(4))
+    layout = replace(layout_of(config, 4), micro_batch_size=4)
+    assert isinstance(subject.evaluate(layout), PricedLayout)
+    found = subject.evaluate(replace(layout, schedule="interleaved_1f1b", cut=()))
+    assert isinstance(found, Rejection)
+
+
 def test_a_user_forces_schedule_and_cut():
     forced = parse_forced(("pp_size=2", "schedule=1f1b", "cut=3,5"))
     assert forced == {"pp_size": 2, "schedule": "1f1b", "cut": (3, 5)}
