@@ -257,8 +257,11 @@ class RunDirectory:
         with self._writing():
             temporary = self.root / ".progress.tmp"  # a reader never sees a file that is only half written
             entry = {"step": step, "total_steps": total_steps, "time": time.time()}
-            temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
-            temporary.replace(self.root / "progress")
+            try:
+                temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
+                temporary.replace(self.root / "progress")
+            finally:
+                temporary.unlink(missing_ok=True)  # of a full disk
 
     def finish(self, step: int) -> None:
         """Writes RUN/DONE with the number of the last step."""

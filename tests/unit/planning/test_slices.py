@@ -10,6 +10,7 @@ import pytest
 from m6.config.run import RunConfig, parse_config
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import fold
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.schedules import StageSeconds, most_under_way, orders_of, run_clock, sliced_orders
 from m6.planning.cost.slices import SliceChoice, slice_work
 from m6.planning.cost.work import work_of
@@ -67,7 +68,7 @@ def config_of(folder: Path, **changes: Any) -> RunConfig:
 def test_the_work_of_a_row_is_that_of_its_products(tmp_path: Path, moe: Any):
     """A slice of all tokens takes the FLOPs that the planner counts; both leave out something of biases and routers."""
     config, length = config_of(tmp_path, m6__moe=moe), 4096
-    products = work_of(config, fold(config.model), BatchShape(1, 1, length, length, length, 0), ep_size=1)
+    products = work_of(config, fold(config.model), BatchShape(1, 1, length, length, length, 0), ParallelLayout(1))
     expected = sum(count * work.flops for work, count in products[1:-1])
     assert slice_work(config, rows=1)(length, 0) == pytest.approx(expected, rel=0.02)
     # The last of two slices reads the keys of both.

@@ -1,14 +1,16 @@
 """The folder of a run: what is recorded of an attempt, and what is not; metrics without duplicates or holes."""
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from m6.config.run import RunConfig, parse_config
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.runs.directory import RunDirectory
 from tests.fixtures.command import contents
 from tests.fixtures.tiny_run import tiny_document
@@ -164,6 +166,18 @@ def test_a_full_disk_is_told_with_the_folder(run: RunDirectory):
     run.metrics.symlink_to("/dev/full")
     with pytest.raises(UserError, match=f"{run.root} cannot be written: No space left on device"):
         run.append_metrics({"step": 1})
+
+
+def test_progress_leaves_nothing_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run.root.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(StorageError):
+            run.write_progress(1, 10)
+    assert not list(run.root.glob(".progress*"))
 
 
 def test_progress_is_written_at_most_once_a_second_and_at_the_end(run: RunDirectory):
