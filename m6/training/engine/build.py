@@ -23,13 +23,13 @@ from m6.training.engine.compressed import CompressedEngine
 from m6.training.engine.engine import Engine
 from m6.training.engine.large_batch import LargeBatchOptimizer
 from m6.training.engine.matrices import layouts_in_zero
+from m6.training.engine.model_groups import ModelGroups
 from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
 from m6.training.engine.tensor import TensorEngine
-from m6.training.engine.tensor_groups import TensorGroups
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.places import Places, layers_of
@@ -90,13 +90,13 @@ def build_engine(
 
     check_world_size(config, runtime.world_size)
     places = Places.of(config, runtime)
-    groups: PipelineGroups | TensorGroups | None = None
+    groups: ModelGroups | None = None
     if config.pipeline is not None:
         groups = PipelineGroups(places, runtime.device)
         # So that the log of a rank that fails or hangs names its part of the model.
         print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
     elif config.tensor is not None:
-        groups = TensorGroups(places, runtime.device)
+        groups = ModelGroups(places, places.tensor_groups(), runtime.device)
     deepspeed.utils.groups.mpu = groups
     replicas = None if groups is None else groups.replicas
     model, offloaded = build_model(config, runtime.device, sharing, places, replicas)

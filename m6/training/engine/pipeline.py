@@ -109,12 +109,12 @@ class PipelineEngine(Engine):
             if index > 0 and index - 1 not in self._stages:
                 shape = (*batch.input_ids.shape, self._config.model.hidden_size)
                 hidden_states = torch.empty(shape, dtype=self._dtype, device=self._device)
-                dist.recv(hidden_states, self._rank_of(index - 1), group=self._groups.pipeline)
+                dist.recv(hidden_states, self._rank_of(index - 1), group=self._groups.model)
             hidden_states, output = self._run(stage, hidden_states, batch, seed)
             if stage.is_last:
                 found = output
             elif index + 1 not in self._stages:
-                dist.send(hidden_states.contiguous(), self._rank_of(index + 1), group=self._groups.pipeline)
+                dist.send(hidden_states.contiguous(), self._rank_of(index + 1), group=self._groups.model)
         return found
 
     def update(self) -> Update:
@@ -199,7 +199,7 @@ class PipelineEngine(Engine):
                 row,
                 self._shape,
                 self._device,
-                self._groups.pipeline,
+                self._groups.model,
                 splits,
             )
             for index, stage in self._stages.items()
@@ -301,7 +301,7 @@ class PipelineEngine(Engine):
         offloaded = 0.0 if self.offloaded is None else self.offloaded.measure()
         norm = gradient_norm(dense, experts, self._expert_group, self._device, offloaded)
         squares[places.pipeline_rank] = norm.double().square()
-        dist.all_reduce(squares, group=self._groups.pipeline)
+        dist.all_reduce(squares, group=self._groups.model)
         return squares
 
     def _take_over(self, zero: Any) -> None:

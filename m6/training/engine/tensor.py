@@ -15,7 +15,7 @@ from m6.checkpoints.fragment import Fragment
 from m6.config.run import RunConfig
 from m6.model.tensor.placement import Shard
 from m6.training.engine.engine import Engine
-from m6.training.engine.tensor_groups import TensorGroups
+from m6.training.engine.model_groups import ModelGroups
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -36,10 +36,10 @@ class TensorEngine(Engine):
 
     def __init__(self, deepspeed: DeepSpeedEngine, config: RunConfig, device: torch.device) -> None:
         super().__init__(deepspeed, config, device)
-        self._groups: TensorGroups = deepspeed.mpu
+        self._groups: ModelGroups = deepspeed.mpu
         self.averaged_over = self._groups.places.data_size
         self.replicas = self._groups.replicas
-        self._expert_group = self._groups.tensor  # whose ranks have other parts of the gradient, see ``clip_gradients``
+        self._expert_group = self._groups.model  # whose ranks have other parts of the gradient, see ``clip_gradients``
         self._shards: dict[str, Shard] = {
             name: parameter.shard for name, parameter in self.module.named_parameters() if hasattr(parameter, "shard")
         }
