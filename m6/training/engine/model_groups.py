@@ -80,6 +80,6 @@ def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup |
 
 
 def form(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Forms the communicator of a group now, when all its ranks are at one place; NCCL would at the first collective."""
+    """Forms the communicator of a group now, when all ranks are at one place; NCCL would at the first collective."""
     if group is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
