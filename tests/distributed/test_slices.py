@@ -16,16 +16,15 @@ from m6.planning.cost.schedules import sliced_orders
 from m6.planning.cost.slices import SliceChoice
 from m6.runs.data import open_data
 from scripts.benchmarks.pipeline_bubbles import recording
+from tests.distributed.alike import TOLERANCE, reported
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries
-from tests.distributed.test_pipelines import document, part_of_loss, reported, train_all
+from tests.distributed.test_pipelines import document, part_of_loss, train_all
 from tests.distributed.test_training_layouts import losses, norms
 from tests.fixtures.tiny_run import tiny_document
 
 pytestmark = pytest.mark.slow
 
-# fp32: sums in another order.
-TOLERANCE = 1e-6
 ROUTING = {"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.1, "z_loss_weight": 0.01}
 WITHOUT_PICTURES = {"image_captioning": {"weight": 0}, "image_text_denoising": {"weight": 0}}
 SOURCES = {"language_modelling": {"weight": 0}, **WITHOUT_PICTURES}

@@ -17,15 +17,14 @@ from m6.config.run import parse_config
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.search.configuration import configure
 from m6.planning.search.planner import Planner
+from tests.distributed.alike import TOLERANCE, assert_reports_alike, assert_rounded_alike, state_errors
 from tests.distributed.spawn import run_distributed
-from tests.distributed.test_faults import entries, open_trainer
+from tests.distributed.test_faults import open_trainer
 from tests.distributed.test_training_layouts import losses, norms, train
 from tests.fixtures.tiny_run import tiny_document
 
 pytestmark = pytest.mark.slow
 
-# fp32: sums in another order.
-TOLERANCE = 1e-6
 STEPS = 4
 
 
@@ -107,42 +106,20 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-def reported(root: Path, *keys: str) -> list[list[float]]:
-    return [[entry[key] for key in keys] for entry in entries(root) if "loss" in entry]
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
-    """Losses, validation, norms and counts."""
-    found, expected = trained / name, trained / f"{name} alone"
-    assert len(losses(found)) == STEPS + 4  # and the validation losses of four objectives
-    assert losses(found) == pytest.approx(losses(expected), rel=TOLERANCE)
-    assert norms(found) == pytest.approx(norms(expected), rel=TOLERANCE)
-    counts = ("tokens_seen", "samples_seen", "bad_rows", "skipped_steps")
-    assert reported(found, *counts) == reported(expected, *counts)
+    assert_reports_alike(trained / name, trained / f"{name} alone", STEPS + 4)  # validation of four objectives
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
-    """The same names, shapes and kinds of state, and the same values."""
-    ours, theirs = (
-        CheckpointReader(complete_checkpoints(trained / run / "checkpoints")[-1]) for run in (name, f"{name} alone")
-    )
-    assert ours.shapes == theirs.shapes
-    for key in ours.shapes:
-        difference = (ours.read(*key) - theirs.read(*key)).abs().max()
-        assert float(difference) < (2e-3 if name == "AdamW" else TOLERANCE), key
+    for key, error in state_errors(trained / name, trained / f"{name} alone").items():
+        assert error < (2e-3 if name == "AdamW" else TOLERANCE), key
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_precisions(trained: Path, name: str):
-    found, expected = trained / name, trained / f"{name} alone"
-    assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
-    assert norms(found)[-1] == pytest.approx(norms(expected)[-1], rel=2e-2)
-    if name == "fp16":
-        scales = reported(found, "loss_scale", "skipped_steps")
-        assert scales == reported(expected, "loss_scale", "skipped_steps")
-        assert {skipped for _, skipped in scales} == {0, 1}
+    assert_rounded_alike(trained / name, trained / f"{name} alone")
 
 
 def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) -> None:
