@@ -9,7 +9,7 @@ from dataclasses import replace
 from m6.config.pipeline import PipelineSettings
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.schedules import StageSeconds, step_s
-from m6.planning.cost.stage_cuts import Fits, Shape, cut_layers
+from m6.planning.cost.stage_cuts import Fits, Shape, Suits, cut_layers
 from m6.planning.cost.step_parts import LayerTime, StepTime
 from m6.planning.machine.cluster import Cluster, Nodes
 
@@ -78,30 +78,34 @@ class PipelineTime:
         fastest = (min(item.total for item in items) for items in zip(*self._layers_of(layout), strict=True))
         return steps * sum(fastest) / layout.pp_size
 
-    def with_cut(self, layout: ParallelLayout, fits: Fits) -> ParallelLayout | None:
-        """The layout with the best cut that ``fits``, see ``cut_layers``; None if there is none."""
+    def with_cut(self, layout: ParallelLayout, fits: Fits, suits: Suits) -> ParallelLayout | None:
+        """The layout with the best cut that ``fits`` and ``suits``, see ``cut_layers``; None if there is none."""
         assert layout.pipeline is not None
         settings, layers = layout.pipeline, self._layers_of(layout)
         key = (*_sizes(layout), settings.schedule)
         if key not in self._cuts:
-            self._cuts[key] = self._cut(layers, settings, lambda place, stages: True)
+            self._cuts[key] = self._cut(layers, settings, _any, _any)
         cut = self._cuts[key]
         if cut is None:
             return None
-        if not self._fits(replace(layout, cut=cut), fits):
-            cut = self._cut(layers, settings, fits)
+        if not self._allowed(replace(layout, cut=cut), fits, suits):
+            cut = self._cut(layers, settings, fits, suits)
         return None if cut is None else replace(layout, cut=cut)
 
     def _cut(
-        self, layers: Sequence[Sequence[LayerTime]], settings: PipelineSettings, fits: Fits
+        self, layers: Sequence[Sequence[LayerTime]], settings: PipelineSettings, fits: Fits, suits: Suits
     ) -> tuple[int, ...] | None:
         """The best cut between groups."""
 
-        def groups_fit(place: int, stages: Sequence[range]) -> bool:
-            return fits(place, [range(self._ends[stage.start], self._ends[stage.stop]) for stage in stages])
+        def of_layers(stages: Sequence[range]) -> list[range]:
+            return [range(self._ends[stage.start], self._ends[stage.stop]) for stage in stages]
 
-        of_groups = [[sum(each[a:b]) for a, b in itertools.pairwise(self._ends)] for each in _seconds(layers)]
-        counts = cut_layers(of_groups, _shape(settings), groups_fit)
+        counts = cut_layers(
+            [[sum(each[a:b]) for a, b in itertools.pairwise(self._ends)] for each in _seconds(layers)],
+            _shape(settings),
+            lambda place, stages: fits(place, of_layers(stages)),
+            lambda place, stages: suits(place, of_layers(stages)),
+        )
         return None if counts is None else self._layers_in(counts)
 
     def _layers_in(self, counts: Sequence[int]) -> tuple[int, ...]:
@@ -109,7 +113,9 @@ class PipelineTime:
         ends = [self._ends[number] for number in itertools.accumulate(counts)]
         return tuple(end - begin for begin, end in itertools.pairwise((0, *ends)))
 
-    def refined(self, layout: ParallelLayout, step_s: Callable[[ParallelLayout], float], fits: Fits) -> ParallelLayout:
+    def refined(
+        self, layout: ParallelLayout, step_s: Callable[[ParallelLayout], float], fits: Fits, suits: Suits
+    ) -> ParallelLayout:
         """The layout with a cut that is not slower than those with one group less in a stage and one more in another.
 
         The slowest rank is not all that decides: stages of unequal length wait for each other, and the rank with most
@@ -120,7 +126,7 @@ class PipelineTime:
         """
         best, seconds = layout, step_s(layout)
         while True:
-            moved = [other for other in self._neighbours(best) if self._fits(other, fits)]
+            moved = [other for other in self._neighbours(best) if self._allowed(other, fits, suits)]
             times = [step_s(other) for other in moved]
             if not times or min(times) >= seconds * (1 - _ROUNDING):
                 return best
@@ -138,11 +144,13 @@ class PipelineTime:
             if changed[less] > 0:
                 yield replace(layout, cut=self._layers_in(changed))
 
-    def _fits(self, layout: ParallelLayout, fits: Fits) -> bool:
+    def _allowed(self, layout: ParallelLayout, fits: Fits, suits: Suits) -> bool:
+        """Whether the layout's cut fits and suits every rank."""
         assert layout.pipeline is not None
         stages = layout.pipeline.cut(sum(layout.cut))
         places = range(layout.pp_size)
-        return all(fits(place, [stages[number] for number in layout.pipeline.stages_of(place)]) for place in places)
+        held = [[stages[number] for number in layout.pipeline.stages_of(place)] for place in places]
+        return all(fits(place, held[place]) and suits(place, held[place]) for place in places)
 
     def nodes_of(self, layout: ParallelLayout, place: int) -> list[Nodes]:
         """The types of the devices of a place in the pipeline."""
@@ -164,6 +172,10 @@ class PipelineTime:
             }
             self._layers[key] = [on[id(nodes)] for nodes in slowest]
         return self._layers[key]
+
+
+def _any(place: int, stages: Sequence[range]) -> bool:
+    return True
 
 
 def _sizes(layout: ParallelLayout) -> tuple[int, ...]:

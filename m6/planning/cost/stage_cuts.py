@@ -12,6 +12,8 @@ Shape = Literal["line", "rounds", "v"]
 """One stage on each rank; a second one in the same order of ranks; a second one in the reverse order."""
 Fits = Callable[[int, Sequence[range]], bool]
 """Whether the memory of a rank holds these stages; if it does, it holds parts of them, too."""
+Suits = Callable[[int, Sequence[range]], bool]
+"""Whether a rank may have exactly these stages, whatever holds of parts of them."""
 _WIDER = (1.0, 1.05, 1.15, 1.3, 1.6, 2.5, math.inf)
 _ROUNDING = 1e-12  # of sums in another order
 
@@ -24,8 +26,10 @@ class _Path:
     stages: tuple[tuple[range, ...], ...]
 
 
-def cut_layers(seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits) -> tuple[int, ...] | None:
-    """The cut that fits the memory of every rank and whose slowest rank is as fast as possible.
+def cut_layers(
+    seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits, suits: Suits = lambda rank, stages: True
+) -> tuple[int, ...] | None:
+    """The cut that fits and suits every rank and whose slowest rank is as fast as possible.
 
     Of several such cuts the one with the least sum of squares of the stages' seconds is taken: stages of equal length
     wait least for each other.
@@ -38,7 +42,7 @@ def cut_layers(seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits) -> 
     Returns:
         the number of layers of each stage, in the order of the model; None if no cut fits.
     """
-    cutter = _Cutter(seconds, shape, fits)
+    cutter = _Cutter(seconds, shape, fits, suits)
     middles = range(len(seconds), len(seconds[0]) + 1) if shape == "rounds" else (0,)
     slowest = _least_costs(cutter, middles)
     if not slowest:
@@ -66,11 +70,11 @@ class _Cutter:
     """Dynamic programming over ranks. What the first ranks hold is a first part of the layers and, if ranks have a
     second stage, a second part: of what follows ``middle``, or, in a V, of what is left, from the end."""
 
-    def __init__(self, seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits) -> None:
+    def __init__(self, seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits, suits: Suits) -> None:
         self._sums = [[0.0, *itertools.accumulate(each)] for each in seconds]
         fastest = [min(layer) for layer in zip(*seconds, strict=True)]
         self._least = [0.0, *itertools.accumulate(fastest)]
-        self._shape, self._fits = shape, fits
+        self._shape, self._fits, self._suits = shape, fits, suits
         self._ranks, self._layers = len(seconds), len(seconds[0])
         self.least_seconds = max(self._least[-1] / self._ranks, max(fastest))
         self.most_seconds = max(sums[-1] for sums in self._sums)
@@ -111,7 +115,7 @@ class _Cutter:
             if self._time(rank, (stage,)) > limit or not self._fits(rank, (stage,)):
                 return
             if self._shape == "line":
-                if self._enough(rank, (range(stop, total),), limit):
+                if self._enough(rank, (range(stop, total),), limit) and self._suits(rank, (stage,)):
                     yield (stage,)
                 continue
             for more in range(1, total - second + 1):
@@ -125,7 +129,7 @@ class _Cutter:
                     break
                 if not self._fits(rank, (stage, other)):
                     break
-                if self._enough(rank, left, limit):
+                if self._enough(rank, left, limit) and self._suits(rank, (stage, other)):
                     yield stage, other
 
     def _enough(self, rank: int, left: Sequence[range], limit: float) -> bool:

@@ -21,7 +21,7 @@ from m6.model.tensor.received import PLACEMENTS, PlacementName
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
-from m6.planning.cost.stage_cuts import Fits
+from m6.planning.cost.stage_cuts import Fits, Suits
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.profile import Profile
@@ -157,9 +157,6 @@ class Planner:
                 result.count("slower by equal shares of its passes alone")
                 continue
             layout = self.with_cut(layout)
-            if layout.pp_size > 1 and self.feasibility.refusal(layout) is not None:
-                result.count("pipeline")  # no cut that fits gives every rank experts
-                continue
             rejection = self.memory_rejection(layout)
             if rejection is not None:
                 result.count(rejection.kind)
@@ -216,7 +213,8 @@ class Planner:
         equal stages if none fits."""
         if layout.pp_size == 1 or layout.cut:
             return layout
-        found = None if self._is_hopeless(layout) else self.time.pipeline.with_cut(layout, self._fits(layout))
+        find = self.time.pipeline.with_cut
+        found = None if self._is_hopeless(layout) else find(layout, self._fits(layout), self._suits(layout))
         return found or self.feasibility.with_whole_groups(layout)
 
     def _is_hopeless(self, layout: ParallelLayout) -> bool:
@@ -233,13 +231,8 @@ class Planner:
         layout = plan.layout
         if not layout.cut or "cut" in self.forced:
             return plan
-        fits, sparse = self._fits(layout), self.memory.model.is_sparse
-
-        def accepts(place: int, stages: Sequence[range]) -> bool:
-            has_experts = any(sparse[layer] for stage in stages for layer in stage)
-            return (has_experts or not layout.stream_experts) and fits(place, stages)
-
-        return self._priced(self.time.pipeline.refined(layout, lambda other: self.time(other).total, accepts))
+        refine, limits = self.time.pipeline.refined, (self._fits(layout), self._suits(layout))
+        return self._priced(refine(layout, lambda other: self.time(other).total, *limits))
 
     def _fits(self, layout: ParallelLayout) -> Fits:
         fitting: dict[tuple[Any, ...], bool] = {}
@@ -251,6 +244,11 @@ class Planner:
             return fitting[key]
 
         return fits
+
+    def _suits(self, layout: ParallelLayout) -> Suits:
+        """A rank that streams experts has some."""
+        sparse = self.memory.model.is_sparse
+        return lambda place, stages: not layout.stream_experts or any(map(sparse.__getitem__, itertools.chain(*stages)))
 
     def _contents(self, stage: range) -> tuple[int | bool, ...]:
         """What decides the memory of a stage."""

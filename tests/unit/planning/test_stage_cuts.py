@@ -36,7 +36,7 @@ def every_cut(layers: int, ranks: int, shape: Shape) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("shape", SCHEDULES)
 @pytest.mark.parametrize("seed", range(25))
 def test_cut_is_the_best_of_all(shape: Shape, seed: int):
-    """Layers and devices of different speeds, and ranks that hold no more than some layers."""
+    """Layers and devices of different speeds, ranks that hold no more than some layers, and need one of a kind."""
     generator = random.Random(seed)
     ranks = generator.choice([2, 3])
     layers = generator.randrange(ranks if shape == "line" else 2 * ranks, 10)
@@ -48,16 +48,21 @@ def test_cut_is_the_best_of_all(shape: Shape, seed: int):
     def fits(rank: int, stages: Sequence[range]) -> bool:
         return sum(map(len, stages)) <= most[rank]
 
+    needed = [layer for layer in range(layers) if generator.random() < 0.6]
+
+    def suits(rank: int, stages: Sequence[range]) -> bool:
+        return any(layer in stage for stage in stages for layer in needed)
+
     cuts = [stages_of(sizes, shape, ranks) for sizes in every_cut(layers, ranks, shape)]
-    fitting = [held for held in cuts if all(itertools.starmap(fits, enumerate(held)))]
-    found = cut_layers(seconds, shape, fits)
+    fitting = [held for held in cuts if all(fits(rank, own) and suits(rank, own) for rank, own in enumerate(held))]
+    found = cut_layers(seconds, shape, fits, suits)
     if not fitting:
         assert found is None
         return
     assert found is not None
     assert sum(found) == layers
     held = stages_of(found, shape, ranks)
-    assert all(fits(rank, own) for rank, own in enumerate(held))
+    assert all(fits(rank, own) and suits(rank, own) for rank, own in enumerate(held))
     assert cost(seconds, held) == pytest.approx(min(cost(seconds, each) for each in fitting))
 
 
