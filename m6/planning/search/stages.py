@@ -19,8 +19,7 @@ _COMMON = ("micro_batch_size", "stream_experts")
 
 def pseudo_sharing(config: RunConfig) -> Sharing:
     """What the layers share in the run's Pseudo stage; for a run without one everything, as in M6-10T."""
-    settings, layers = config.m6.pseudo_to_real, config.model.num_layers
-    return Sharing(layers, 1, PARTS) if settings is None else settings.sharing(layers)
+    return config.planned_sharing or Sharing(config.model.num_layers, 1, PARTS)
 
 
 def training_stages(planner: Planner) -> list[Planner]:

@@ -33,6 +33,7 @@ class Stage:
         settings: the section ``m6.pseudo_to_real``.
         switch_step: number of steps of the Pseudo stage; None before the switch is decided.
         is_pseudo: whether the engine holds the Pseudo model.
+        planned_sharing: what the layers share in the Pseudo stage; None if the run has no Pseudo stage.
     """
 
     def __init__(self, config: RunConfig, state: dict[str, Any] | None) -> None:
@@ -41,7 +42,7 @@ class Stage:
         self.switch_step: int | None = saved.get("switch_step")
         # A checkpoint that was saved for the switch holds the Pseudo model and a switch_step: resuming delinks it.
         self.is_pseudo = self.settings is not None and self.switch_step is None
-        self._num_layers = config.model.num_layers
+        self.planned_sharing = config.planned_sharing
         self._compares_layers = config.pipeline is None  # of which a rank of a pipeline has a part
         self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
@@ -49,11 +50,6 @@ class Stage:
     def sharing(self) -> Sharing | None:
         """What the layers share now; None in the Real stage."""
         return self.planned_sharing if self.is_pseudo else None
-
-    @property
-    def planned_sharing(self) -> Sharing | None:
-        """What the layers share in the Pseudo stage; None if the run has no Pseudo stage."""
-        return None if self.settings is None else self.settings.sharing(self._num_layers)
 
     @property
     def name(self) -> str:
