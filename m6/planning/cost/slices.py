@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.model.slices import legal_cuts, nearest_cuts
 from m6.planning.cost.partition import slice_tokens
@@ -40,26 +41,28 @@ class SliceChoice:
         nearest = nearest_cuts(legal_cuts(batch.token_type_ids, batch.sample_ids), length, self.most)
         if not self._is_auto:
             return nearest
-        cuts, _ = slice_tokens(length, nearest, self._stages, self._micro_batches, slice_work(self._config, rows))
+        work = slice_work(self._config.model, rows, self._config.m6.training.ep_size)
+        cuts, _ = slice_tokens(length, nearest, self._stages, self._micro_batches, work)
         return cuts
 
 
-def slice_work(config: RunConfig, rows: int) -> Callable[[int, int], float]:
+def slice_work(model: M6Config, rows: int, ep_size: int) -> Callable[[int, int], float]:
     """How long a stage computes a slice, in FLOPs of all layers: (tokens of the slice, tokens before it) -> FLOPs.
 
     A slice takes at least as long as the memory moves the weights of the layers, and their gradients.
 
     Args:
         rows: of the micro-batch.
+        ep_size: ranks that share one set of experts.
     """
-    counts = num_parameters(config.model)
+    counts = num_parameters(model)
     held = sum(counts[part] for part in ("attention", "ffn", "experts", "router"))
     used = held - (counts["total"] - counts["active_per_token"])
-    moved = held - counts["experts"] * (1 - 1 / config.m6.training.ep_size)
+    moved = held - counts["experts"] * (1 - 1 / ep_size)
     # Both passes read the weights, and the backward pass reads and writes the gradients: 4 times in the time of 3
     # forward passes.
     least = moved * _BYTES_OF_WEIGHT * _FLOPS_PER_BYTE * 4 / 3
-    of_score = 4.0 * config.model.hidden_size * config.model.num_layers
+    of_score = 4.0 * model.hidden_size * model.num_layers
 
     def work(size: int, before: int) -> float:
         return max(rows * size * (2.0 * used + of_score * (before + size)), least)

@@ -12,6 +12,7 @@ from m6.config.pipeline import SLICED
 from m6.config.slices import check_slices
 from m6.errors import UserError
 from m6.planning.cost.partition import share_rows, slice_tokens
+from m6.planning.cost.slices import slice_work
 from m6.planning.machine.cluster import Cluster
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
@@ -68,20 +69,19 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
         return f"{text}: {error}."
     if isinstance(plain, Rejection):
         return f'{text}: "schedule": "{SLICED}", which runs them: {plain.reason}.'
-    length, width = planner.config.m6.data.sequence_length, planner.config.model.hidden_size
+    length = planner.config.m6.data.sequence_length
     whole = (plain.time.compute + plain.time.exchange) / micro_batches
     # Every slice launches all operators again.
     launch = plain.time.launch / micro_batches
-    # FLOPs of a layer for one token, divided by the width: 24 x width, and 4 for each token up to the slice's end.
-    linear = 24.0 * width
-    unit = (whole - launch) / (length * (linear + 4.0 * length))
+    work = slice_work(planner.config.model, plain.layout.micro_batch_size, plain.layout.ep_size)
+    unit = (whole - launch) / work(length, 0)
     grain = max(1, length // _NUM_GRAINS)
     cuts, seconds = slice_tokens(
         length,
         range(grain, length, grain),
         1 + plain.time.bubble / whole,  # stages that are as slow as the slowest
         micro_batches,
-        lambda size, before: launch + unit * size * (linear + 4.0 * (before + size)),
+        lambda size, before: launch + unit * work(size, before),
     )
     slices = len(cuts) + 1
     change = (plain.time.total - micro_batches * whole - plain.time.bubble + seconds) / found.time.total - 1

@@ -70,9 +70,9 @@ def test_the_work_of_a_row_is_that_of_its_products(tmp_path: Path, moe: Any):
     config, length = config_of(tmp_path, m6__moe=moe), 4096
     products = work_of(config, fold(config.model), BatchShape(1, 1, length, length, length, 0), ParallelLayout(1))
     expected = sum(count * work.flops for work, count in products[1:-1])
-    assert slice_work(config, rows=1)(length, 0) == pytest.approx(expected, rel=0.02)
+    assert slice_work(config.model, 1, 1)(length, 0) == pytest.approx(expected, rel=0.02)
     # The last of two slices reads the keys of both.
-    halves = [slice_work(config, rows=1)(length // 2, before) for before in (0, length // 2)]
+    halves = [slice_work(config.model, 1, 1)(length // 2, before) for before in (0, length // 2)]
     assert halves[0] < halves[1] < expected / 2 * 1.02
 
 
