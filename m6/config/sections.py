@@ -14,7 +14,7 @@ from m6.config.gradient_delay import GradientDelaySettings
 from m6.config.offload import OffloadSettings
 from m6.config.pipeline import ParallelSettings
 from m6.data.objective_settings import ObjectivesSettings
-from m6.data.pretraining import DataSettings
+from m6.data.settings import DataSettings
 from m6.model.adapters import AdapterTarget
 from m6.model.sharing import PARTS, SharedPart, Sharing
 from m6.validation import Section

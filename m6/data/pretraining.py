@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch.utils.data import DataLoader, Dataset
 
 from m6.data.codes import Codes, CodesManifest, load_codes_manifest
@@ -29,60 +27,19 @@ from m6.data.objectives import (
     target_ids,
 )
 from m6.data.reader import BlockCache, Rows, open_split
+from m6.data.settings import DataSettings
 from m6.data.validation import ValidationBatches
 from m6.data.verification import check_sizes
 from m6.data.weights import cap_epochs, pair_weights, source_weights
 from m6.errors import UserError
 from m6.tokenizers.processor import decode_picture
 from m6.tokenizers.text import load_text_tokenizer
-from m6.validation import Section
 
 # A bad row is replaced by the next row of its source. After so many consecutive bad rows the run fails.
 MAX_ATTEMPTS = 100
 # The share of bad rows is taken of at least so many samples, so that one bad row early on does not end a run.
 MIN_SAMPLES_FOR_SHARE = 1000
 _COLUMNS = ("id", "text", "image", "question", "answer", "context")
-
-
-class DataSettings(Section):
-    """The data of a run, and how samples are packed into rows."""
-
-    path: Path = Field(description='data folder, made by "m6 data build"')
-    tokenizer: Path = Field(description='tokenizer folder, made by "m6 data tokenizer"')
-    image_tokenizer: str | None = Field(
-        default=None,
-        description="folder of the image tokenizer, or its name on the Hub; text_to_image is trained on its codes, "
-        'which "m6 data codes" makes',
-    )
-    sources: dict[str, float] | None = Field(
-        default=None, description="relative weight of each source; absent: all sources, in proportion to their rows"
-    )
-    temperature: float = Field(
-        default=1.0,
-        ge=1,
-        le=100,
-        description="without sources: weights are the numbers of rows to the power of 1 / temperature; above 1, small "
-        "sources are read more often",
-    )
-    max_epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="how often the rows of a source are read at most in total_steps; what is beyond goes to other "
-        "sources of its kind; absent: without limit",
-    )
-    sequence_length: int = Field(
-        default=512, gt=0, le=2**24, description="tokens in a row, pictures and padding included"
-    )
-    packing: bool = Field(default=True, description="whether a row can hold several samples")
-    num_workers: int = Field(
-        default=2, ge=0, description="processes that prepare micro-batches; 0: the training process prepares them"
-    )
-    max_bad_row_share: float = Field(
-        default=0.01,
-        ge=0,
-        le=1,
-        description="the run fails if a larger share of its rows cannot be used (damaged picture, no text)",
-    )
 
 
 class PretrainingData:

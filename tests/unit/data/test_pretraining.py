@@ -7,7 +7,8 @@ import torch
 
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.objectives import OBJECTIVES, ObjectivesSettings
-from m6.data.pretraining import DataSettings, PretrainingData
+from m6.data.pretraining import PretrainingData
+from m6.data.settings import DataSettings
 from m6.data.shards import ShardWriter
 from m6.errors import UserError
 from tests.fixtures.tiny_data import ROWS, build_tiny_data, build_tiny_tokenizer, draw_shape

@@ -19,7 +19,8 @@ from m6.data.objectives import (
     max_text_tokens,
     pair,
 )
-from m6.data.pretraining import DataSettings, PretrainingData
+from m6.data.pretraining import PretrainingData
+from m6.data.settings import DataSettings
 from m6.tokenizers import load_text_tokenizer
 from tests.fixtures.tiny_data import build_labelled_data, build_tiny_data, build_tiny_tokenizer, draw_shape
 
