@@ -21,8 +21,6 @@ Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv",
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 V_SCHEDULES = ("zbv", "dualpipev")
 _OF_ONE_STAGE = "1f1b"
-SLICED: Schedule = "1f1b"
-"""The schedule that runs slices."""
 # Keys of zero_optimization that do not concern the reduction of gradients, which is not DeepSpeed's under pipelines.
 ZERO_KEYS = ("stage", "allgather_bucket_size")
 

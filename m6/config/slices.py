@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from m6.data.objectives import OBJECTIVES, is_in_place
 from m6.errors import UserError
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from m6.config.sections import M6Settings
 
 
+SLICED: Literal["1f1b"] = "1f1b"
+"""The schedule that runs slices."""
+
+
 def check_slices(slices: int | str, schedule: str, run: M6Settings, model: M6Config) -> None:
     """Raises UserError if rows cannot be cut, or if slices would not learn what whole rows do.
 
@@ -19,10 +23,10 @@ def check_slices(slices: int | str, schedule: str, run: M6Settings, model: M6Con
         slices: a number, or "auto".
     """
     name, length = f"m6.parallel.pipeline.slices {slices}", run.data.sequence_length
-    if schedule != "1f1b":
+    if schedule != SLICED:
         raise UserError(
             f'{name}: backward passes of slices come in reverse order, which "schedule": "{schedule}" does not know; '
-            'use "schedule": "1f1b", or leave slices out'
+            f'use "schedule": "{SLICED}", or leave slices out'
         )
     if isinstance(slices, int) and slices > length:
         raise UserError(

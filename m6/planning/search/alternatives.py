@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from m6.config.pipeline import SLICED
-from m6.config.slices import check_slices
+from m6.config.slices import SLICED, check_slices
 from m6.errors import UserError
 from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.cost.slices import slice_work

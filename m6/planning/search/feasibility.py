@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from m6.config.checks import tree_refusal
-from m6.config.pipeline import SLICED, PipelineSettings
+from m6.config.pipeline import PipelineSettings
 from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
+from m6.config.slices import SLICED
 from m6.config.tensor import experts_reason
 from m6.errors import UserError
 from m6.formatting import markdown_table
