@@ -20,7 +20,7 @@ from tests.distributed.alike import TOLERANCE, reported
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries
 from tests.distributed.test_pipelines import document, part_of_loss, train_all
-from tests.distributed.test_training_layouts import losses, norms
+from tests.distributed.test_training_layouts import losses, norms, train
 from tests.fixtures.tiny_run import tiny_document
 
 pytestmark = pytest.mark.slow
@@ -197,3 +197,13 @@ def test_a_run_of_slices_reports_what_one_rank_reports(folder: Path):
             for key in ("load_cv", "unused_experts", "router_entropy"):
                 values, others = (entry.get("experts", {}).get(key, []) for entry in (ours, theirs))
                 assert values == pytest.approx(others, abs=1e-5 if rounding == TOLERANCE else 0.1), (name, key)
+
+
+def test_a_run_resumes_with_other_slices_and_without(folder: Path):
+    changes = {"m6__moe": ROUTING, "m6__model__hidden_dropout": 0.0, "m6__training__total_steps": 3}
+    run_distributed(train, 1, document(folder, 0, **changes), str(folder / "straight"))
+    root = folder / "wandering"
+    for ranks, pipeline, stop_at in ((2, sliced(2, 3, [3, 2]), 1), (1, None, 2), (2, sliced(2, "auto", [1, 4]), None)):
+        run_distributed(train, ranks, document(folder, **changes, m6__parallel__pipeline=pipeline), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / "straight"), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / "straight"), rel=10 * TOLERANCE)

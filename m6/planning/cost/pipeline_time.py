@@ -84,7 +84,7 @@ class PipelineTime:
         settings, layers = layout.pipeline, self._layers_of(layout)
         key = (*_sizes(layout), settings.schedule)
         if key not in self._cuts:
-            self._cuts[key] = self._cut(layers, settings, _any, _any)
+            self._cuts[key] = self._cut(layers, settings, any_stages, any_stages)
         cut = self._cuts[key]
         if cut is None:
             return None
@@ -174,7 +174,7 @@ class PipelineTime:
         return self._layers[key]
 
 
-def _any(place: int, stages: Sequence[range]) -> bool:
+def any_stages(place: int, stages: Sequence[range]) -> bool:
     return True
 
 

@@ -18,6 +18,7 @@ from m6.config.run import RunConfig, load_config, parse_config
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.pipeline_time import any_stages
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.fitting import fit_factors, kendall_tau, regret
@@ -123,7 +124,7 @@ def with_stages(row: Row, time: TimeModel) -> ParallelLayout:
     if layout.pp_size == 1:
         return layout
     if row.balanced:
-        return time.pipeline.with_cut(layout, lambda place, stages: True) or layout
+        return time.pipeline.with_cut(layout, any_stages, any_stages) or layout
     return replace(layout, cut=even_cut(row.config.model.num_layers, layout.pp_size))
 
 
