@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -11,15 +11,19 @@ from m6.errors import UserError
 from m6.validation import Section
 
 if TYPE_CHECKING:
+    from m6.config.pipeline import PipelineSettings
     from m6.config.sections import M6Settings
 
+FLUSHLESS: Literal["1f1b"] = "1f1b"
+"""The schedule that goes on from step to step without a flush."""
 _TOLERANT = ("Adafactor", "Muon")
 """Optimizers that lose less by the delay than AdamW, see scripts/experiments/gradient_delay."""
 
 
 class GradientDelaySettings(Section):
     """Uses each gradient one step late: W(t+1) = W(t) - lr u(g(W(t-1))) (PipeDream-2BW, arXiv 2006.09503). The host
-    then updates offloaded experts beside a whole step. It changes what is learned."""
+    then updates offloaded experts beside a whole step, and a pipeline goes on from step to step without a flush. It
+    changes what is learned."""
 
     accept_loss: bool = Field(
         False, description="train although the optimizer learns worse with the delay: AdamW, LAMB, LARS, SGD"
@@ -73,10 +77,40 @@ def _refusals(run: M6Settings, deepspeed: DeepSpeedSettings) -> list[tuple[bool,
             f'm6.communication.gradients "{run.communication.gradients}" delays what it does not send, which was not '
             'tried with late gradients; use "all_reduce"',
         ),
-        (
-            run.parallel.pipeline is not None,
-            "m6.parallel.pipeline still ends each step with a flush, so that late gradients would gain nothing; leave "
-            "it out",
-        ),
         (run.lora is not None, "adapters of m6.lora were not tried with late gradients; leave m6.lora out"),
+        *([] if run.parallel.pipeline is None else _refusals_of_pipeline(run.parallel.pipeline, run, deepspeed)),
+    ]
+
+
+def _refusals_of_pipeline(
+    pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings
+) -> list[tuple[bool, str]]:
+    without_flush = "m6.parallel.pipeline has passes of two steps under way with late gradients"
+    return [
+        (
+            pipeline.schedule != FLUSHLESS,
+            f'm6.parallel.pipeline "schedule": "{pipeline.schedule}" ends each step with a flush, so that late '
+            f'gradients would gain nothing; use "{FLUSHLESS}"',
+        ),
+        (
+            pipeline.slices is not None,
+            f"m6.parallel.pipeline.slices {pipeline.slices}: slices end each step with a flush, so that late gradients "
+            "would gain nothing; leave slices out",
+        ),
+        (
+            run.offload is not None,
+            f"{without_flush}, but the store of m6.offload has one version of the experts; leave one of them out",
+        ),
+        (
+            deepspeed.precision == "fp16",
+            f"{without_flush}, and fp16's loss scale was not tried with it; use bf16",
+        ),
+        (
+            bool((run.moe or {}).get("balance_bias_rate")),
+            f"{without_flush}, but m6.moe.balance_bias_rate changes routers between two steps; leave it out",
+        ),
+        (
+            run.pseudo_to_real is not None and run.pseudo_to_real.switch == "loss_plateau",
+            f"{without_flush}, but m6.pseudo_to_real.switch \"loss_plateau\" waits for the loss of each; use \"step\"",
+        ),
     ]

@@ -81,6 +81,21 @@ class RunConfig:
         """Groups of ranks that read different micro-batches."""
         return world_size // (self.pipeline_size * self.tensor_size)
 
+    @property
+    def is_flushless(self) -> bool:
+        """Whether a pipeline goes on from step to step, see ``flushes_after``."""
+        return self.pipeline is not None and self.m6.gradient_delay is not None
+
+    def flushes_after(self, step: int) -> bool:
+        """Whether a flushless pipeline ends all passes of the first ``step`` steps before the next one begins.
+
+        It does where the run looks at the model or at its losses.
+        """
+        m6, switch = self.m6, self.m6.pseudo_to_real
+        intervals = (section.interval_steps for section in (m6.logging, m6.evaluation, m6.checkpoint))
+        ends = {m6.training.total_steps, None if switch is None else switch.switch_step}
+        return step in ends or any(step % interval == 0 for interval in intervals)
+
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-batches of a rank in one step; UserError if the batch is not divisible by all of them."""
         return self.deepspeed.accumulation_steps(self.data_size(world_size))

@@ -38,10 +38,6 @@ OFFLOAD = {"device_budget_mib": 64.0}
         ),
         ({"m6__training__deterministic": "any_world"}, "any_world.* was not tried with late gradients"),
         ({"m6__communication": {"gradients": "top_k", "density": 0.1}}, 'use "all_reduce", or m6.gradient_delay=null'),
-        (
-            {"zero_optimization": {"stage": 1}, "m6__parallel": {"pipeline": {"num_ranks": 2}}},
-            "ends each step with a flush",
-        ),
         ({"m6__lora": {}, "m6__init": "runs/first"}, "adapters of m6.lora were not tried"),
         ({"m6__gradient_delay": {"steps": 2}}, "m6.gradient_delay.steps"),
     ],
@@ -50,6 +46,41 @@ def test_what_cannot_be_combined(tmp_path: Path, changes: dict[str, Any], messag
     document = tiny_document(tmp_path, **{"m6__gradient_delay": {"accept_loss": True}, **changes})
     with pytest.raises(UserError, match=message):
         parse_config(document)
+
+
+PIPELINE: dict[str, Any] = {"m6__parallel__pipeline": {"num_ranks": 2}}
+SWITCH: dict[str, Any] = {"switch_step": 7, "num_groups": 2}
+ZBV = {"num_ranks": 2, "schedule": "zbv"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"m6__parallel__pipeline": ZBV, "m6__model__num_layers": 4}, '"zbv" ends each step with a flush.*use "1f1b"'),
+        ({"m6__parallel__pipeline": {"num_ranks": 2, "slices": 2}, "m6__moe__capacity_factor": None}, "leave slices"),
+        ({"m6__offload": {**OFFLOAD, "optimizer": {"type": "Adafactor", "lr": 1}}}, "one version of the experts"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16's loss scale was not tried"),
+        ({"m6__moe__balance_bias_rate": 0.01}, "balance_bias_rate changes routers between two steps"),
+        (
+            {"m6__pseudo_to_real": {**SWITCH, "switch": "loss_plateau"}, "m6__model__num_layers": 4},
+            'waits for the loss of each; use "step"',
+        ),
+    ],
+)
+def test_what_a_pipeline_without_a_flush_refuses(tmp_path: Path, changes: dict[str, Any], message: str):
+    delay = {"m6__gradient_delay": {"accept_loss": True}}
+    with pytest.raises(UserError, match=message):
+        parse_config(tiny_document(tmp_path, **{**delay, **PIPELINE, **changes}))
+
+
+def test_where_a_pipeline_is_flushed(tmp_path: Path):
+    intervals = {"m6__logging__interval_steps": 4, "m6__evaluation__interval_steps": 6, "m6__checkpoint": {}}
+    switch = {"m6__pseudo_to_real": SWITCH, "m6__model__num_layers": 4}
+    changes = {**PIPELINE, **intervals, **switch, "m6__training__total_steps": 13, "m6__gradient_delay": {}}
+    document = tiny_document(tmp_path, **ADAFACTOR, **changes)
+    config = parse_config(document)
+    assert config.is_flushless
+    assert [step for step in range(1, 14) if config.flushes_after(step)] == [4, 6, 7, 8, 12, 13]
 
 
 EXPERTS = {**OFFLOAD, "optimizer": {"type": "Adafactor", "lr": 0.01}}
