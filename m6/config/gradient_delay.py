@@ -111,6 +111,6 @@ def _refusals_of_pipeline(
         ),
         (
             run.pseudo_to_real is not None and run.pseudo_to_real.switch == "loss_plateau",
-            f"{without_flush}, but m6.pseudo_to_real.switch \"loss_plateau\" waits for the loss of each; use \"step\"",
+            f'{without_flush}, but m6.pseudo_to_real.switch "loss_plateau" waits for the loss of each; use "step"',
         ),
     ]

@@ -21,6 +21,7 @@ from m6.training.engine import tensor_norms
 from m6.training.engine.any_world import AnyWorldEngine
 from m6.training.engine.compressed import CompressedEngine
 from m6.training.engine.engine import Engine
+from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from m6.training.engine.large_batch import LargeBatchOptimizer
 from m6.training.engine.matrices import layouts_in_zero
 from m6.training.engine.model_groups import ModelGroups
@@ -124,13 +125,19 @@ def build_engine(
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
     if config.pipeline is not None:
-        kind = PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
-        return kind(initialized, config, runtime.device, offloaded, sharing)
+        return _pipeline_type(config)(initialized, config, runtime.device, offloaded, sharing)
     if config.tensor is not None:
         return TensorEngine(initialized, config, runtime.device)
     if engine_type is None:
         engine_type = _engine_type(config)
     return engine_type(initialized, config, runtime.device, offloaded)
+
+
+def _pipeline_type(config: RunConfig) -> type[PipelineEngine]:
+    assert config.pipeline is not None
+    if config.is_flushless:
+        return FlushlessPipelineEngine
+    return PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
 
 
 def _engine_type(config: RunConfig) -> type[Engine]:

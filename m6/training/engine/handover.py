@@ -19,8 +19,8 @@ def take_gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient.float()
 
 
-def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
-    """Gives DeepSpeed's optimizer of stage 1 this rank's part of whole gradients."""
+def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> list[Tensor]:
+    """Gives DeepSpeed's optimizer of stage 1 this rank's part of whole gradients, and returns the part."""
     for index, parameters in enumerate(zero.params_in_partition):
         dtype = zero.gradient_accumulation_dtype
         zero.all_grad_tensors[index] = [gradients[parameter].to(dtype) for parameter in parameters]
@@ -34,3 +34,4 @@ def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
             return_tensor_list=True,
         )
         zero.all_grad_tensors[index] = None
+    return [gradient for group in zero.averaged_gradients.values() for gradient in group]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
@@ -20,21 +19,16 @@ from m6.model.outputs import M6Output
 from m6.model.sharing import Sharing, share_layers
 from m6.model.slices import SliceCache
 from m6.model.stages import ModelStage
-from m6.training.engine.clipping import gradient_norm, shrink
+from m6.training.engine.clipping import shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
-from m6.training.engine.handover import give_partition
-from m6.training.engine.partitions import is_expert
+from m6.training.engine.pipeline_gradients import StageGradients, StepGradients
 from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
-from m6.training.expert_groups import expert_group
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.places import stages_in_words
-from m6.training.reduction.buckets import buckets
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass
@@ -73,18 +67,12 @@ class PipelineEngine(Engine):
         self._config, self._sharing = config, sharing
         self.averaged_over = 1
         self.replicas = self._groups.replicas
-        self._same_experts = expert_group("expert_data_parallel", config.m6.training.ep_size) or self.replicas
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._reduced_type = _TYPES.get(config.deepspeed.keys.get("communication_data_type", ""))
+        self._gradients = StageGradients(deepspeed, config, self._groups, self._trained, device)
         self._autocast = config.deepspeed.precision == "fp32" and config.deepspeed.product_dtype == "bf16"
         self._step = Step()
         self._stages = self._build_stages(config)
-        self._schedule = self._build_schedule(config.pipeline, self._numbered_stages(config))
-        deepspeed.enable_backward_allreduce = False
-        deepspeed.set_gradient_accumulation_boundary(True)  # each step of DeepSpeed is an update
-        self._norm = torch.zeros((), device=device)
-        if self._zero_stage > 0:
-            self._take_over(deepspeed.optimizer)
+        self._schedule = self._build_schedule(config)
 
     # A training step
 
@@ -119,23 +107,32 @@ class PipelineEngine(Engine):
 
     def update(self) -> Update:
         """See ``Engine.update``."""
-        gradients = self._sum_gradients()
-        squares = self._squares_of(gradients)
-        self._norm = squares.sum().sqrt().float()
+        return self._apply(self._collect(self._groups.model))
+
+    def _collect(self, group: dist.ProcessGroup | None) -> StepGradients:
+        """Takes the gradients of the step, whose passes have ended; their norm travels in ``group``."""
+        other_squares = 0.0 if self.offloaded is None else self.offloaded.measure()
+        return self._gradients.collect(self._learning_rate, other_squares, group)
+
+    def _apply(self, ended: StepGradients) -> Update:
+        """Clips the gradients of a step and updates the weights, or skips the step."""
+        ended.measured.wait()
+        self._gradients.norm = ended.squares.sum().sqrt()
         scale = self._scale
-        norm = float(self._norm) / scale
+        norm = float(self._gradients.norm) / scale
         skipped = not math.isfinite(norm)
-        shrink(list(gradients.values()), norm, self._max_norm)
-        if self._zero_stage > 0:
-            give_partition(self._deepspeed.optimizer, gradients)
-        elif skipped:
-            self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
-        self._deepspeed.step()
+        shrink(ended.tensors, norm, self._max_norm)
+        if not skipped:  # DeepSpeed's step otherwise updates nothing
+            for parameter, gradient in ended.of_parameters.items():
+                parameter.grad = gradient
+        self._optimize()
         if self._loss_scale is not None:
             self._loss_scale.change(skipped)
+        if self._late is not None:
+            self._late.end_step(ended.learning_rate, skipped)
         if self.offloaded is not None:
-            self.offloaded.update(self._learning_rate, norm, scale)
-        finite = squares.isfinite().tolist()
+            self.offloaded.update(ended.learning_rate, norm, scale)
+        finite = ended.squares.isfinite().tolist()
         nonfinite = (stages_in_words(self._config, place) for place, each in enumerate(finite) if not each)
         return Update(norm, skipped, scale, tuple(nonfinite))
 
@@ -205,8 +202,9 @@ class PipelineEngine(Engine):
             for index, stage in self._stages.items()
         ]
 
-    def _build_schedule(self, settings: PipelineSettings, stages: list[NumberedStage]) -> Any:
-        return build_schedule(settings, stages, self._micro_batches)
+    def _build_schedule(self, config: RunConfig) -> Any:
+        assert config.pipeline is not None
+        return build_schedule(config.pipeline, self._numbered_stages(config), self._micro_batches)
 
     @property
     def _micro_batches(self) -> int:
@@ -273,50 +271,6 @@ class PipelineEngine(Engine):
     def _has_copy(self) -> bool:
         assert self._config.pipeline is not None
         return not self._config.pipeline.is_v
-
-    def _sum_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """The gradients of this rank's parameters, summed over the ranks that hold the same ones."""
-        for parameter in self._trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = {parameter: parameter.grad for parameter in self._trained if parameter.grad is not None}
-        for of_experts, group in ((False, self.replicas), (True, self._same_experts)):
-            chosen = [each for parameter, each in gradients.items() if is_expert(parameter) == of_experts]
-            if dist.get_world_size(group) == 1:
-                continue
-            for bucket in buckets(chosen):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                reduced = flat if self._reduced_type is None else flat.to(self._reduced_type)
-                dist.all_reduce(reduced, group=group)
-                for gradient, total in zip(bucket, reduced.split([each.numel() for each in bucket]), strict=True):
-                    gradient.copy_(total.view_as(gradient))
-        return gradients
-
-    def _squares_of(self, gradients: dict[nn.Parameter, Tensor]) -> Tensor:
-        """The squared norm of the gradients of each rank of the pipeline; equal on all ranks."""
-        experts = [gradient for parameter, gradient in gradients.items() if is_expert(parameter)]
-        dense = [gradient for parameter, gradient in gradients.items() if not is_expert(parameter)]
-        places = self._groups.places
-        squares = torch.zeros(places.pipeline_size, dtype=torch.float64, device=self._device)
-        offloaded = 0.0 if self.offloaded is None else self.offloaded.measure()
-        norm = gradient_norm(dense, experts, self._expert_group, self._device, offloaded)
-        squares[places.pipeline_rank] = norm.double().square()
-        dist.all_reduce(squares, group=self._groups.model)
-        return squares
-
-    def _take_over(self, zero: Any) -> None:
-        """Gives this engine the reduction, the norm and the decision to skip of DeepSpeed's optimizer (0.19.8)."""
-        for hook in zero._grad_acc_hooks:
-            hook.remove()
-        zero._grad_acc_hooks.clear()
-        zero.clip_grad = 0.0
-        zero.scaled_global_norm = lambda norm_type=2: self._norm
-        zero.check_grad_overflow = True
-
-        def check_overflow(partition_gradients: bool = True) -> None:
-            zero.overflow = not math.isfinite(self._norm)
-
-        zero.check_overflow = check_overflow
 
 
 class _StageOfStep(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.config.pipeline import PipelineSettings
+from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys
@@ -17,7 +17,6 @@ from m6.model.stages import ModelStage
 from m6.planning.cost.slices import SliceChoice
 from m6.training.engine.engine import LossFunction
 from m6.training.engine.pipeline import PipelineEngine, Step
-from m6.training.engine.pipeline_schedule import NumberedStage
 from m6.training.engine.sliced_schedule import SlicedSchedule
 from m6.training.engine.slices import Slice, slices_of
 
@@ -29,8 +28,7 @@ class SlicedPipelineEngine(PipelineEngine):
     routers depend on the micro-batch, the layer and the beginning of the slice.
     """
 
-    def _build_schedule(self, settings: PipelineSettings, stages: list[NumberedStage]) -> Any:
-        config = self._config
+    def _build_schedule(self, config: RunConfig) -> Any:
         self._choice = SliceChoice(config, self._micro_batches)
         self._slices: list[Slice] = []
         self._keys: list[SliceKeys] = []  # of each micro-batch
@@ -38,7 +36,7 @@ class SlicedPipelineEngine(PipelineEngine):
         for block in self.module.model.layers:
             # A second call of a block, by activation checkpointing, keeps its keys: see ``SliceCache.update``.
             block._can_checkpoint_with_cache = True
-        [stage] = stages
+        [stage] = self._numbered_stages(config)
         return SlicedSchedule(stage, self._micro_batches * self._choice.most)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:

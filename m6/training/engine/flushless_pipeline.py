@@ -1,0 +1,225 @@
+"""The engine of ``m6.parallel.pipeline`` with ``m6.gradient_delay``: 1F1B that goes on from step to step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
+from m6.model.sharing import Sharing
+from m6.training.engine.engine import LossFunction, Update
+from m6.training.engine.pipeline import PipelineEngine, Step
+from m6.training.engine.pipeline_gradients import StepGradients
+from m6.training.engine.pipeline_links import PipelineLinks
+from m6.training.offloading.experts import OffloadedExperts
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+Weights = dict[nn.Parameter, Tensor]
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A micro-batch between its forward and its backward pass on this rank.
+
+    Attributes:
+        step: the number of its step, counted from the first one of this engine.
+        ends_step: whether it is the last micro-batch of its step.
+        hidden_states: what the stage received, [B, S, D]; None in the first stage.
+        output: of the stage: hidden states, or the loss [1] of the last one.
+        learning_rate: of its step.
+        weights: with which its forward pass computed, if they are not those in the parameters.
+    """
+
+    step: int
+    ends_step: bool
+    hidden_states: Tensor | None
+    output: Tensor
+    learning_rate: float
+    weights: Weights
+
+
+class FlushlessPipelineEngine(PipelineEngine):
+    """Begins the forward passes of a step while backward passes of the step before are under way.
+
+    This is PipeDream-2BW (arXiv 2006.09503, section 3): gradients are used one step late, so that two versions of
+    the weights are enough. Step t computes with V(t) = V(t-1) - lr u(g(t-2)). On rank s of P the last
+    P - s - 1 backward passes of step t-1 come between the first forward passes of step t, and compute with V(t-1). Then
+    g(t-1) is complete: it is reduced, clipped by the norm of all stages, and waits. No rank waits for the norm before
+    it has begun all forward passes of step t.
+
+    ``accumulate`` leaves micro-batches under way. Then ``advance`` updates with what is complete, or ``update`` ends
+    all passes first, as the other engines do.
+    """
+
+    def __init__(
+        self,
+        deepspeed: DeepSpeedEngine,
+        config: RunConfig,
+        device: torch.device,
+        offloaded: OffloadedExperts | None,
+        sharing: Sharing | None,
+    ) -> None:
+        super().__init__(deepspeed, config, device, offloaded, sharing)
+        self._links = PipelineLinks(self._groups, device)
+        [(self._number, self._stage)] = self._stages.items()
+        self._ahead = self._groups.places.pipeline_size - 1 - self._number
+        self._under_way: deque[UnderWay] = deque()
+        self._begun = 0  # steps of this engine
+        self._ended: tuple[int, StepGradients] | None = None  # a step that waits for its update
+        self._updates: deque[Update] = deque()  # that nobody has asked for yet
+        self._has_next_version = True  # whether the weights are already those of the next step
+
+    # A training step
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
+        """See ``PipelineEngine.accumulate``; it leaves the last backward passes under way."""
+        self._deepspeed.train()
+        self._take_next_version()
+        self._send_table()
+        self._step, self._begun = self._begin(micro_batches, loss, seeds), self._begun + 1
+        weights: Weights = {}
+        for number in range(len(micro_batches)):
+            if number == len(micro_batches) - self._ahead:
+                # From here on backward passes come after the update for the next step.
+                weights = {parameter: parameter.data.clone() for parameter in self._trained}
+            self._pass_forward(number, weights)
+            if len(self._under_way) > self._ahead:
+                self._pass_backward()
+        self._step = Step()
+
+    def advance(self) -> Update | None:
+        """Updates with the gradients of the step before the newest one; None if that has had its update."""
+        if self._ended is not None and self._ended[0] < self._begun:
+            self._apply_ended()
+        return self._updates.popleft() if self._updates else None
+
+    def update(self) -> Update:
+        """Ends all passes and updates with the gradients of the newest step, see ``Engine.update``."""
+        while self._under_way:
+            self._pass_backward()
+        self._apply_ended()
+        self._links.wait()
+        self._has_next_version = True
+        newest = self._updates.pop()
+        self._updates.clear()
+        return newest
+
+    def _build_schedule(self, config: RunConfig) -> None:
+        """None: the schedules of PyTorch end all passes of a step."""
+
+    def _take_next_version(self) -> None:
+        """Makes the weights in the parameters those of the step that begins."""
+        assert self._late is not None
+        if not self._has_next_version:
+            with self._set_aside():
+                self._late.use()
+        self._has_next_version = False
+
+    # Passes
+
+    def _pass_forward(self, number: int, weights: Weights) -> None:
+        batch, hidden_states = self._step.batches[number], None
+        if self._number > 0:
+            shape = (*batch.input_ids.shape, self._config.model.hidden_size)
+            hidden_states = self._receive(shape, self._number - 1, self._links.forward).requires_grad_()
+        with _in_parameters(weights):
+            output = self._pass(self._stage, hidden_states, number)
+        if not self._stage.is_last:
+            self._send(output.detach(), self._number + 1, self._links.forward)
+        ends_step = number + 1 == len(self._step.batches)
+        rate = self._learning_rate
+        self._under_way.append(UnderWay(self._begun, ends_step, hidden_states, output, rate, weights))
+
+    def _pass_backward(self) -> None:
+        """The backward pass of the oldest micro-batch under way."""
+        oldest, gradient = self._under_way.popleft(), None
+        if not self._stage.is_last:
+            gradient = self._receive(oldest.output.shape, self._number + 1, self._links.backward)
+        with _in_parameters(oldest.weights):
+            torch.autograd.backward(oldest.output, gradient)
+        if oldest.hidden_states is not None:
+            assert oldest.hidden_states.grad is not None
+            self._send(oldest.hidden_states.grad, self._number - 1, self._links.backward)
+        if oldest.ends_step:
+            self._end_step(oldest)
+
+    def _end_step(self, last: UnderWay) -> None:
+        """Takes the gradients of a step after its last backward pass."""
+        self._add_gradient_of_table()
+        if self._ended is not None:
+            self._apply_ended()
+        self._ended = last.step, self._gradients.collect(last.learning_rate, 0.0, self._links.sums)
+
+    def _apply_ended(self) -> None:
+        """Updates with the gradients of the ended step."""
+        assert self._ended is not None
+        (_, ended), self._ended = self._ended, None
+        with self._set_aside():
+            self._updates.append(self._apply(ended))
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Inside, the parameters have no gradients: those of the step under way go on adding up afterwards."""
+        gradients = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        yield
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    # Messages
+
+    def _send_table(self) -> None:
+        """Sends the token embedding; the last rank has it before the first one, which needs its answer, changes it."""
+        if self._links.table is None:
+            return
+        assert self._table is not None
+        if self._copy is None:
+            self._links.send(self._table.data, self._groups.last, self._links.table)
+        else:
+            dist.recv(self._table.data, self._groups.first, group=self._links.table)
+
+    def _add_gradient_of_table(self) -> None:
+        if self._links.gradient_of_table is None:
+            return
+        assert self._table is not None
+        gradient = torch.zeros_like(self._table) if self._table.grad is None else self._table.grad
+        if self._copy is not None:
+            self._links.send(gradient, self._groups.first, self._links.gradient_of_table)
+            self._copy.grad = None
+        else:
+            group = self._links.gradient_of_table
+            gradient += self._links.receive(gradient.shape, gradient.dtype, self._groups.last, group)
+            self._table.grad = gradient
+
+    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
+        self._links.send(tensor, self._rank_of(stage), group)
+
+    def _receive(self, shape: Sequence[int], stage: int, group: dist.ProcessGroup | None) -> Tensor:
+        return self._links.receive(shape, self._dtype, self._rank_of(stage), group)
+
+
+@contextmanager
+def _in_parameters(weights: Weights) -> Iterator[None]:
+    """Inside, the parameters have these weights.
+
+    The forward and the backward pass of a micro-batch both need it: for the backward pass PyTorch keeps some parameters
+    themselves, and of others views, which stay those of the forward pass. It would not notice other weights.
+    """
+    own = {parameter: parameter.data for parameter in weights}
+    for parameter, data in weights.items():
+        parameter.data = data
+    yield
+    for parameter, data in own.items():
+        parameter.data = data

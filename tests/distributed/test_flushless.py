@@ -1,0 +1,129 @@
+"""Pipelines without a flush between steps: W(t+1) = W(t) - lr u(g(W(t-1))), from stage to stage and step to step."""
+
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from m6.config.run import RunConfig, parse_config
+from m6.data.collate import MicroBatch
+from m6.runs.processes import start
+from m6.training.engine import clipping, flushless_pipeline
+from m6.training.engine.build import build_engine
+from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_gradient_delay import (
+    BAD_STEP,
+    STEPS,
+    TOLERANCE_FP32,
+    _sum_in_float64,
+    batches,
+    largest_error,
+    rate,
+    recurrence,
+)
+from tests.distributed.test_pipelines import document, folder, part_of_loss, pipeline
+
+pytestmark = pytest.mark.slow
+
+__all__ = ["folder"]  # a fixture
+
+# The largest eps that a step of AdamW still feels makes its update smooth in the gradient.
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 0.01}}}
+DELAY: dict[str, Any] = {"m6__gradient_delay": {"accept_loss": True}, "gradient_clipping": 0.5, **ADAMW}
+FLUSHES = {3, STEPS - 1}
+"""Steps after which all passes end; the gradients of BAD_STEP are infinite while the next step runs."""
+
+
+def flushless(folder: Path, ranks: int, layers: list[int], stage: int = 1, **changes: Any) -> dict[str, Any]:
+    return document(folder, stage, m6__parallel__pipeline=pipeline(ranks, "1f1b", layers), **DELAY | changes)
+
+
+def loss_of(batch: MicroBatch, output: Any, step: int) -> Tensor:
+    loss = part_of_loss(batch, output) * (1.0 if step != BAD_STEP else float("inf"))
+    return loss
+
+
+def train_engine(engine: FlushlessPipelineEngine, config: RunConfig, dtype: torch.dtype) -> None:
+    """Trains STEPS steps; each but BAD_STEP has its update, at most one step late."""
+    places, steps = engine._groups.places, deque[int]()
+    for step in range(STEPS):
+        engine.begin_step(rate(config, step))
+        own = range(places.data_rank, places.data_rank + 1)
+        of_rank = list(batches(config, step, own, places.data_size))
+        micro_batches = [replace(batch, pixel_values=batch.pixel_values.to(dtype)) for batch, _ in of_rank]
+        engine.accumulate(micro_batches, partial(loss_of, step=step), [seed for _, seed in of_rank])
+        steps.append(step)
+        updates = [engine.advance()]
+        if step in FLUSHES:
+            updates.append(engine.update())
+        for update in updates:
+            if update is not None:
+                assert update.skipped == (steps.popleft() == BAD_STEP)
+        assert len(steps) == (step not in FLUSHES)
+    engine.use_late_gradients()
+
+
+def error_of(each: dict[str, Any], dtype: torch.dtype) -> float:
+    """The largest difference to the recurrence in float64 on any rank."""
+    config, runtime = parse_config(each), start()
+    engine = build_engine(config, runtime)
+    assert isinstance(engine, FlushlessPipelineEngine)
+    if dtype == torch.float64:
+        engine.module.double()
+        if engine._copy is not None:
+            engine._copy.data = engine._copy.data.double()
+        clipping._sum_of_squares = _sum_in_float64
+    expected = recurrence(config, engine._groups.places.data_size, torch.float64)
+    train_engine(engine, config, dtype)
+    error = torch.tensor(largest_error(engine, expected))
+    torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX)
+    return float(error)
+
+
+def follow_the_recurrence(documents: list[dict[str, Any]], dtype: torch.dtype, tolerance: float) -> None:
+    errors = [error_of(each, dtype) for each in documents]
+    assert max(errors) < tolerance, errors
+
+
+def versions_mixed_up(each: dict[str, Any]) -> None:
+    """Backward passes under way compute with the new weights, or the embedding lacks the gradient of the logits."""
+    wrongs: list[tuple[Any, str, Any]] = [
+        (flushless_pipeline, "_in_parameters", lambda _: nullcontext()),
+        (FlushlessPipelineEngine, "_add_gradient_of_table", lambda _: None),
+    ]
+    for owner, name, wrong in wrongs:
+        kept = getattr(owner, name)
+        setattr(owner, name, wrong)
+        assert error_of(each, torch.float32) > 1e-4, name
+        setattr(owner, name, kept)
+    assert error_of(each, torch.float32) < TOLERANCE_FP32
+
+
+def test_in_float64(folder: Path):
+    """To rounding errors: uneven stages, clipping, dropout, tied embeddings, experts, a step that is skipped."""
+    each = flushless(folder, 2, [3, 2], stage=0)
+    checkpointing = flushless(folder, 2, [1, 4], stage=0, m6__training__activation_checkpointing=True)
+    run_distributed(follow_the_recurrence, 2, [each, checkpointing], torch.float64, 1e-12)
+
+
+def test_in_float64_with_as_few_micro_batches_as_stages(folder: Path):
+    few = {"train_batch_size": 8, "m6__training__ep_size": 1}
+    run_distributed(
+        follow_the_recurrence, 4, [flushless(folder, 4, [1, 2, 1, 1], stage=0, **few)], torch.float64, 1e-12
+    )
+
+
+def test_with_zero_and_experts_on_two_ranks(folder: Path):
+    documents = [flushless(folder, 2, [3, 2], stage, m6__training__ep_size=2) for stage in (0, 1)]
+    run_distributed(follow_the_recurrence, 4, documents, torch.float32, TOLERANCE_FP32)
+
+
+def test_versions_that_are_mixed_up_fail(folder: Path):
+    run_distributed(versions_mixed_up, 2, flushless(folder, 2, [3, 2]))
