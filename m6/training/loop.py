@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from m6.runs.trackers import Trackers
 from m6.training.checkpointing import Checkpointer, check_same_sums, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
+from m6.training.flushless_step import FlushlessTrainStep
 from m6.training.places import Places
 from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
@@ -99,33 +101,34 @@ class Trainer:
         total = self.settings.training.total_steps
         report = IntervalReport(self.config, self.runtime)
         batches = self._batches()
+        under_way: deque[list[MicroBatch]] = deque()
         stopped = False
         with Console(self.run.root.name, total, self.step, self.runtime.is_main) as self.console:
             while self.step < total and not stopped:
                 begin = time.perf_counter()
-                micro_batches = next(batches)
-                data_wait_s = time.perf_counter() - begin
+                under_way.append(next(batches))
+                report.add_data_wait(time.perf_counter() - begin)
                 with self.engine.measuring(), self.stage_metrics.watch(self.engine, self.step):
-                    outcome = self.run_step(micro_batches)
+                    outcomes = self.run_step(under_way[-1])
                 self._replan_offloading()
                 self.step += 1
-                self.samples_seen += outcome.samples
-                self.tokens_seen += outcome.tokens
-                bad_rows = [row for batch in micro_batches for row in batch.bad_rows if self.places.reads_first]
+                bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.places.reads_first]
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
-                report.add(outcome, data_wait_s)
-                self.nonfinite.check(self.step, outcome, micro_batches, self.runtime)
-                self.stage.observe(self.step, outcome.loss, self.stage_metrics.measure(self.engine))
+                if self.step == stop_after:
+                    outcomes += self.train_step.flush()
+                for outcome in outcomes:
+                    self._observe(outcome, under_way.popleft(), report)
                 if self.step == total or self.stage.is_due:
                     self.engine.use_late_gradients()
-                requests = outcome.result.requests
                 # All ranks have the same requests here, so that they stop and save after the same step.
-                stopped = requests.stop or self.step == stop_after or self.stage.ends_job
+                requests = [outcome.result.requests for outcome in outcomes]
+                saves, stops = any(each.save for each in requests), any(each.stop for each in requests)
+                stopped = stops or self.step == stop_after or self.stage.ends_job
                 self._write_progress()
                 self.console.advance()
                 ending = stopped or self.step == total
-                self._at_intervals(report, save=requests.save or ending or self.stage.is_due)
-                if requests.save:
+                self._at_intervals(report, save=saves or ending or self.stage.is_due)
+                if saves:
                     self._answer_save_request()
                 if self.stage.is_due and not stopped:
                     self._delink()
@@ -133,8 +136,16 @@ class Trainer:
         dist.barrier()  # the main rank's thread has written the manifest: now a rank may leave
         return self._finish()
 
-    def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
-        """Trains on this rank's micro-batches of the current step. Subclasses override it to measure a step."""
+    def _observe(self, outcome: StepOutcome, micro_batches: list[MicroBatch], report: IntervalReport) -> None:
+        """Notes the outcome of a step."""
+        self.samples_seen += outcome.samples
+        self.tokens_seen += outcome.tokens
+        report.add(outcome)
+        self.nonfinite.check(outcome, micro_batches, self.runtime)
+        self.stage.observe(outcome.step, outcome.loss, self.stage_metrics.measure(self.engine))
+
+    def run_step(self, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
+        """Trains on this rank's micro-batches of the current step; returns the outcomes of the steps that ended."""
         return self.train_step(self.step, micro_batches, self._read_requests)
 
     def _at_intervals(self, report: IntervalReport, save: bool) -> None:
@@ -180,7 +191,8 @@ class Trainer:
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
-        self.train_step = TrainStep(self.engine, self.config, self.runtime, self.stage)
+        kind = FlushlessTrainStep if self.config.is_flushless else TrainStep
+        self.train_step = kind(self.engine, self.config, self.runtime, self.stage)
 
     def _resume(self) -> None:
         for problem in self.problems:

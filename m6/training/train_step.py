@@ -7,8 +7,8 @@ it does not depend on the number of ranks and of micro-batches.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from m6.model.outputs import M6Output
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.tokenizers.special_tokens import IGNORED_LABEL
-from m6.training.engine.engine import Engine
+from m6.training.engine.engine import Engine, Update
 from m6.training.places import Places
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
 from m6.training.reporting.outcome import StepOutcome
-from m6.training.reporting.sums import StepSums, sum_of_all
+from m6.training.reporting.sums import StepResult, StepSums, sum_of_all
 from m6.training.schedule import learning_rate_factor
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
@@ -57,6 +57,53 @@ def micro_batch_numbers(config: RunConfig, places: Places, step: int) -> list[in
     return [first + micro_batch_number(places, accumulation, 0, index, parts) for index in range(accumulation)]
 
 
+@dataclass
+class BegunStep:
+    """A step whose forward passes have run on this rank.
+
+    Attributes:
+        step: number of the step; the first is 0.
+        learning_rate: of the step.
+        micro_batches: of the global batch.
+        target_weight: sum of the weights of its targets.
+        tokens, samples, bad_rows, pictures, token_pairs: see ``StepOutcome``.
+        sums: of this rank.
+        router_entropy: sums over this rank's micro-batches, of each sparse layer.
+    """
+
+    step: int
+    learning_rate: float
+    micro_batches: int
+    target_weight: float
+    tokens: int
+    samples: int
+    bad_rows: int
+    pictures: int
+    token_pairs: int
+    sums: StepSums
+    router_entropy: Tensor
+
+    def outcome(self, update: Update, result: StepResult, nonfinite_routers: list[str]) -> StepOutcome:
+        """What came out of the step."""
+        return StepOutcome(
+            step=self.step + 1,
+            result=result,
+            loss=result.weighted_loss_sum / self.target_weight,
+            aux_loss=result.aux_loss_sum / self.micro_batches,
+            learning_rate=self.learning_rate,
+            grad_norm=update.grad_norm,
+            skipped=update.skipped,
+            loss_scale=update.loss_scale,
+            nonfinite_routers=nonfinite_routers,
+            nonfinite_stages=update.nonfinite_stages,
+            tokens=self.tokens,
+            samples=self.samples,
+            bad_rows=self.bad_rows,
+            pictures=self.pictures,
+            token_pairs=self.token_pairs,
+        )
+
+
 class TrainStep:
     """Runs forward, backward and the update of one global batch."""
 
@@ -74,11 +121,10 @@ class TrainStep:
             if config.model.is_moe_layer(index)
         }
         self.balancer = BiasBalancer([layer for layer in self.sparse.values() if layer is not None], engine.replicas)
-        self._router_entropy = torch.zeros(len(self.sparse), device=runtime.device)
 
     def __call__(
         self, step: int, micro_batches: list[MicroBatch], read_requests: Callable[[], Requests]
-    ) -> StepOutcome:
+    ) -> list[StepOutcome]:
         """Trains one step.
 
         Args:
@@ -86,42 +132,46 @@ class TrainStep:
             micro_batches: this rank's part of the step.
             read_requests: returns the requests to this rank. It is called at the end of the step, so that requests that
                 arrive during the step count. The outcome holds the requests of all ranks.
+
+        Returns:
+            the outcomes of the steps that have ended: of this one.
         """
-        begin = time.perf_counter()
-        micro_batch_count = len(micro_batches) * self.places.data_size
-        target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
-        learning_rate = self._learning_rate(step)
-        sums = StepSums(self.runtime.device, self._exact, self.places.tensor_rank == 0)
-
-        def loss(batch: MicroBatch, output: M6Output) -> Tensor:
-            return self._loss(batch, output, target_weight, micro_batch_count, sums)
-
-        self.engine.begin_step(learning_rate)
-        with self.noise.watch(step):
-            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.places, step)]
-            self.engine.accumulate(micro_batches, loss, seeds)
+        begun = self._begin(step, micro_batches)
         update = self.engine.update()
-        self.noise.measure(update, micro_batch_count)
-        nonfinite_routers = self._finish_routers(update.skipped)
+        self.noise.measure(update, begun.micro_batches)
+        nonfinite_routers = self._finish_routers(begun, update.skipped)
         # The requests travel with the sums: one collective for both.
-        result = sums.reduce(read_requests())
-        return StepOutcome(
-            result=result,
-            loss=result.weighted_loss_sum / target_weight,
-            aux_loss=result.aux_loss_sum / micro_batch_count,
-            learning_rate=learning_rate,
-            grad_norm=update.grad_norm,
-            skipped=update.skipped,
-            loss_scale=update.loss_scale,
-            nonfinite_routers=nonfinite_routers,
-            nonfinite_stages=update.nonfinite_stages,
+        return [begun.outcome(update, begun.sums.reduce(read_requests()), nonfinite_routers)]
+
+    def flush(self) -> list[StepOutcome]:
+        """Ends all steps that are under way: none."""
+        return []
+
+    def _begin(self, step: int, micro_batches: list[MicroBatch]) -> BegunStep:
+        """Runs the passes of a step, or its forward passes and as many backward passes as the engine does."""
+        target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
+        begun = BegunStep(
+            step=step,
+            learning_rate=self._learning_rate(step),
+            micro_batches=len(micro_batches) * self.places.data_size,
+            target_weight=target_weight,
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),
             pictures=int(pictures),
             token_pairs=int(token_pairs),
-            time_s=time.perf_counter() - begin,
+            sums=StepSums(self.runtime.device, self._exact, self.places.tensor_rank == 0),
+            router_entropy=torch.zeros(len(self.sparse), device=self.runtime.device),
         )
+
+        def loss(batch: MicroBatch, output: M6Output) -> Tensor:
+            return self._loss(batch, output, begun)
+
+        self.engine.begin_step(begun.learning_rate)
+        with self.noise.watch(step):
+            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.places, step)]
+            self.engine.accumulate(micro_batches, loss, seeds)
+        return begun
 
     def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
         """Sums over the global batch: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
@@ -151,39 +201,38 @@ class TrainStep:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
-    def _loss(
-        self, batch: MicroBatch, output: M6Output, target_weight: float, micro_batches: int, sums: StepSums
-    ) -> Tensor:
+    def _loss(self, batch: MicroBatch, output: M6Output, begun: BegunStep) -> Tensor:
         """The part of the global batch's loss that this micro-batch, or a part of its layers, contributes."""
         assert output.aux_loss is not None
         labelled, losses = batch.labels != IGNORED_LABEL, output.target_losses
         if losses is None:  # a stage of a pipeline before the last one
             labelled, losses = torch.zeros_like(labelled), output.aux_loss.new_zeros(0)
         weighted = (losses * batch.loss_weights[labelled]).sum()
-        sums.add(losses, weighted, batch.objective_ids[labelled], output.aux_loss)
+        begun.sums.add(losses, weighted, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
-            self._add_router_stats(output.router_stats)
+            self._add_router_stats(begun, output.router_stats)
         # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
         # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
         averaged_over = self.engine.averaged_over
-        return weighted * (averaged_over / target_weight) + output.aux_loss * (averaged_over / micro_batches)
+        per_target, per_micro_batch = averaged_over / begun.target_weight, averaged_over / begun.micro_batches
+        return weighted * per_target + output.aux_loss * per_micro_batch
 
-    def _add_router_stats(self, stats: tuple[RoutingStats, ...]) -> None:
+    def _add_router_stats(self, begun: BegunStep, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
         # The entropy is not finite if a router's logits are not, so a skipped step can name the router.
-        self._router_entropy = self._router_entropy + torch.stack([layer.router_entropy.sum() for layer in stats])
+        begun.router_entropy += torch.stack([layer.router_entropy.detach().sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
             own = zip(stats, self.sparse.values(), strict=True)
             self.balancer.add(layer for layer, module in own if module is not None)
 
-    def _finish_routers(self, skipped: bool) -> list[str]:
+    def _finish_routers(self, begun: BegunStep, skipped: bool) -> list[str]:
         """Updates the routers' biases; after a skipped step returns the routers with non-finite logits on any rank."""
-        entropy, self._router_entropy = self._router_entropy, torch.zeros_like(self._router_entropy)
         if not skipped:
             self.balancer.step()
             return []
         self.balancer.discard()
         if not self.sparse:
             return []
-        dist.all_reduce(entropy)
-        return [name for name, value in zip(self.sparse, entropy.tolist(), strict=True) if not math.isfinite(value)]
+        dist.all_reduce(begun.router_entropy)
+        entropy = begun.router_entropy.tolist()
+        return [name for name, value in zip(self.sparse, entropy, strict=True) if not math.isfinite(value)]

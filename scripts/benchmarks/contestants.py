@@ -137,7 +137,7 @@ def our_step(hidden: int, layers: int, batch: MicroBatch, moe: dict[str, Any] | 
     config = parse_config(document)
     train_step = TrainStep(build_engine(config, runtime), config, runtime, Stage(config, None))
     steps = itertools.count()
-    return lambda: train_step(next(steps), [batch], Requests).loss
+    return lambda: train_step(next(steps), [batch], Requests)[0].loss
 
 
 def gpt2_step(

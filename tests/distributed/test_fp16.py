@@ -65,9 +65,9 @@ def train_with_overflows(document: dict[str, Any], root: Path, stop_at: int) -> 
 
     def recorded(micro_batches: list[Any]) -> Any:
         before = state()
-        outcome = run_step(micro_batches)
+        [outcome] = run_step(micro_batches)
         unchanged.append(all(torch.equal(old, new) for old, new in zip(before, state(), strict=True)))
-        return outcome
+        return [outcome]
 
     def poisoned(chunk: Any, gradients: Any) -> None:
         end_backward(chunk, [gradient * factor(4) if chunk.number == 0 else gradient for gradient in gradients])

@@ -28,12 +28,12 @@ def poison(each: dict[str, Any], root: Path) -> None:
         if trainer.step == 1 and hasattr(last, "ffn"):
             kept = last.ffn.router.weight.data.clone()
             last.ffn.router.weight.data.fill_(math.inf)
-        outcome = run_step(micro_batches)
+        [outcome] = run_step(micro_batches)
         if trainer.step == 1 and hasattr(last, "ffn"):
             last.ffn.router.weight.data.copy_(kept)
         same = [torch.equal(old, new.data) for old, new in zip(weights, trainer.engine.fragments(), strict=True)]
         outcomes.append((outcome.skipped, outcome.nonfinite_routers, all(same)))
-        return outcome
+        return [outcome]
 
     trainer.run_step = poisoned
     trainer.train()

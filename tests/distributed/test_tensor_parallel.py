@@ -205,11 +205,11 @@ def poison(each: dict[str, Any], root: Path) -> None:
         weights = [fragment.data.clone() for fragment in trainer.engine.fragments()]
         poisons = trainer.step == 1 and trainer.runtime.rank == 1
         hook = weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), math.nan) if poisons else grad)
-        outcome = run_step(micro_batches)
+        [outcome] = run_step(micro_batches)
         hook.remove()
         same = [torch.equal(old, new.data) for old, new in zip(weights, trainer.engine.fragments(), strict=True)]
         outcomes.append((outcome.skipped, all(same)))
-        return outcome
+        return [outcome]
 
     trainer.run_step = poisoned
     trainer.train()

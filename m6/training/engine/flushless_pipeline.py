@@ -34,7 +34,7 @@ class UnderWay:
 
     Attributes:
         step: the number of its step, counted from the first one of this engine.
-        ends_step: whether it is the last micro-batch of its step.
+        number: of the micro-batch in its step.
         hidden_states: what the stage received, [B, S, D]; None in the first stage.
         output: of the stage: hidden states, or the loss [1] of the last one.
         learning_rate: of its step.
@@ -42,7 +42,7 @@ class UnderWay:
     """
 
     step: int
-    ends_step: bool
+    number: int
     hidden_states: Tensor | None
     output: Tensor
     learning_rate: float
@@ -89,8 +89,8 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._send_table()
         self._step, self._begun = self._begin(micro_batches, loss, seeds), self._begun + 1
         weights: Weights = {}
-        for number in range(len(micro_batches)):
-            if number == len(micro_batches) - self._ahead:
+        for number in range(self._micro_batches):
+            if number == self._micro_batches - self._ahead:
                 # From here on backward passes come after the update for the next step.
                 weights = {parameter: parameter.data.clone() for parameter in self._trained}
             self._pass_forward(number, weights)
@@ -137,9 +137,7 @@ class FlushlessPipelineEngine(PipelineEngine):
             output = self._pass(self._stage, hidden_states, number)
         if not self._stage.is_last:
             self._send(output.detach(), self._number + 1, self._links.forward)
-        ends_step = number + 1 == len(self._step.batches)
-        rate = self._learning_rate
-        self._under_way.append(UnderWay(self._begun, ends_step, hidden_states, output, rate, weights))
+        self._under_way.append(UnderWay(self._begun, number, hidden_states, output, self._learning_rate, weights))
 
     def _pass_backward(self) -> None:
         """The backward pass of the oldest micro-batch under way."""
@@ -151,7 +149,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         if oldest.hidden_states is not None:
             assert oldest.hidden_states.grad is not None
             self._send(oldest.hidden_states.grad, self._number - 1, self._links.backward)
-        if oldest.ends_step:
+        if oldest.number + 1 == self._micro_batches:
             self._end_step(oldest)
 
     def _end_step(self, last: UnderWay) -> None:
@@ -170,11 +168,14 @@ class FlushlessPipelineEngine(PipelineEngine):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Inside, the parameters have no gradients: those of the step under way go on adding up afterwards."""
+        """A context for an update beside passes under way: they have their own weights, and their gradients go on
+        adding up afterwards."""
         gradients = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
-        yield
+        # Otherwise PyTorch refuses backward passes of which it has kept a parameter.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._trained)):
+            yield
         for parameter, gradient in zip(self._trained, gradients, strict=True):
             parameter.grad = gradient
 

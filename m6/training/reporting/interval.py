@@ -29,10 +29,13 @@ class IntervalReport:
         self._begin = time.perf_counter()
         self._excluded_s = self._data_wait_s = self._checkpoint_stall_s = 0.0
 
-    def add(self, outcome: StepOutcome, data_wait_s: float) -> None:
-        """Adds a step and the seconds for which it waited for data."""
+    def add(self, outcome: StepOutcome) -> None:
+        """Adds a step."""
         self._outcomes.append(outcome)
-        self._data_wait_s += data_wait_s
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Adds the seconds for which a step waited for data."""
+        self._data_wait_s += seconds
 
     def exclude(self, seconds: float) -> None:
         """Subtracts seconds from the time of the interval."""

@@ -29,7 +29,7 @@ class NonfinitePolicy:
         self._run, self._limit, self._smallest_scale = run, max_skipped_steps, smallest_loss_scale
         self.consecutive = 0
 
-    def check(self, step: int, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime) -> None:
+    def check(self, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime) -> None:
         """Checks a finished step; every rank calls this method.
 
         Args:
@@ -46,7 +46,8 @@ class NonfinitePolicy:
         folder = self._run.root / "nonfinite"
         routers, stages = ", ".join(outcome.nonfinite_routers), "; ".join(outcome.nonfinite_stages)
         reason = (
-            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, loss scale {outcome.loss_scale:g}; "
+            f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, "
+            f"loss scale {outcome.loss_scale:g}; "
             f"{self.consecutive} steps in a row were not finite (m6.training.max_skipped_steps {self._limit}); "
             f"{f'gradients are not finite in {stages}; ' if stages else ''}"
             f"{f'router logits are not finite in {routers}; ' if routers else ''}batches in {folder}"
@@ -54,7 +55,9 @@ class NonfinitePolicy:
         if runtime.is_main:
             self._run.fail(reason)
         for index, batch in enumerate(micro_batches):
-            with atomic_path(folder / f"step_{step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors") as temporary:
+            with atomic_path(
+                folder / f"step_{outcome.step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors"
+            ) as temporary:
                 save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
         dist.barrier()  # the exit of one rank may kill the others: wait until all have written their batches
         raise UserError(reason)

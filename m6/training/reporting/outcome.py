@@ -9,9 +9,10 @@ from m6.training.reporting.sums import StepResult
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of one step; equal on all ranks except for ``time_s``.
+    """The result of one step; equal on all ranks.
 
     Attributes:
+        step: number of finished steps, this one included.
         result: sums over all ranks, and the requests of all ranks.
         loss: weighted mean cross entropy over the targets of the global batch, in nats.
         aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
@@ -23,9 +24,9 @@ class StepOutcome:
         tokens, samples, pictures: of the global batch, without padding.
         bad_rows: rows of the data that could not be used.
         token_pairs: sum of the squared lengths of the samples.
-        time_s: duration of the step on this rank, in seconds.
     """
 
+    step: int
     result: StepResult
     loss: float
     aux_loss: float
@@ -40,4 +41,3 @@ class StepOutcome:
     bad_rows: int
     pictures: int
     token_pairs: int
-    time_s: float

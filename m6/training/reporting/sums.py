@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,17 +88,35 @@ class StepSums:
 
     def reduce(self, requests: Requests) -> StepResult:
         """Sums over all ranks in one collective; this call synchronises the device."""
+        return _result(sum_of_all(self._with(requests), self._exact))
+
+    def reduce_later(self, requests: Requests) -> Callable[[], StepResult]:
+        """Begins the collective, and returns a function that waits for its result; not for exact sums."""
+        total = self._with(requests).sum(0)
+        work = dist.all_reduce(total, async_op=True)
+
+        def wait() -> StepResult:
+            work.wait()
+            return _result(total.tolist())
+
+        return wait
+
+    def _with(self, requests: Requests) -> Tensor:
+        """All rows, with the requests of this rank in the last one."""
         self._rows[-1][_COLUMNS + 2] = float(requests.stop)
         self._rows[-1][_COLUMNS + 3] = float(requests.save)
         rows = torch.stack(self._rows)
         if not self._counts:
             rows[:, : _COLUMNS + 2] = 0.0
-        values = sum_of_all(rows, self._exact)
-        objectives = len(OBJECTIVES)
-        return StepResult(
-            loss_sums=dict(zip(OBJECTIVES, values[:objectives], strict=True)),
-            targets=dict(zip(OBJECTIVES, values[objectives:_COLUMNS], strict=True)),
-            aux_loss_sum=values[_COLUMNS],
-            weighted_loss_sum=values[_COLUMNS + 1],
-            requests=Requests(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
-        )
+        return rows
+
+
+def _result(values: list[float]) -> StepResult:
+    objectives = len(OBJECTIVES)
+    return StepResult(
+        loss_sums=dict(zip(OBJECTIVES, values[:objectives], strict=True)),
+        targets=dict(zip(OBJECTIVES, values[objectives:_COLUMNS], strict=True)),
+        aux_loss_sum=values[_COLUMNS],
+        weighted_loss_sum=values[_COLUMNS + 1],
+        requests=Requests(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
+    )

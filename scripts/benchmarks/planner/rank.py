@@ -21,14 +21,14 @@ _steps: list[dict[str, Any]] = []
 
 
 class TimedStep(TrainStep):
-    def __call__(self, *args: Any, **kwargs: Any) -> StepOutcome:
+    def __call__(self, *args: Any, **kwargs: Any) -> list[StepOutcome]:
         cpu, wall = time.process_time(), time.perf_counter()
-        outcome = super().__call__(*args, **kwargs)
+        outcomes = super().__call__(*args, **kwargs)
         entry = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
         resident = resident_bytes()
         resident["RssFile"] = max(resident["RssFile"], int(os.environ[FILE_PAGES]))
         _steps.append({**entry, "memory_bytes": sum(resident.values())})
-        return outcome
+        return outcomes
 
 
 def resident_bytes() -> dict[str, int]:

@@ -53,15 +53,15 @@ class _UntilTarget(Trainer):
     losses: list[float]
     reached: int | None = None
 
-    def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
-        outcome = super().run_step(micro_batches)
+    def run_step(self, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
+        [outcome] = super().run_step(micro_batches)
         self.losses.append(outcome.loss)
         # Over equally many samples whatever the batch: single losses of small batches scatter more.
         window = WINDOW_SAMPLES // self.config.deepspeed.train_batch_size
         if len(self.losses) >= window and statistics.mean(self.losses[-window:]) <= TARGET and self.reached is None:
             self.reached = len(self.losses)
             self.stop_flag.raised = True  # the loop makes one step more
-        return outcome
+        return [outcome]
 
 
 def main(optimizer: str, seeds: int) -> None:

@@ -62,11 +62,11 @@ class TimedTrainer(Trainer):
         super().__init__(*arguments)
         self.step_cpu_s: dict[str, list[float]] = {}
 
-    def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
+    def run_step(self, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
         begin = time.process_time()
-        outcome = super().run_step(micro_batches)
+        outcomes = super().run_step(micro_batches)
         self.step_cpu_s.setdefault(self.stage.name, []).append(time.process_time() - begin)
-        return outcome
+        return outcomes
 
 
 def document_of(name: str, seed: int) -> dict[str, Any]:

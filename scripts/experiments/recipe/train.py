@@ -35,11 +35,11 @@ class TimedTrainer(Trainer):
 
     step_cpu_s: list[float]
 
-    def run_step(self, micro_batches: list[MicroBatch]) -> StepOutcome:
+    def run_step(self, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
         begin = time.process_time()
-        outcome = super().run_step(micro_batches)
+        outcomes = super().run_step(micro_batches)
         self.step_cpu_s.append(time.process_time() - begin)
-        return outcome
+        return outcomes
 
 
 def candidates() -> dict[str, list[str]]:

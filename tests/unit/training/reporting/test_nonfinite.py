@@ -22,10 +22,10 @@ def poison(trainer: Trainer, steps: set[int], value: float = float("nan")) -> li
     def poisoned_backward(loss: torch.Tensor) -> None:
         backward(loss * value if trainer.step + 1 in steps else loss)
 
-    def recorded_step(micro_batches: list[MicroBatch]) -> StepOutcome:
-        outcome = run_step(micro_batches)
+    def recorded_step(micro_batches: list[MicroBatch]) -> list[StepOutcome]:
+        [outcome] = run_step(micro_batches)
         states.append([fragment.data.clone() for fragment in trainer.engine.fragments()])
-        return outcome
+        return [outcome]
 
     trainer.engine.backward = poisoned_backward
     trainer.run_step = recorded_step
