@@ -50,6 +50,10 @@ class PipelineActivations:
         kept = max(sum(map(int.__mul__, counts, each)) for counts in under_way[place])
         return kept + self._once(stages) // self._tp_size
 
+    def between_steps(self, settings: PipelineSettings, place: int, stages: Sequence[range]) -> int:
+        """Bytes of the micro-batches of the next step that are under way when 1F1B without a flush ends a step."""
+        return (settings.num_ranks - place - 1) * sum(map(self._stage, stages))
+
     def _stage(self, layers: range) -> int:
         """What a stage keeps of a micro-batch."""
         others = self._embeddings if layers.start == 0 else 0
