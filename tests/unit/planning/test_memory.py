@@ -1,5 +1,6 @@
 """Predicted model states against an engine, and against sums over every parameter."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,34 @@ def test_states_of_pipelines_are_those_of_the_layers_that_a_rank_keeps(
         parameters = len(list(model.parameters()))
         assert footprint.optimizer_state == 4 * (2 * numel + parameters)
     assert memory(ParallelLayout(8, pp_size=2, schedule=schedule, cut=cut)).peak == max(each.peak for each in found)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_ranks_of_a_pipeline_without_a_flush_hold_two_steps(zero_stage: int):
+    """The old weights except on the last rank, gradients that wait for the update, and micro-batches of the next step
+    during the update."""
+    precision = {"zero_optimization": {"stage": zero_stage}, **({"bf16": BF16} if zero_stage else {"bf16": {}})}
+    config = small_run(**precision)
+    document = copy.deepcopy(config.document)
+    document["m6"]["gradient_delay"] = {"accept_loss": True}
+    flushed, late = (MemoryModel(each, Profile()) for each in (config, parse_config(document)))
+    layout = ParallelLayout(12, pp_size=3, cut=(1, 3, 2), zero_stage=zero_stage)
+    width, ranks = 2 if zero_stage else 4, 4 if zero_stage else 1
+    table = flushed.config.model.vocab_size * flushed.config.model.hidden_size
+    places = zip(flushed.counts_of_ranks(layout), flushed.footprints(layout), late.footprints(layout), strict=True)
+    for place, (counts, before, after) in enumerate(places):
+        assert after.weights == before.weights
+        assert after.old_weights == (0 if place == 2 else width * counts.local)
+        waiting = after.gradients - before.gradients - (width * table if place == 2 else 0)
+        assert waiting == pytest.approx(width * counts.local / ranks, abs=64)  # partitions begin at even offsets
+        assert after.optimizer_state - before.optimizer_state == pytest.approx(4 * counts.local / ranks, abs=64)
+        assert after.activations == before.activations
+        under_way = after.update - before.update
+        # The first of three ranks has two micro-batches of the next step under way, of three at most.
+        assert under_way == pytest.approx((2 - place) / (3 - place) * before.activations, rel=1e-6)
+    whole = replace(layout, pp_size=1, cut=())
+    assert late(whole).old_weights == 0
+    assert late(whole).gradients == flushed(whole).gradients
 
 
 def test_activations_of_pipelines_grow_with_the_micro_batches_under_way():
