@@ -329,7 +329,7 @@ class Planner:
         if layout.tp_size > 1:
             axes["placement"] = list(PLACEMENTS)
         if self.cluster.num_devices > 1:
-            axes["pp_size"] = [1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)]
+            axes["pp_size"] = sorted({1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)})
         if layout.pp_size > 1:
             axes["schedule"] = list(SCHEDULES)
         axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
