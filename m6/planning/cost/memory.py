@@ -21,7 +21,7 @@ from m6.planning.cost.folding import Block, FoldedModel, fold
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
-from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table
+from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table, old_versions
 from m6.planning.cost.precision import FP32, Precision
 from m6.planning.machine.profile import Profile
 
@@ -232,14 +232,16 @@ class MemoryModel:
     def _with_two_versions(
         self, states: MemoryFootprint, layout: ParallelLayout, place: int, counts: ParameterCounts
     ) -> MemoryFootprint:
-        """``states`` with what passes of two steps under way need: the old weights, except on the last rank, whose
-        steps do not overlap, and the gradients of the finished step until the update."""
+        """``states`` with what passes of two steps under way need: copies of old weights, and the gradients of the
+        finished step until the update."""
+        micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
+        copies = old_versions(layout.pp_size - 1 - place, micro_batches)
         partitions = (group.partition(layout) for group in counts.groups(self.config.deepspeed.optimizer_type))
         waiting = counts.local if layout.zero_stage == 0 else sum(partitions)
         width = self.precision.weights
         return replace(
             states,
-            old_weights=counts.local * width if place < layout.pp_size - 1 else 0,
+            old_weights=counts.local * width * copies,
             gradients=states.gradients + waiting * width,
         )
 
