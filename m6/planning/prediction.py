@@ -18,8 +18,9 @@ from m6.formatting import format_bytes, format_mib, markdown_table
 from m6.model.counting import num_parameters
 from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape, full_row
+from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.memory import MemoryFootprint, MemoryModel
+from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.detection import detect_cluster
 from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
@@ -102,10 +103,11 @@ def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> Non
 
 def describe_memory(footprint: MemoryFootprint) -> str:
     """A few lines about the memory of the fullest rank, for the start of a run."""
+    old = f", those of the step before {format_mib(footprint.old_weights)}" if footprint.old_weights else ""
     lines = [
         "memory of the fullest rank, without buffers of collectives: at most "
         f"{format_mib(footprint.resident + footprint.activations)}",
-        f"  weights {format_mib(footprint.weights)}, gradients {format_mib(footprint.gradients)}, "
+        f"  weights {format_mib(footprint.weights)}{old}, gradients {format_mib(footprint.gradients)}, "
         f"optimizer state {format_mib(footprint.optimizer_state)}",
         f"  activations of one micro-batch, with gradients of its logits {format_mib(footprint.activations)}",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from m6.formatting import markdown_table
-from m6.planning.cost.memory import MemoryFootprint
+from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.step_parts import StepTime
 from m6.planning.search.alternatives import alternatives
 from m6.planning.search.compression import compression_line

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import PipelineSettings, Schedule
+from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.model.tensor.received import PlacementName
@@ -101,6 +103,11 @@ class ParallelLayout:
         if self.ranks_per_node:
             parts.append(f"exchange between nodes of {self.ranks_per_node} first")
         return ", ".join(parts)
+
+
+def is_flushless(config: RunConfig, layout: ParallelLayout) -> bool:
+    """Whether the layout's pipeline goes on from step to step without a flush: ``is_flushless`` of its JSON."""
+    return config.m6.gradient_delay is not None and layout.pp_size > 1 and layout.schedule == FLUSHLESS
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 from m6.config.run import RunConfig
 from m6.model.sharing import Sharing
@@ -18,9 +18,10 @@ from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, layer_numel, shares_experts, stored_numel
 from m6.planning.cost.folding import Block, FoldedModel, fold
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.footprint import MemoryFootprint
+from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
-from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table
+from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table, old_versions
 from m6.planning.cost.precision import FP32, Precision
 from m6.planning.machine.profile import Profile
 
@@ -38,51 +39,6 @@ _STREAM_WINDOW_LAYERS = 2
 # with them.
 _HOST_BYTES = {"one": 21, "many": 23}
 _HOST_BYTES_STAGE_3 = {False: 18, True: 20}
-
-
-@dataclass(frozen=True)
-class MemoryFootprint:
-    """Bytes of one rank. ``host`` and ``host_process`` are in host memory, the others on the device.
-
-    Attributes:
-        weights: as the forward pass reads them, with those that are gathered or streamed at one time.
-        gradients: between the backward pass and the update.
-        optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights; with
-            ``m6.gradient_delay`` also the gradients that wait.
-        activations: kept by autograd for one micro-batch, with the gradients of its logits.
-        buckets: DeepSpeed's buffers for the reduction of gradients.
-        update: temporaries of the optimizer's step, when the activations are freed.
-        process: driver, libraries and allocator; calibrated, 0 by default.
-        host: states of the rank in host memory.
-        store: of ``host``, what ``m6.offload`` holds: experts with their gradients and optimizer state.
-        host_process: the program itself in host memory; calibrated, 0 by default.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
-    buckets: int = 0
-    update: int = 0
-    process: int = 0
-    host: int = 0
-    store: int = 0
-    host_process: int = 0
-
-    @property
-    def resident(self) -> int:
-        """Bytes that stay on the device during the whole step."""
-        return self.weights + self.gradients + self.optimizer_state + self.process
-
-    @property
-    def peak(self) -> int:
-        """An upper estimate of the device memory: gradients fill up while activations are freed. It leaves out the
-        gradients within a recomputed block, which can exceed it by half a percent."""
-        return self.resident + max(self.activations + self.buckets, self.update)
-
-    def parts(self) -> dict[str, int]:
-        """The bytes by name; they add up."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "store"}
 
 
 class MemoryModel:
@@ -128,16 +84,23 @@ class MemoryModel:
             place: of the rank in the pipeline.
             stages: the layers of each of its stages, in the order of the model.
         """
-        states, pipeline = self._states(layout, self._counts_of(layout, stages)), layout.pipeline
+        counts, pipeline = self._counts_of(layout, stages), layout.pipeline
+        states, under_way = self._states(layout, counts), 0
+        if pipeline is not None and is_flushless(self.config, layout):
+            states = self._with_two_versions(states, layout, place, counts.divided(layout))
+            under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
         if pipeline is not None and holds_copy_of_table(pipeline, place):
             copy = self.config.model.vocab_size * self.config.model.hidden_size // layout.tp_size
             copy *= self.precision.weights
-            states = replace(states, weights=states.weights + copy, gradients=states.gradients + copy)
+            # Of the copy's gradient there are two, too: the first rank ends its step later.
+            sums = 2 if is_flushless(self.config, layout) else 1
+            states = replace(states, weights=states.weights + copy, gradients=states.gradients + sums * copy)
         if layout.stream_experts:
             states = self._with_streamed_experts(states, layout, self._part(layout, stages))
         return replace(
             states,
             activations=self._activation_bytes(layout, place, stages),
+            update=states.update + math.ceil(under_way * self.profile.activation_factor),
             process=self.profile.process_bytes,
             host_process=self.profile.host_bytes,
         )
@@ -265,6 +228,22 @@ class MemoryModel:
     def _late_bytes(self, owned: int) -> int:
         """Bytes of gradients that wait for the end of the next step, in fp32."""
         return 0 if self.config.m6.gradient_delay is None else owned * FP32
+
+    def _with_two_versions(
+        self, states: MemoryFootprint, layout: ParallelLayout, place: int, counts: ParameterCounts
+    ) -> MemoryFootprint:
+        """``states`` with what passes of two steps under way need: copies of old weights, and the gradients of the
+        finished step until the update."""
+        micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
+        copies = old_versions(layout.pp_size - 1 - place, micro_batches)
+        partitions = (group.partition(layout) for group in counts.groups(self.config.deepspeed.optimizer_type))
+        waiting = counts.local if layout.zero_stage == 0 else sum(partitions)
+        width = self.precision.weights
+        return replace(
+            states,
+            old_weights=counts.local * width * copies,
+            gradients=states.gradients + waiting * width,
+        )
 
     def _muon_temporaries(self, counts: ParameterCounts) -> int:
         if self.config.deepspeed.optimizer_type != "Muon":

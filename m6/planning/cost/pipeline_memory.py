@@ -16,6 +16,21 @@ def holds_copy_of_table(settings: PipelineSettings, place: int) -> bool:
     return last in stages and 0 not in stages
 
 
+def old_versions(ahead: int, micro_batches: int) -> int:
+    """The copies of weights that a rank without a flush keeps at one time.
+
+    The last ``ahead`` micro-batches of a step end after the next version has come, so they compute with a copy. That of
+    the next step begins while they are under way if there are fewer than twice as many micro-batches.
+
+    Args:
+        ahead: micro-batches of a step that are under way at its end.
+        micro_batches: of a step.
+    """
+    if ahead == 0:
+        return 0
+    return 2 if 2 * ahead > micro_batches else 1
+
+
 class PipelineActivations:
     """Counts the activations of any rank of any pipeline.
 
@@ -49,6 +64,10 @@ class PipelineActivations:
         under_way = most_under_way(settings.schedule, settings.num_ranks, number, settings.stages_per_rank())
         kept = max(sum(map(int.__mul__, counts, each)) for counts in under_way[place])
         return kept + self._once(stages) // self._tp_size
+
+    def between_steps(self, settings: PipelineSettings, place: int, stages: Sequence[range]) -> int:
+        """Bytes of the micro-batches of the next step that are under way when 1F1B without a flush ends a step."""
+        return (settings.num_ranks - place - 1) * sum(map(self._stage, stages))
 
     def _stage(self, layers: range) -> int:
         """What a stage keeps of a micro-batch."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from m6.config.pipeline import PipelineSettings
-from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.schedules import StageSeconds, step_s
+from m6.config.run import RunConfig
+from m6.planning.cost.layout import ParallelLayout, is_flushless
+from m6.planning.cost.schedules import StageSeconds, flushless_step_s, step_s
 from m6.planning.cost.stage_cuts import Fits, Shape, Suits, cut_layers
 from m6.planning.cost.step_parts import LayerTime, StepTime
 from m6.planning.machine.cluster import Cluster, Nodes
@@ -24,25 +26,26 @@ class PipelineTime:
     Ranks of a pipeline take the devices in the order of the cluster.
 
     Args:
+        config: the run, which says whether its pipelines end all passes after each step.
         layers_on: see ``LayersOn``.
         message_s: seconds of the hidden states of a micro-batch from a rank to the next.
-        dtype: of matrix products, by which the slowest devices of a place in the pipeline are known.
         groups: the numbers of consecutive layers that belong into one stage, in the order of the model.
         splits: whether schedules may split backward passes: not while layers share weights.
     """
 
     def __init__(
         self,
+        config: RunConfig,
         cluster: Cluster,
         layers_on: LayersOn,
         message_s: Callable[[ParallelLayout], float],
-        dtype: str,
         groups: Sequence[int],
         splits: bool,
     ) -> None:
-        self._splits = splits
+        self._config, self._splits = config, splits
+        self._dtype = config.deepspeed.product_dtype  # by which the slowest devices of a place are known
         self._ends = [0, *itertools.accumulate(groups)]
-        self._cluster, self._layers_on, self._message_s, self._dtype = cluster, layers_on, message_s, dtype
+        self._cluster, self._layers_on, self._message_s = cluster, layers_on, message_s
         self._layers: dict[tuple[int, ...], list[list[LayerTime]]] = {}
         self._cuts: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
 
@@ -57,8 +60,18 @@ class PipelineTime:
                 stages[stage] = _stage_seconds(items, splits)
         slowest = max(self.ranks(layout), key=lambda time: time.compute + time.exchange)
         times = {name: seconds * steps for name, seconds in slowest.parts().items()}
-        whole = step_s(settings, steps, stages, self._message_s(layout))
+        message_s = self._message_s(layout)
+        if is_flushless(self._config, layout):
+            whole = flushless_step_s(settings.num_ranks, steps, stages, message_s, self.steps_between_flushes)
+        else:
+            whole = step_s(settings, steps, stages, message_s)
         return StepTime(**{**times, "bubble": whole - sum(times.values())})
+
+    @functools.cached_property
+    def steps_between_flushes(self) -> float:
+        """The mean number of steps after which a pipeline without a flush ends all passes."""
+        total = self._config.m6.training.total_steps
+        return total / sum(map(self._config.flushes_after, range(1, total + 1)))
 
     def ranks(self, layout: ParallelLayout) -> list[StepTime]:
         """Seconds of all passes of a micro-batch on each rank of the pipeline."""

@@ -114,6 +114,16 @@ def sliced_orders(ranks: int, slices: tuple[int, ...]) -> Orders:
     return tuple(orders)
 
 
+def flushless_orders(ranks: int, micro_batches: int, steps: int) -> Orders:
+    """The order of the passes of several steps without a flush between them: PipeDream-2BW (arXiv 2006.09503).
+
+    It is 1F1B over the micro-batches of all steps, which are numbered through: at the end of a step the rank of stage s
+    has P - s - 1 of them under way, and it ends them between the first forward passes of the next step. After the last
+    step all passes end.
+    """
+    return orders_of("1f1b", ranks, steps * micro_batches, 1)
+
+
 def _passes(action: Any) -> tuple[Pass, ...]:
     parts = action.sub_actions or (action,)  # DualPipeV names pairs, which run one after the other
     return tuple(
@@ -179,6 +189,38 @@ def step_s(settings: PipelineSettings, micro_batches: int, stages: Sequence[Stag
         return run(micro_batches)
     longer = run(filled + ranks)
     return longer + (longer - run(filled)) / ranks * (micro_batches - filled - ranks)
+
+
+def flushless_step_s(
+    ranks: int, micro_batches: int, stages: Sequence[StageSeconds], message_s: float, steps: float
+) -> float:
+    """Seconds of a step, waits included, in a pipeline that ends all passes after every ``steps`` steps.
+
+    Of many micro-batches only the first and last ones are run on the clock: between them each takes the period.
+
+    Args:
+        steps: a mean, not always whole.
+    """
+    filled = min(int(steps * micro_batches), _FILLED_ROUNDS * ranks)
+    period = period_s(stages, message_s)
+    waits = run_clock(flushless_orders(ranks, filled, 1), stages, message_s) - filled * period
+    return micro_batches * period + waits / steps
+
+
+def period_s(stages: Sequence[StageSeconds], message_s: float) -> float:
+    """Seconds in which 1F1B takes up one more micro-batch, once all ranks have begun.
+
+    A rank begins a forward pass when it has ended the backward pass of the micro-batch that it took up P - s before.
+    So neighbouring ranks i to j take up j - i + 1 micro-batches in the time that one needs for its passes from i to j
+    and back; the slowest of all such neighbours set the pace. Without messages it is that of the slowest rank.
+    """
+    most = 0.0
+    for first in range(len(stages)):
+        seconds = -2 * message_s
+        for count, stage in enumerate(stages[first:], 1):
+            seconds += stage.total + 2 * message_s
+            most = max(most, seconds / count)
+    return most
 
 
 @functools.lru_cache(maxsize=256)

@@ -68,10 +68,10 @@ class TimeModel:
         self._exchanges: dict[tuple[int, int, int], int] = {}
         sharing = config.planned_sharing
         self.pipeline = PipelineTime(
+            config,
             cluster,
             lambda nodes, layout: self._on(nodes).layers(layout),
             self._stage_message_s,
-            self.dtype,
             [1] * config.model.num_layers if sharing is None else sharing.group_sizes,
             splits=memory.sharing is None,
         )

@@ -1,4 +1,4 @@
-"""Prices of what a plan does not have: a pipeline, or none, token slices, delayed gradients, divided matrices, unequal
+"""Prices of what a plan does not have: a pipeline, or none, delayed gradients, token slices, divided matrices, unequal
 shares of a batch.
 
 A plan's report shows them next to the plan, so that a reader sees what they would gain.
@@ -13,6 +13,7 @@ from m6.errors import UserError
 from m6.planning.cost.partition import share_rows, slice_tokens
 from m6.planning.cost.slices import slice_work
 from m6.planning.machine.cluster import Cluster
+from m6.planning.search.delay import flushless_line
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
 from m6.planning.search.tensor_groups import tensor_line
@@ -28,8 +29,8 @@ def alternatives(planner: Planner, result: SearchResult) -> list[str]:
         other = result.fastest(pipeline=best.layout.pp_size == 1)
         lines.append("- Pipelines: none runs and fits." if other is None else _comparison(best, other))
         pipeline = result.fastest(pipeline=True)
-        if pipeline is not None:
-            lines += [_delay_line(pipeline), _slice_line(planner, pipeline)]
+        if pipeline is not None and planner.config.m6.gradient_delay is None:  # which allows no slices
+            lines += [flushless_line(planner, best, pipeline), _slice_line(planner, pipeline)]
         lines.append(tensor_line(planner, best))
     if planner.cluster.is_mixed:
         lines.append(_share_line(planner, best))
@@ -44,16 +45,6 @@ def _comparison(best: PricedLayout, other: PricedLayout) -> str:
         f"- Pipelines (m6.parallel.pipeline): the fastest layout {which}, {other.layout}, takes "
         f"{other.time.total:.4g} s a step ({ratio:+.1%}) and {format_gb(other.footprint.peak)}. Ranks of the pipeline "
         f"wait {pipeline.time.bubble / pipeline.time.total:.1%} of a step for each other."
-    )
-
-
-def _delay_line(found: PricedLayout) -> str:
-    """A pipeline without the flush between steps."""
-    waits = found.time.bubble / found.time.total
-    return (
-        f"- Gradients one step late across stages (PipeDream-2BW; no engine here) would take at most {-waits:+.1%} of "
-        "this pipeline without its flush between steps, for a second copy of the weights, "
-        f"{format_gb(found.footprint.weights)} a rank."
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import SCHEDULES, Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
@@ -19,8 +20,9 @@ from m6.errors import UserError
 from m6.model.sharing import Sharing
 from m6.model.tensor.received import PLACEMENTS, PlacementName
 from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, divisors
-from m6.planning.cost.memory import MemoryFootprint, MemoryModel
+from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.stage_cuts import Fits, Suits
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import Cluster
@@ -90,6 +92,7 @@ class Planner:
         world, rows = self.cluster.num_devices, self.config.deepspeed.train_batch_size
         experts = 1 if self.config.m6.moe is None else self.config.model.moe_config().num_experts
         layers = self.config.model.num_layers
+        schedules = SEARCHED if self.config.m6.gradient_delay is None else (FLUSHLESS,)  # others are refused
         for (tp_size, placement), pp_size in itertools.product(
             self._tensor_groups(), self._values("pp_size", (size for size in divisors(world) if size <= layers))
         ):
@@ -102,7 +105,7 @@ class Planner:
                 "micro_batch_size": self._values(
                     "micro_batch_size", divisors(rows // dp_size) if rows % dp_size == 0 else ()
                 ),
-                "schedule": self._values("schedule", SEARCHED if pp_size > 1 else SEARCHED[:1]),
+                "schedule": self._values("schedule", schedules if pp_size > 1 else SEARCHED[:1]),
             }
             for name in ("checkpointing", "offload_optimizer", "offload_params"):
                 axes[name] = self._values(name, (False, True))
@@ -223,7 +226,9 @@ class Planner:
             return False
         places = (self.time.pipeline.nodes_of(layout, place) for place in range(layout.pp_size))
         smallest = (min(nodes.device.memory_bytes for nodes in types) for types in places)
-        needed = sum(footprint.resident for footprint in self.memory.footprints(layout))
+        footprints = self.memory.footprints(layout)
+        # Of the old weights there are fewer the more layers the last rank has, which needs none.
+        needed = sum(footprint.resident - footprint.old_weights for footprint in footprints)
         return needed > sum(smallest) * self.memory_fraction
 
     def refined(self, plan: PricedLayout) -> PricedLayout:
@@ -324,7 +329,7 @@ class Planner:
         if layout.tp_size > 1:
             axes["placement"] = list(PLACEMENTS)
         if self.cluster.num_devices > 1:
-            axes["pp_size"] = [1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)]
+            axes["pp_size"] = sorted({1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)})
         if layout.pp_size > 1:
             axes["schedule"] = list(SCHEDULES)
         axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}

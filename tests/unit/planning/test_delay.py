@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.search.delay import delay_line
+from m6.planning.search.delay import delay_line, flushless_line
 from m6.planning.search.planner import Planner, PricedLayout
+from m6.planning.search.results import format_gb
 from tests.fixtures.plans import planner
 
 LAYOUT = ParallelLayout(
@@ -39,6 +40,35 @@ def test_the_host_update_of_m6_10t_runs_beside_the_whole_step():
     assert f"{before.time.host:.4g} s" in line
     assert f"the step {after.time.total:.4g} s" in line
     assert delay_line(late, after) == ""
+
+
+def test_a_plan_prices_the_pipeline_without_a_flush():
+    """Its ranks wait for each other once in ten steps; what the configuration refuses is said in its words."""
+    half = ("fp16.enabled=false", "bf16.enabled=true")
+    forced = {"zero_stage": 1, "ep_size": 64}
+    subject, late = (planner("m6_100b", "a100_80g_x128", *half, *more, forced=forced) for more in ((), (LATE,)))
+    result = subject.search(1)
+    best, pipeline, found = result.best, result.fastest(pipeline=True), late.search(1).fastest(pipeline=True)
+    assert pipeline is not None
+    assert found is not None
+    line = flushless_line(subject, best, pipeline)
+    price = f"the fastest, {found.layout}, would take {found.time.total:.4g} s a step"
+    assert price in line
+    assert f"({found.time.total / best.time.total - 1:+.1%}) and {format_gb(found.footprint.peak)}" in line
+    assert "with a flush after every 10 steps; the steps that this costs are not priced" in line
+    # A run that has the delay says what it changes.
+    flushed = subject.time(found.layout)
+    assert found.time.bubble < 0.2 * flushed.bubble
+    assert f"wait {found.time.bubble:.4g} s of a step for each other, {flushed.bubble:.4g} s with" in delay_line(
+        late, found
+    )
+    fp16 = planner("m6_100b", "a100_80g_x128", forced=forced)
+    assert "fp16's loss scale was not tried with it" in flushless_line(fp16, best, pipeline)
+    streamed = planner("m6_1t", "v100_32g_x480")
+    layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True)
+    judged = streamed.evaluate(layout)
+    assert isinstance(judged, PricedLayout)
+    assert "the store of m6.offload has one version of the experts" in flushless_line(streamed, judged, judged)
 
 
 def test_what_does_not_wait_for_the_host_has_nothing_to_gain():

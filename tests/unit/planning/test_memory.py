@@ -1,5 +1,7 @@
 """Predicted model states against an engine, and against sums over every parameter."""
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from m6.model.stages import keep_layers
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.schedules import Pass, flushless_orders
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
 from m6.planning.search.configuration import configured, layout_of
@@ -207,6 +210,53 @@ def test_states_of_pipelines_are_those_of_the_layers_that_a_rank_keeps(
         parameters = len(list(model.parameters()))
         assert footprint.optimizer_state == 4 * (2 * numel + parameters)
     assert memory(ParallelLayout(8, pp_size=2, schedule=schedule, cut=cut)).peak == max(each.peak for each in found)
+
+
+def most_copies(order: Sequence[Pass], ahead: int, micro_batches: int) -> int:
+    """Steps at one time of which micro-batches are under way that began with a copy of the weights."""
+    under_way, most = list[int](), 0
+    for each in order:
+        step, number = divmod(each.number, micro_batches)
+        if number >= micro_batches - ahead:
+            (under_way.append if each.kind == "forward" else under_way.remove)(step)
+        most = max(most, len(set(under_way)))
+    return most
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_ranks_of_a_pipeline_without_a_flush_hold_two_steps(zero_stage: int):
+    """The old weights except on the last rank, gradients that wait for the update, and micro-batches of the next step
+    during the update."""
+    precision = {"zero_optimization": {"stage": zero_stage}, **({"bf16": BF16} if zero_stage else {"bf16": {}})}
+    config = small_run(**precision)
+    document = copy.deepcopy(config.document)
+    document["m6"]["gradient_delay"] = {"accept_loss": True}
+    flushed, late = (MemoryModel(each, Profile()) for each in (config, parse_config(document)))
+    layout = ParallelLayout(12, pp_size=3, cut=(1, 3, 2), zero_stage=zero_stage)
+    width, ranks = 2 if zero_stage else 4, 4 if zero_stage else 1
+    table = flushed.config.model.vocab_size * flushed.config.model.hidden_size
+    places = zip(flushed.counts_of_ranks(layout), flushed.footprints(layout), late.footprints(layout), strict=True)
+    for place, (counts, before, after) in enumerate(places):
+        assert after.weights == before.weights
+        assert after.old_weights == (0 if place == 2 else width * counts.local)
+        waiting = after.gradients - before.gradients - (width * table if place == 2 else 0)
+        assert waiting == pytest.approx(width * counts.local / ranks, abs=64)  # partitions begin at even offsets
+        assert after.optimizer_state - before.optimizer_state == pytest.approx(4 * counts.local / ranks, abs=64)
+        assert after.activations == before.activations
+        under_way = after.update - before.update
+        # The first of three ranks has two micro-batches of the next step under way, of three at most.
+        assert under_way == pytest.approx((2 - place) / (3 - place) * before.activations, rel=1e-6)
+    # Of few micro-batches those of two steps may keep a copy each.
+    few = ParallelLayout(24, pp_size=6, micro_batch_size=64, zero_stage=zero_stage)
+    copies = [
+        found.old_weights // (width * counts.local)
+        for counts, found in zip(late.counts_of_ranks(few), late.footprints(few), strict=True)
+    ]
+    assert copies == [most_copies(order, 5 - rank, 8) for rank, order in enumerate(flushless_orders(6, 8, 4))]
+    assert copies == [2, 1, 1, 1, 1, 0]
+    whole = replace(layout, pp_size=1, cut=())
+    assert late(whole).old_weights == 0
+    assert late(whole).gradients == flushed(whole).gradients
 
 
 def test_activations_of_pipelines_grow_with_the_micro_batches_under_way():

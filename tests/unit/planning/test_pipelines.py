@@ -1,12 +1,16 @@
 """The search over schedule, cut and micro-batch of pipelines against brute force, and the JSON that it writes."""
 
+import copy
+import functools
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from m6.config.run import parse_config
+from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Cluster, load_cluster
@@ -44,6 +48,57 @@ def test_pipelines_are_those_of_brute_force_over_every_cut(cluster: Cluster, row
     assert len(pipelines) > 50
     assert found.fastest(pipeline=True).time.total == pytest.approx(pipelines[0].time.total, rel=1e-12)
     assert found.fastest(pipeline=True).time.bubble > 0
+
+
+def late(config: RunConfig, **changes: Any) -> RunConfig:
+    """The run with gradients one step late."""
+    document = copy.deepcopy(config.document)
+    document["m6"]["gradient_delay"] = {"accept_loss": True}
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        functools.reduce(dict.__getitem__, parents, document)[last] = value
+    return parse_config(document)
+
+
+@pytest.mark.parametrize(("cluster", "rows", "layers"), [(few(2), 8, 6), (few(4), 8, 7), (mixed(), 8, 7)])
+@pytest.mark.parametrize("interval", [1, 10])
+def test_pipelines_without_a_flush_are_those_of_brute_force(cluster: Cluster, rows: int, layers: int, interval: int):
+    """Every cut, with a flush after each step that logs, or after ten."""
+    config = late(small_base(rows, num_layers=layers), m6__logging__interval_steps=interval)
+    subject = Planner(config, cluster)
+    every = brute_force(subject, every_cut=True)
+    found = subject.search(5)
+    assert found.plans[0].time.total == every[0].time.total
+    pipelines = [plan for plan in every if plan.layout.pp_size > 1]
+    assert len(pipelines) >= 30
+    best = found.fastest(pipeline=True)
+    assert best.time.total == pytest.approx(pipelines[0].time.total, rel=1e-12)
+    flushed = Planner(small_base(rows, num_layers=layers), cluster)
+    for plan in pipelines:
+        assert subject.time.lower_bound(plan.layout) <= plan.time.total
+        assert plan.time.total <= flushed.time(plan.layout).total * (1 + 1e-9)
+        assert (plan.time.total < 0.95 * flushed.time(plan.layout).total) <= (interval > 1)
+        assert plan.footprint.peak > flushed.memory(plan.layout).peak
+    assert best.time.bubble < flushed.time(best.layout).bubble * (1.01 if interval == 1 else 0.2)
+    written = parse_config(configure(config, best.layout))
+    assert written.is_flushless
+    assert layout_of(written, cluster.num_devices) == best.layout
+
+
+def test_no_pipeline_is_planned_that_gradients_one_step_late_do_not_allow():
+    config = small_base(16, num_layers=8)
+    fp16 = late(config, bf16={"enabled": False}, fp16={"enabled": True}, zero_optimization={"stage": 1})
+    biases = late(config, m6__moe__balance_bias_rate=0.01)
+    for refused in (fp16, biases):
+        assert Planner(refused, few(4)).search().fastest(pipeline=True) is None
+    store = late(config, m6__offload={"optimizer": {"type": "AdamW", "lr": 0.001}})
+    found = Planner(store, few(4)).search(sys.maxsize)
+    assert any(plan.layout.stream_experts for plan in found.plans)
+    pipelines = [plan.layout for plan in found.plans if plan.layout.pp_size > 1]
+    assert pipelines
+    for layout in pipelines:
+        assert layout.schedule == "1f1b"
+        assert parse_config(configure(store, layout)).is_flushless
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 5])

@@ -7,8 +7,11 @@ import pytest
 from m6.config.pipeline import SCHEDULES, PipelineSettings
 from m6.planning.cost.schedules import (
     StageSeconds,
+    flushless_orders,
+    flushless_step_s,
     most_under_way,
     orders_of,
+    period_s,
     run_clock,
     step_s,
     waits_of_equal_stages,
@@ -59,6 +62,49 @@ def test_a_long_step_is_priced_as_if_the_clock_ran_all_of_it(schedule: str):
         assert run_clock(orders_of(schedule, 4, 8, each), stages, 0.0) < step_s(settings, 8, stages, 0.5)
     equal = [StageSeconds(1, 1, 1)] * (4 * each)
     assert step_s(settings, 64, equal, 0.0) == pytest.approx(run_clock(orders_of(schedule, 4, 64, each), equal))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "steps"), [(2, 2, 1), (2, 4, 5), (4, 4, 10), (4, 6, 3), (8, 9, 4)])
+def test_without_a_flush_equal_stages_wait_once_for_several_steps(ranks: int, micro_batches: int, steps: int):
+    """(P - 1)(F + B) for each flush, by the clock and by the price; rounding alone."""
+    stages, both = [StageSeconds(0.7, 1.9, 0.4)] * ranks, 0.7 + 1.9 + 0.4
+    computing, waits = steps * micro_batches * both, (ranks - 1) * both
+    flushed = steps * run_clock(orders_of("1f1b", ranks, micro_batches, 1), stages)
+    assert flushed == pytest.approx(computing + steps * waits, rel=1e-9)
+    found = run_clock(flushless_orders(ranks, micro_batches, steps), stages)
+    assert found == pytest.approx(computing + waits, rel=1e-9)
+    price = flushless_step_s(ranks, micro_batches, stages, 0.0, steps)
+    assert price == pytest.approx((computing + waits) / steps, rel=1e-9)
+
+
+def test_without_a_flush_ranks_begin_the_next_step_before_they_end_one():
+    ranks, micro_batches, steps = 4, 5, 3
+    for rank, order in enumerate(flushless_orders(ranks, micro_batches, steps)):
+        for kind in ("forward", "backward"):
+            assert [each.number for each in order if each.kind == kind] == list(range(micro_batches * steps))
+        for step in (1, 2):
+            ends = order.index(("backward", rank, step * micro_batches - 1))
+            begun = [each for each in order[:ends] if each.kind == "forward" and each.number >= step * micro_batches]
+            assert len(begun) == ranks - rank - 1
+
+
+def test_unequal_stages_without_a_flush_are_priced_as_if_the_clock_ran_all_steps():
+    """Stages as different as those of a bad cut, and messages as long as a pass: the error is below 1 %."""
+    generator = random.Random(3)
+    for ranks, micro_batches, steps in [(2, 3, 10), (3, 8, 5), (4, 4, 25), (4, 16, 2), (8, 8, 10)]:
+        for message_s in (0.0, 0.1, 1.0):
+            stages = [StageSeconds(*(generator.uniform(0.5, 2.0) for _ in range(3))) for _ in range(ranks)]
+            whole = run_clock(flushless_orders(ranks, micro_batches, steps), stages, message_s)
+            price = flushless_step_s(ranks, micro_batches, stages, message_s, steps)
+            assert price == pytest.approx(whole / steps, rel=0.01)
+            # No rank computes longer than its own passes take, whatever the mean number of steps is.
+            assert flushless_step_s(ranks, micro_batches, stages, message_s, 9.5) > micro_batches * max(
+                stage.total for stage in stages
+            )
+            # The ranks repeat themselves after some number of micro-batches, at most P: 840 is a multiple of all.
+            begun = run_clock(orders_of("1f1b", ranks, 500, 1), stages, message_s)
+            later = run_clock(orders_of("1f1b", ranks, 1340, 1), stages, message_s)
+            assert (later - begun) / 840 == pytest.approx(period_s(stages, message_s), rel=1e-9)
 
 
 def test_ranks_keep_as_many_activations_as_published():
