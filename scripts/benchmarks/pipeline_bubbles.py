@@ -23,12 +23,15 @@ from m6.config.run import RunConfig, load_config
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.planning.cost.schedules import Pass, StageSeconds, run_clock, waits_of_equal_stages
+from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from m6.training.engine.pipeline_schedule import NumberedStage
 from scripts.benchmarks.record import ROOT, Recorder
 
 RANKS = 4
 STEPS_OF = (8, 16)
 """Micro-batches of a step."""
+UNFLUSHED = 8
+"""Steps between two flushes."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 TOLERANCE = 0.02
 # A backward pass takes twice as long as a forward pass; its halves for inputs and for weights take half of it each.
@@ -64,6 +67,29 @@ def recording() -> Iterator[list[Pass]]:
         del stage.backward_weight_one_chunk
 
 
+@contextmanager
+def recording_without_flush() -> Iterator[list[Pass]]:
+    """As ``recording``; micro-batches are numbered through all steps."""
+    passes: list[Pass] = []
+    engine: Any = FlushlessPipelineEngine
+    forward, backward = engine._pass_forward, engine._pass_backward
+
+    def pass_forward(self: Any, number: int, *args: Any) -> None:
+        passes.append(Pass("forward", self._number, (self._begun - 1) * self._micro_batches + number))
+        forward(self, number, *args)
+
+    def pass_backward(self: Any) -> None:
+        oldest = self._under_way[0]
+        passes.append(Pass("backward", self._number, (oldest.step - 1) * self._micro_batches + oldest.number))
+        backward(self)
+
+    engine._pass_forward, engine._pass_backward = pass_forward, pass_backward
+    try:
+        yield passes
+    finally:
+        engine._pass_forward, engine._pass_backward = forward, backward
+
+
 def bubble(orders: Sequence[Sequence[Pass]], stages_per_rank: int) -> float:
     """The share of the time of all ranks in which they wait.
 
@@ -81,7 +107,7 @@ def formula(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int)
     return waits / (micro_batches * _RANK.total + waits)
 
 
-def _config(schedule: str, micro_batches: int) -> RunConfig:
+def _config(schedule: str, micro_batches: int, *changes: str) -> RunConfig:
     return load_config(
         ROOT / "configs" / "m6_smoke.json",
         (
@@ -92,6 +118,7 @@ def _config(schedule: str, micro_batches: int) -> RunConfig:
             "zero_optimization.stage=1",
             "train_micro_batch_size_per_gpu=1",
             f"train_batch_size={micro_batches}",
+            *changes,
         ),
     )
 
@@ -133,9 +160,21 @@ def _train(rank: int, port: int, results: Any) -> None:
             traces: list[Any] = [None] * RANKS
             dist.all_gather_object(traces, passes)
             if rank == 0:
-                results.put((schedule, micro_batches, traces))
-    if rank == 0:
-        results.put(None)
+                results.put((schedule, micro_batches, 1, traces))
+    for micro_batches in STEPS_OF:
+        config = _config("1f1b", micro_batches, "m6.gradient_delay={}")
+        engine = build_engine(config, runtime)
+        assert isinstance(engine, FlushlessPipelineEngine)
+        with recording_without_flush() as passes:
+            for _ in range(UNFLUSHED):
+                engine.begin_step(0.0)
+                engine.accumulate([causal_batch(config)] * micro_batches, part_of_loss, range(micro_batches))
+                engine.advance()
+            engine.update()
+        traces = [None] * RANKS
+        dist.all_gather_object(traces, passes)
+        if rank == 0:
+            results.put(("1f1b", micro_batches, UNFLUSHED, traces))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -148,26 +187,31 @@ def main() -> None:
     processes = torch.multiprocessing.start_processes(
         _train, (29000 + os.getpid() % 1000, results), nprocs=RANKS, join=False, start_method="spawn"
     )
+    found: list[Any] = []
+    ended = False
+    while not ended:
+        ended = processes.join(timeout=1.0)  # raises an error if a process has failed
+        while not results.empty():
+            found.append(results.get())
     rows, numbers, wrong = [], [], []
-    while (found := results.get()) is not None:
-        schedule, micro_batches, traces = found
+    for schedule, micro_batches, steps, traces in found:
         stages = _config(schedule, micro_batches).pipeline
         assert stages is not None
         measured = bubble(traces, stages.stages_per_rank())
-        expected = formula(schedule, RANKS, micro_batches, stages.stages_per_rank())
-        rows.append([schedule, str(micro_batches), f"{measured:.2%}", f"{expected:.2%}"])
-        numbers.append({"schedule": schedule, "micro_batches": micro_batches, "bubble": measured, "formula": expected})
+        expected = formula(schedule, RANKS, micro_batches * steps, stages.stages_per_rank())
+        name = schedule if steps == 1 else f"{schedule} without a flush, {steps} steps"
+        rows.append([name, str(micro_batches), f"{measured:.2%}", f"{expected:.2%}"])
+        numbers.append({"schedule": name, "micro_batches": micro_batches, "bubble": measured, "formula": expected})
         if abs(measured - expected) > TOLERANCE * expected:
-            wrong.append(schedule)
-    processes.join()
+            wrong.append(name)
     notes = (
         f"One step of `m6_smoke.json` with 8 layers on {RANKS} gloo ranks for each row. The passes are recorded where "
         "PyTorch's schedules call our stages, and run again on a clock on which a forward pass of all layers of a rank "
         "takes 1, a backward pass 2, its halves for inputs and weights 1 each, and messages nothing. With M "
         "micro-batches and P ranks the formulas are (P - 1) / (M + P - 1) for `1f1b`, (P - 1) / (2 M + P - 1) for "
-        "`interleaved_1f1b` with two stages a rank, and (P - 1) / (6 M + P - 1) for the others. These are the waits of "
-        "the schedule alone: on real devices messages, unequal stages and the products of experts, which do not split, "
-        "come on top."
+        "`interleaved_1f1b` with two stages a rank, and (P - 1) / (6 M + P - 1) for the others. K steps of `1f1b` "
+        "without a flush (`m6.gradient_delay`) wait (P - 1) / (K M + P - 1). These are the waits of the schedule "
+        "alone: on real devices messages, unequal stages and the products of experts, which do not split, come on top."
     )
     recorder.write(["schedule", "micro-batches", "waits, recorded", "formula"], rows, notes, {"runs": numbers})
     if wrong:

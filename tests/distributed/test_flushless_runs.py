@@ -95,6 +95,15 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
     assert norms(root) == pytest.approx(norms(folder / "straight")[2:], rel=10 * TOLERANCE)
 
 
+def test_a_run_resumes_to_the_bit_on_the_same_layout(folder: Path):
+    """A flush where the run stops changes no sum."""
+    each = flushless(folder, pipeline(2, "1f1b", [3, 2]))
+    run_distributed(train, 2, each, str(folder / "unstopped"))
+    for stop_at in (2, 5, None):
+        run_distributed(train, 2, each, str(folder / "stopped"), stop_at)
+    assert set(state_errors(folder / "stopped", folder / "unstopped").values()) == {0.0}
+
+
 def stop_and_save(each: dict[str, Any], root: Path) -> None:
     """A request during a step is heard with the sums of the step, which the next step reads: it then ends, too."""
     trainer = open_trainer(each, root)
