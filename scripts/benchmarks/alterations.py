@@ -38,7 +38,14 @@ ALTERATIONS: dict[str, Callable[[Image.Image, random.Random], bytes]] = {
         resized(cropped(picture, 0.1, rng), 0.5, 0.5), 30
     ),
     "5 % of every edge cut off": lambda picture, rng: jpeg(
-        picture.crop((*(round(side * 0.05) for side in picture.size), *(round(side * 0.95) for side in picture.size)))
+        picture.crop(
+            (
+                round(picture.width * 0.05),
+                round(picture.height * 0.05),
+                round(picture.width * 0.95),
+                round(picture.height * 0.95),
+            )
+        )
     ),
     "cropped by 20 % (not asked for)": lambda picture, rng: jpeg(cropped(picture, 0.2, rng)),
 }

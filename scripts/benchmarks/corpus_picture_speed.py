@@ -114,8 +114,8 @@ def main() -> None:
                 if number:  # the first round imports and compiles
                     measured["img2dataset, resizer"].append(float(peer.stdout))
                     measured["m6, resize and encode"].append(own)
-                    for stage, seconds in stages.items():
-                        measured[f"m6 data corpus, {stage}"].append(seconds)
+                    for stage, stage_s in stages.items():
+                        measured[f"m6 data corpus, {stage}"].append(stage_s)
                     measured["m6 data corpus"].append(sum(stages.values()))
         for contestant, seconds in measured.items():
             rates[contestant] = [len(files) / each for each in seconds]

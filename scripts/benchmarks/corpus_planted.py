@@ -175,7 +175,7 @@ def personal(documents: list[str], seed: int) -> dict[str, float]:
     for kind, make in PERSONAL.items():
         hits = 0
         for _ in range(PAIRS):
-            value, places = make(rng), []
+            value, places = make(rng), list[int]()
             while not places:  # in running text: not inside of a number or a foreign word
                 text = rng.choice(documents)
                 places = [place for place in range(1, len(text)) if not BESIDE.search(text[place - 1 : place + 1])]

@@ -45,7 +45,7 @@ def seconds(work: Callable[[], None]) -> float:
 def ours(texts: Path, out: Path) -> dict[str, float]:
     recipe = {"out": str(out), "inputs": [{"source": str(texts), "name": "web", "licence": "MIT"}]}
     work = prepare(work_folder(out), make_plan(validate(CorpusRecipe, recipe, "")))
-    return {stage.name: seconds(lambda name=stage.name: run_task(work.folder, name, 0, 1)) for stage in STAGES}
+    return {stage.name: seconds(functools.partial(run_task, work.folder, stage.name, 0, 1)) for stage in STAGES}
 
 
 def datatrove(texts: Path, out: Path, with_filters: bool) -> dict[str, float]:

@@ -55,7 +55,7 @@ def k_times_top_1(cell: Cell) -> tuple[nn.Module, Run]:
     """Our layer without prototypes, Z times with E / Z experts, as M6-T's k top-1 is written down."""
     part = Cell(cell.num_tokens, cell.hidden_size, cell.num_experts // cell.num_prototypes)
     layers, runs = zip(*(ours(part) for _ in range(cell.num_prototypes)), strict=True)
-    return nn.ModuleList(layers), lambda x: sum(run(x) for run in runs)  # type: ignore[return-value]
+    return nn.ModuleList(layers), lambda x: sum(run(x) for run in runs)
 
 
 class Dense(nn.Module):
@@ -112,7 +112,7 @@ def deepspeed_moe(cell: Cell, drop: bool) -> tuple[nn.Module, Run]:
 
     def run(x: Tensor) -> Tensor:
         outputs = [layer(x) for layer in layers]
-        return sum(output + 0 * aux_loss for output, aux_loss, _ in outputs)  # type: ignore[return-value]
+        return sum(output + 0 * aux_loss for output, aux_loss, _ in outputs)
 
     return layers, run
 
@@ -153,7 +153,7 @@ def switch(cell: Cell) -> tuple[nn.Module, Run]:
         router_bias=False,
     )
     layers = nn.ModuleList(SwitchTransformersSparseMLP(copy.deepcopy(config)) for _ in range(cell.num_prototypes))
-    return layers, lambda x: sum(layer(x[None])[0] for layer in layers)  # type: ignore[return-value]
+    return layers, lambda x: sum(layer(x[None])[0] for layer in layers)
 
 
 def mixtral(cell: Cell, implementation: str) -> tuple[nn.Module, Run]:

@@ -130,7 +130,8 @@ def main() -> None:
             kept = keeping_gathered(ranks, *sizes)
             kept_ratio = f"{_millions(kept)}, {one[0] / kept:.2f}"
             rows.append([f"{name}: {', '.join(map(str, sizes))}", str(ranks), *cells, ratios, kept_ratio])
-            numbers.append({"shape": sizes, "ranks": ranks, **found, "3d, gathered operands kept": kept})
+            elements = {str(placement): each for placement, each in found.items()}
+            numbers.append({"shape": sizes, "ranks": ranks, **elements, "3d, gathered operands kept": kept})
     counted = []
     context = torch.multiprocessing.get_context("spawn")
     for world in WORLDS:

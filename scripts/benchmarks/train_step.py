@@ -16,10 +16,12 @@ import psutil
 import typer
 from contestants import CLIPPING, HEAD_SIZE, MOE, VOCAB_SIZE, Contestant, gpt2_step, language_modelling_batch, our_step
 from record import Recorder, spread
+from torch import Tensor
 
 from m6.config.run import load_config
 from m6.data.collate import MicroBatch
 from m6.model import num_parameters
+from m6.model.outputs import M6Output
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.storages import SavedTensors, new_storages, storage_bytes
@@ -285,6 +287,12 @@ def cached_step(capacity: int, config: Path, overrides: list[str] | None, rounds
     return step
 
 
+def sum_of_losses(_: MicroBatch, output: M6Output) -> Tensor:
+    """Of all targets of a micro-batch."""
+    assert output.target_losses is not None
+    return output.target_losses.sum()
+
+
 def measured_parts(run: Run, batches: list[list[MicroBatch]]) -> dict[str, int]:
     """Bytes of live storages by part, each the largest over ``batches``, and at the peak of a step."""
     engine, activations = run.engine, []
@@ -295,7 +303,7 @@ def measured_parts(run: Run, batches: list[list[MicroBatch]]) -> dict[str, int]:
         del output  # and with it the graph
     run.train(batches[0])  # makes the optimizer's state
     engine.begin_step(0.0)
-    engine.accumulate(batches[0], lambda _, output: output.target_losses.sum(), range(len(batches[0])))
+    engine.accumulate(batches[0], sum_of_losses, range(len(batches[0])))
     gradients = engine.gradient_bytes()
     engine.update()
     held = engine.state_bytes()

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from tests.slurm.run import ClusterRun
@@ -58,14 +59,14 @@ def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
             time.sleep(rng.uniform(0, 6))
         else:
             before = run.newest_checkpoint()
-            run.wait_until(lambda start=begin: _entry_since(run, start), f"the first step of attempt {index + 1}")
-            run.wait_until(lambda least=before: run.newest_checkpoint() > least, "a new checkpoint")
+            run.wait_until(partial(_entry_since, run, begin), f"the first step of attempt {index + 1}")
+            run.wait_until(partial(_has_newer, run, before), "a new checkpoint")
             if aim == "writing":
                 run.wait_until(lambda: _incomplete(run), "a checkpoint in the making")
                 time.sleep(rng.uniform(0, 0.05))
             else:
                 target = run.step() + rng.randint(0, INTERVAL)
-                run.wait_until(lambda least=target: run.step() >= least, f"step {target}")
+                run.wait_until(partial(_has_step, run, target), f"step {target}")
         moment = "starting" if not _entry_since(run, begin) else "writing" if _incomplete(run) else "training"
         now = time.time()
         run.kill_all()
@@ -106,6 +107,14 @@ def _fill_in_resumes(run: ClusterRun, kills: list[Kill]) -> None:
 def _entry_since(run: ClusterRun, since: float) -> dict[str, Any]:
     """The first line of metrics that was written after ``since``, if that was not long ago; empty if there is none."""
     return next((entry for entry in run.entries(last_bytes=2**17) if entry["time"] > since), {})
+
+
+def _has_newer(run: ClusterRun, checkpoint: int) -> bool:
+    return run.newest_checkpoint() > checkpoint
+
+
+def _has_step(run: ClusterRun, step: int) -> bool:
+    return run.step() >= step
 
 
 def _incomplete(run: ClusterRun) -> bool:

@@ -44,6 +44,6 @@ def run_rank(folder: Path, arguments: list[str]) -> None:
     loop.TrainStep = TimedStep  # type: ignore[misc]
     sys.argv = ["m6", *arguments]
     try:
-        cli.main()
+        cli()
     finally:
         write_json(folder / f"rank_{os.environ['RANK']}.json", {"steps": _steps})

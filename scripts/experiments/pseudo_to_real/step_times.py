@@ -36,7 +36,7 @@ class Disk:
 
     def __init__(self, path: Path, tensors: list[Tensor]) -> None:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.buffers = [memoryview(t.detach().view(-1).view(torch.uint8).numpy()) for t in tensors]
+        self.buffers = [memoryview(t.detach().view(-1).view(torch.uint8).numpy().data) for t in tensors]
         self.nbytes = sum(len(buffer) for buffer in self.buffers)
         self.store()
 
