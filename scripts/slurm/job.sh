@@ -63,9 +63,7 @@ train() {
     while :; do
         exit_if_over
         if stalled; then
-            # A rank's own error before those of ranks that only lost the connection to it.
-            words=$(describe_failure | sed 's/^ *[0-9]* *//' |
-                awk '/: error: / { own = own ? own : $0 } /[Ee]rror/ { any = any ? any : $0 } END { print own ? own : any }') || true
+            words=$(likely_cause)
             give_up "two attempts in a row ended without a new checkpoint after step" \
                 "$(newest_checkpoint)${words:+ ($words)}; see the logs of the last ones in $RUN_DIR/slurm/attempts"
         fi

@@ -1,7 +1,7 @@
 """One local cluster for all scenarios, several of which run at a time: most of their time is waiting.
 
-A test that takes the fixture ``played`` names a function of scenarios.py with ``@pytest.mark.scenario("...")``: it
-does things to a run, and returns what the test then judges.
+A test that takes the fixture ``played`` names a function of scenarios.py or pipelines.py with
+``@pytest.mark.scenario("...")``: it does things to a run, and returns what the test then judges.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm import scenarios
+from tests.slurm import pipelines, scenarios
 from tests.slurm.cluster import LocalCluster, why_not
 from tests.slurm.run import ClusterRun, jobs_go_to
 
@@ -54,8 +54,14 @@ def plays(request: pytest.FixtureRequest, make_run: Callable[..., ClusterRun]) -
     marks = [mark for item in request.session.items for mark in item.iter_markers("scenario")]
     names = sorted((name for mark in marks for name in mark.args), key=lambda name: name not in scenarios.FIRST)
     pool = ThreadPoolExecutor(AT_A_TIME)
-    yield {name: pool.submit(getattr(scenarios, name), make_run) for name in dict.fromkeys(names)}
+    yield {name: pool.submit(_find(name), make_run) for name in dict.fromkeys(names)}
     pool.shutdown(cancel_futures=True)
+
+
+def _find(name: str) -> Callable[[Callable[..., ClusterRun]], Any]:
+    module = scenarios if hasattr(scenarios, name) else pipelines
+    found: Callable[[Callable[..., ClusterRun]], Any] = getattr(module, name)
+    return found
 
 
 @pytest.fixture

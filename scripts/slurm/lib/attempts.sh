@@ -62,6 +62,15 @@ newest_attempt() { # its number; nothing before the first
 
 describe_failure() { describe_ranks last_words; } # as far as the rank that failed can be told from the others
 
+# What one rank said: its own error, else one that may be of a lost connection, else where a rank was that did not wait.
+likely_cause() {
+    describe_failure | sed 's/^ *[0-9]* *//' | awk '
+        /: error: / { own = own ? own : $0 }
+        /[Ee]rror/ { any = any ? any : $0 }
+        /: last stack: / && !/, waits for other ranks$/ { behind = behind ? behind : $0 }
+        END { print own ? own : any ? any : behind }' || true
+}
+
 describe_ranks() { # describe_ranks WORDS: what WORDS says of the ranks' logs, of how many it says the same, and one of them
     local rank_log place words
     for rank_log in "$RUN_DIR/slurm/attempts/$(newest_attempt)"/rank_*.log; do
@@ -73,10 +82,19 @@ describe_ranks() { # describe_ranks WORDS: what WORDS says of the ranks' logs, o
         END { for (words in count) printf "%7d     %s: %s\n", count[words], first[words], words }' | sort -k 2 | head -n 8
 }
 
-last_words() { grep -Ev '^ *$|slurmstepd' "$1" 2>/dev/null | tail -n 1 | cut -c 1-300 || true; }
+last_words() { # of a rank that was ended where it had just told its stacks: where that was
+    local words
+    words=$(grep -Ev '^ *$|slurmstepd' "$1" 2>/dev/null | tail -n 1 | cut -c 1-300 || true)
+    [[ ! $words =~ ^\ \ File\ .*,\ line\ [0-9]+\ in\  ]] || words="last stack: $(position "$1")"
+    echo "$words"
+}
 
-position() { # the innermost line of the project in the newest stack of a rank's main thread, which is the last of its threads
-    awk -v root="$M6_ROOT/m6/" '/most recent call first/ { told = 1; found = "" }
-        told && found == "" && (start = index($0, root)) { found = substr($0, start + length(root) - 3) }
-        END { sub("\", line ", ":", found); print !told ? "told no stacks" : found == "" ? "not in m6" : found }' "$1" || true
+# The innermost line of the project in the newest stack of a rank's main thread, which is the last of its threads; and whether
+# the rank waits there for other ranks: in torch.distributed, or in a wait of our own.
+position() {
+    awk -v root="$M6_ROOT/" '/most recent call first/ { told = innermost = 1; found = waits = ""; next }
+        innermost { waits = /\/torch\/distributed\// || (index($0, root) && / in _?(wait|exchange)/); innermost = 0 }
+        told && found == "" && (start = index($0, root "m6/")) { found = substr($0, start + length(root)) }
+        END { sub("\", line ", ":", found)
+            print !told ? "told no stacks" : (found == "" ? "not in m6" : found) (waits ? ", waits for other ranks" : "") }' "$1" || true
 }

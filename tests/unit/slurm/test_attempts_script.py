@@ -11,8 +11,7 @@ Thread 0x0001 (most recent call first):
   File "{root}/m6/data/reader.py", line 7 in read
 
 Current thread 0x0002 (most recent call first):
-  File "/site-packages/torch/distributed.py", line 11 in recv
-  File "{root}/m6/training/engine/{file}.py", line {line} in {function}
+{innermost}  File "{root}/m6/training/engine/pipeline.py", line {line} in {function}
   File "{root}/m6/training/loop.py", line 99 in train
 """
 
@@ -38,17 +37,51 @@ def test_the_rank_that_failed_is_named_with_its_stages(tmp_path: Path):
     ]
 
 
+def stack(line: int, function: str, innermost: str = "") -> str:
+    """A rank's threads; ``innermost`` is the line and function of another package that a line of the project calls."""
+    return STACK.format(root=ROOT, line=line, function=function, innermost=innermost and f"  File {innermost}\n")
+
+
+RECEIVES = '"/site-packages/torch/distributed/pipelining/schedules.py", line 683 in _wait_batch_p2p'
+EXCHANGES = f'"{ROOT}/moe/collectives.py", line 179 in wait'
+COMPUTES = '"/site-packages/torch/nn/functional.py", line 11 in gelu'
+
+
 def test_where_ranks_stand(tmp_path: Path):
     """The newest stack counts, of its threads the main one, of its lines the innermost one of the project."""
-    first = STACK.format(root=ROOT, file="engine", line=1, function="update")
-    waits = first + STACK.format(root=ROOT, file="pipeline", line=96, function="accumulate")
-    stands = STACK.format(root=ROOT, file="pipeline", line=212, function="_pass")
+    waits = stack(1, "update") + stack(96, "accumulate", RECEIVES)
     outside = 'Current thread 0x0002 (most recent call first):\n  File "/bin/x.py", line 3 in f\n'
-    assert describe(tmp_path, "describe_ranks position", [waits, waits, stands, outside]) == [
-        "2     rank_00000.log (pipeline 0, stage 0, layers 0-1): m6/training/engine/pipeline.py:96 in accumulate",
+    assert describe(tmp_path, "describe_ranks position", [waits, waits, stack(212, "_pass"), outside]) == [
+        "2     rank_00000.log (pipeline 0, stage 0, layers 0-1): m6/training/engine/pipeline.py:96 in accumulate, "
+        "waits for other ranks",
         "1     rank_00002.log (pipeline 0, stage 1, layers 2-3): m6/training/engine/pipeline.py:212 in _pass",
         "1     rank_00003.log: not in m6",
     ]
+
+
+def test_ranks_that_wait_are_told_from_the_one_they_wait_for(tmp_path: Path):
+    """Though they stand at the same line: inside of torch.distributed, or of a wait of our own."""
+    logs = [stack(96, "accumulate", innermost) for innermost in (RECEIVES, COMPUTES, EXCHANGES)]
+    line = "m6/training/engine/pipeline.py:96 in accumulate"
+    waiting = f"2     rank_00000.log (pipeline 0, stage 0, layers 0-1): {line}, waits for other ranks"
+    behind = f"rank_00001.log (pipeline 1, stage 0, layers 0-1): {line}"
+    assert describe(tmp_path, "describe_ranks position", logs) == [waiting, f"1     {behind}"]
+
+
+def test_the_cause_of_two_hangs_in_a_row_is_where_a_rank_was_that_did_not_wait(tmp_path: Path):
+    logs = [stack(96, "accumulate", innermost) for innermost in (RECEIVES, COMPUTES, EXCHANGES)]
+    place, line = "rank_00001.log (pipeline 1, stage 0, layers 0-1)", "m6/training/engine/pipeline.py:96 in accumulate"
+    assert describe(tmp_path / "hang", "likely_cause", logs) == [f"{place}: last stack: {line}"]
+    assert describe(tmp_path / "all_wait", "likely_cause", [logs[0], logs[2]]) == [""]
+
+
+def test_an_error_is_a_likelier_cause_than_a_stack(tmp_path: Path):
+    """A rank's own error first, even if somebody had asked it for its stacks before."""
+    lost, own = "RuntimeError: Connection closed by peer\n", stack(1, "update") + "m6: error: a checkpoint\n"
+    found = describe(tmp_path / "own", "likely_cause", [stack(96, "accumulate"), lost, own])
+    assert found == ["rank_00002.log (pipeline 0, stage 1, layers 2-3): m6: error: a checkpoint"]
+    found = describe(tmp_path / "lost", "likely_cause", [stack(96, "accumulate"), lost])
+    assert found == ["rank_00001.log (pipeline 1, stage 0, layers 0-1): RuntimeError: Connection closed by peer"]
 
 
 def test_a_rank_without_stacks(tmp_path: Path):
