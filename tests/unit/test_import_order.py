@@ -32,6 +32,7 @@ LEVELS = {
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation"},
         {"train_step"},
+        {"flushless_step"},
         {"dry_run", "loop"},
     ),
     "m6.planning": (
