@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -44,6 +45,12 @@ class Requests:
 
     stop: bool = False
     save: bool = False
+
+    @classmethod
+    def of_all(cls, requests: Iterable[Requests]) -> Requests:
+        """What any of them asks for."""
+        found = list(requests)
+        return cls(stop=any(each.stop for each in found), save=any(each.save for each in found))
 
 
 class StopFlag:

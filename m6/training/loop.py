@@ -121,14 +121,13 @@ class Trainer:
                 if self.step == total or self.stage.is_due:
                     self.engine.use_late_gradients()
                 # All ranks have the same requests here, so that they stop and save after the same step.
-                requests = [outcome.result.requests for outcome in outcomes]
-                saves, stops = any(each.save for each in requests), any(each.stop for each in requests)
-                stopped = stops or self.step == stop_after or self.stage.ends_job
+                requests = Requests.of_all(outcome.result.requests for outcome in outcomes)
+                stopped = requests.stop or self.step == stop_after or self.stage.ends_job
                 self._write_progress()
                 self.console.advance()
                 ending = stopped or self.step == total
-                self._at_intervals(report, save=saves or ending or self.stage.is_due)
-                if saves:
+                self._at_intervals(report, save=requests.save or ending or self.stage.is_due)
+                if requests.save:
                     self._answer_save_request()
                 if self.stage.is_due and not stopped:
                     self._delink()

@@ -46,8 +46,7 @@ def flushless(folder: Path, ranks: int, layers: list[int], stage: int = 1, **cha
 
 
 def loss_of(batch: MicroBatch, output: Any, step: int) -> Tensor:
-    loss = part_of_loss(batch, output) * (1.0 if step != BAD_STEP else float("inf"))
-    return loss
+    return part_of_loss(batch, output) * (1.0 if step != BAD_STEP else float("inf"))
 
 
 def train_engine(engine: FlushlessPipelineEngine, config: RunConfig, dtype: torch.dtype) -> None:

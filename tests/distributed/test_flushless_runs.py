@@ -119,7 +119,6 @@ def stop_and_save(each: dict[str, Any], root: Path) -> None:
     trainer.run_step = requesting
     assert trainer.train() is False
     assert trainer.step == 3
-    assert trainer.samples_seen == trainer.config.deepspeed.train_batch_size * 3 or trainer.config.m6.data.packing
 
 
 def test_a_request_to_stop_ends_all_passes(folder: Path):

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,16 +13,10 @@ from torch import Tensor, nn
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
-from m6.model.sharing import Sharing
 from m6.training.engine.engine import LossFunction, Update
 from m6.training.engine.pipeline import PipelineEngine, Step
 from m6.training.engine.pipeline_gradients import StepGradients
 from m6.training.engine.pipeline_links import PipelineLinks
-from m6.training.offloading.experts import OffloadedExperts
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
 
 Weights = dict[nn.Parameter, Tensor]
 
@@ -62,16 +55,9 @@ class FlushlessPipelineEngine(PipelineEngine):
     all passes first, as the other engines do.
     """
 
-    def __init__(
-        self,
-        deepspeed: DeepSpeedEngine,
-        config: RunConfig,
-        device: torch.device,
-        offloaded: OffloadedExperts | None,
-        sharing: Sharing | None,
-    ) -> None:
-        super().__init__(deepspeed, config, device, offloaded, sharing)
-        self._links = PipelineLinks(self._groups, device)
+    def _build_schedule(self, config: RunConfig) -> None:
+        """Makes what takes the place of PyTorch's schedules, which end all passes of a step."""
+        self._links = PipelineLinks(self._groups, self._device)
         [(self._number, self._stage)] = self._stages.items()
         self._ahead = self._groups.places.pipeline_size - 1 - self._number
         self._under_way: deque[UnderWay] = deque()
@@ -114,9 +100,6 @@ class FlushlessPipelineEngine(PipelineEngine):
         newest = self._updates.pop()
         self._updates.clear()
         return newest
-
-    def _build_schedule(self, config: RunConfig) -> None:
-        """None: the schedules of PyTorch end all passes of a step."""
 
     def _take_next_version(self) -> None:
         """Makes the weights in the parameters those of the step that begins."""

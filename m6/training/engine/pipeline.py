@@ -107,12 +107,8 @@ class PipelineEngine(Engine):
 
     def update(self) -> Update:
         """See ``Engine.update``."""
-        return self._apply(self._collect(self._groups.model))
-
-    def _collect(self, group: dist.ProcessGroup | None) -> StepGradients:
-        """Takes the gradients of the step, whose passes have ended; their norm travels in ``group``."""
         other_squares = 0.0 if self.offloaded is None else self.offloaded.measure()
-        return self._gradients.collect(self._learning_rate, other_squares, group)
+        return self._apply(self._gradients.collect(self._learning_rate, other_squares, self._groups.model))
 
     def _apply(self, ended: StepGradients) -> Update:
         """Clips the gradients of a step and updates the weights, or skips the step."""
