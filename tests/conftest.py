@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no hub, caches of their own."""
+"""What every test shares: one thread, no hub, caches of their own, no limits of time."""
 
 import os
 import tempfile
@@ -11,3 +11,9 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="m6-tests-hf-")
 # scripts/mutation.py names a cache of its own, so that not every mutant compiles the kernels again.
 os.environ["XDG_CACHE_HOME"] = os.environ.get("M6_TESTS_CACHE") or tempfile.mkdtemp(prefix="m6-tests-cache-")
 os.environ["WANDB_MODE"] = "offline"
+
+from hypothesis import HealthCheck, settings
+
+# No test fails because a machine is busy.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")

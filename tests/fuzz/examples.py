@@ -9,8 +9,6 @@ from hypothesis import HealthCheck, settings
 
 from m6.errors import UserError
 
-_NO_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-
 
 def long_and_short(short: int, long: int) -> Callable[[Any], Any]:
     """Parametrizes a test over the number of its examples; the larger one is slow.
@@ -23,7 +21,8 @@ def long_and_short(short: int, long: int) -> Callable[[Any], Any]:
 def search(number: int, function: Callable[..., None]) -> None:
     """Runs a function that is decorated with ``given`` on a number of examples."""
     # The same examples in every run, so that it does not fail by chance; FUZZ=1 looks elsewhere each time.
-    where = settings(max_examples=number, derandomize="FUZZ" not in os.environ, **_NO_LIMITS)  # type: ignore[arg-type]
+    fixed = "FUZZ" not in os.environ
+    where = settings(max_examples=number, derandomize=fixed, suppress_health_check=list(HealthCheck))
     where(function)()
 
 

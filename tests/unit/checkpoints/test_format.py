@@ -48,7 +48,7 @@ shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3)
 
 
 @given(data=st.data(), shape=shapes, world_size=st.integers(1, 4), limit=st.integers(1, 400))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_range_of_any_split_reads_back(data: st.DataObject, shape: list[int], world_size: int, limit: int):
     tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
     size = tensor.numel()
@@ -177,7 +177,7 @@ def test_a_manifest_knows_its_own_checksum(checkpoint: Path):
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_flipped_bit_is_found_or_harmless(position: int, bit: int):
     """Wherever it is in the folder: an error that names a file, or the values that were written."""
     tensor = torch.arange(12.0).view(3, 4)

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.data.collate import Collator, pack
@@ -109,7 +109,6 @@ def test_pictures_follow_their_placeholders(tokenizer):
     torch.testing.assert_close(batch.pixel_values[:, 0, 0, 0], expected, rtol=0, atol=1e-6)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

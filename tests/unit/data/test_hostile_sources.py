@@ -208,7 +208,7 @@ def test_a_text_without_sentences_is_cut_in_linear_time():
     assert {len(passage) for passage in cut[:-1]} == {256}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="ab，。 \n！", max_size=400), st.integers(1, 50))
 def test_cutting_by_positions_is_cutting_by_copies(text: str, limit: int):
     assert list(passages(text, limit)) == list(by_copies(text, limit))

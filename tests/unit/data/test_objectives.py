@@ -2,7 +2,7 @@ import collections
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -144,7 +144,6 @@ def test_shuffled_sentences(tokenizer):
     assert TEXT in orders
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(PRETRAINING),
     st.lists(st.sampled_from(["今天，小明公园里看书。", "红色圆形", "hello 12 ", "！", "𠮷"]), min_size=1, max_size=12),

@@ -27,7 +27,7 @@ def lane_rows(size, lanes, lane):
     return range(size * lane // lanes, size * (lane + 1) // lanes)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=OPEN_BLOCKS + 1, max_size=4 * OPEN_BLOCKS), st.sampled_from([1, 2, 16, 64]))
 def test_every_epoch_of_a_lane_is_a_permutation_of_its_rows(blocks, lanes):
     order = RowOrder(blocks, lambda epoch: epoch, lanes)

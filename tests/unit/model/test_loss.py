@@ -7,6 +7,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
+from m6.model.modeling import cross_entropy
 
 
 def test_loss_and_target_losses_in_row_major_order(tiny_model, pack, samples):
@@ -42,6 +43,21 @@ def test_cross_entropy_is_fp32_in_a_bf16_model(tiny_model, pack, samples):
     model = tiny_model().bfloat16()
     output = model(**pack(model.config, [samples]), return_logits=False)
     assert output.target_losses.dtype == output.aux_loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 150])
+def test_cross_entropy_of_many_rows(rows):
+    """Row by row, with a gradient that weighs them, in 16 bits: the sum is in fp32, each gradient is rounded once."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = (4 * torch.randn(rows, 37, generator=generator)).bfloat16().requires_grad_()
+    targets, weights = torch.randint(37, (rows,), generator=generator), torch.rand(rows, generator=generator)
+    losses = cross_entropy(logits, targets)
+    (gradient,) = torch.autograd.grad(losses, logits, weights)
+    likely = logits.detach().double().softmax(-1)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), -likely.gather(1, targets[:, None])[:, 0].log(), atol=1e-5, rtol=0)
+    expected = weights.double()[:, None] * (likely - F.one_hot(targets, 37))
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-6, rtol=2**-8)
 
 
 def test_packing_equals_separate_samples(tiny_model, pack, samples):

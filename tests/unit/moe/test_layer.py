@@ -51,7 +51,7 @@ def cases(draw):
     return config, mask, draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases(), seed=st.integers(0, 10**6))
 def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
     config, mask, hidden_size, ffn_hidden_size, training = case

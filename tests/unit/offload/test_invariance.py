@@ -104,7 +104,7 @@ CASES = {
     "plan": st.sampled_from(["solved", "solved", "any", "none"]),
     "seed": st.integers(0, 10_000),
 }
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+COMMON = {"suppress_health_check": list(HealthCheck)}
 
 
 @given(**CASES)

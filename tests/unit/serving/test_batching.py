@@ -26,7 +26,7 @@ def cost(batches: list[list[int]], lengths: list[int], seconds: CostTable) -> fl
     return sum(seconds(max(lengths[index] for index in batch), len(batch)) for batch in batches)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
     measured=st.lists(st.floats(0.01, 10), min_size=12, max_size=12),

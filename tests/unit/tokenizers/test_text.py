@@ -4,7 +4,7 @@ import pickle
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
@@ -87,7 +87,6 @@ def test_image_codes(tokenizer):
             tokenizer.id_to_image_code(token_id)
 
 
-@settings(deadline=None)
 @given(CHINESE)
 def test_decoding_gives_the_normalized_text(tokenizer, text):
     expected = re.sub(" +", " ", normalize_text(text)).strip(" ")
@@ -122,14 +121,12 @@ def test_huggingface_interface(tokenizer):
         tokenizer.convert_tokens_to_ids("no_such_token")
 
 
-@settings(deadline=None)
 @given(CHINESE, st.integers(1, 8))
 def test_at_most_max_tokens(tokenizer, text, max_tokens):
     ids = tokenizer.encode_ids(text, max_tokens)
     assert len(ids) == min(max_tokens, len(tokenizer.encode_ids(text)))
 
 
-@settings(deadline=None)
 @given(CHINESE)
 def test_sentence_ids_join_to_the_ids(tokenizer, text):
     ids = tokenizer.encode_ids(text)

@@ -52,7 +52,7 @@ def exact(counts: Tensor, rows: Tensor, weight: Tensor, wide: Tensor) -> dict[st
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=shapes(), seed=st.integers(0, 10**6))
 @example(shape=(torch.tensor([530]), 380, 520), seed=0)  # one more tile of columns would not fit the packed panel
 def test_every_product_is_within_the_rounding_of_its_sum(way: str, shape, seed: int) -> None:
@@ -87,7 +87,7 @@ def test_every_product_is_within_the_rounding_of_its_sum(way: str, shape, seed: 
 
 @pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     prototypes=st.sampled_from([1, 2]),
     top_k=st.integers(1, 3),
