@@ -2,8 +2,8 @@
 # From a fresh clone to pictures of Chinese sentences on two cores without a GPU: environment, real pictures with
 # captions, image tokenizer, short pretraining, fine-tuning, a grid, and the evaluation of what was drawn.
 #   bash scripts/text_to_image.sh [--long] [FOLDER]
-# It takes about an hour; --long, with five times as many concepts and a longer training, about three. FOLDER is
-# runs/text_to_image by default, or runs/text_to_image_long; data goes to data/.
+# It takes about an hour; --long, with five times as many concepts, more drawings, and a wider model that trains longer,
+# about three. FOLDER is runs/text_to_image by default, or runs/text_to_image_long; data goes to data/.
 # Everything resumes: the same command goes on after an interruption. The time of each part is in FOLDER/times.tsv.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -12,10 +12,11 @@ cd "$root"
 name=text_to_image
 emoji=200    # 40 concepts, a fair sample of all, in five drawing styles
 shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
-steps=7000   # of the fine-tuning
+width=128    # of the model
+steps=6000   # of the fine-tuning
 if [ "${1:-}" = --long ]; then
     shift
-    name=text_to_image_long emoji=1000 shapes=20000 steps=30000
+    name=text_to_image_long emoji=1000 shapes=60000 width=192 steps=16000
 fi
 here=scripts/experiments/text_to_image
 out=${1:-runs/$name}
@@ -76,7 +77,8 @@ part "data" build
 part "image tokenizer" m6 train-image-tokenizer configs/image_tokenizer/pictures_64.json \
     --set data.path="$pictures" --out runs/image_tokenizer
 part "image codes" m6 data codes "$data" --image-tokenizer runs/image_tokenizer
-part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained"
+part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained" \
+    --set m6.model.hidden_size="$width" --set m6.model.ffn_hidden_size="$width" --set m6.model.num_attention_heads=$((width / 32))
 part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
     --run-dir "$out/finetuned" --set m6.training.total_steps="$steps"
 part "export" export_model

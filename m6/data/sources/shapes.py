@@ -39,7 +39,7 @@ PLACES = {
 }
 RELATIONS = {"左边": (-1, 0), "右边": (1, 0), "上面": (0, -1), "下面": (0, 1)}
 
-NUM_ROWS = 20_000
+NUM_ROWS = 60_000
 SIDE = 128  # pixels
 _OVERSAMPLING = 4  # pixels are drawn so much finer and averaged, for smooth outlines
 _SHARES = (0.5, 0.125, 0.125, 0.25)  # of captions with: the shape alone, its size or place, a background, two shapes
