@@ -1,6 +1,6 @@
 """One local cluster for all scenarios, several of which run at a time: most of their time is waiting.
 
-A test that takes the fixture ``played`` names a function of scenarios.py or pipelines.py with
+A test that takes the fixture ``played`` names a function of scenarios.py, elastic.py or pipelines.py with
 ``@pytest.mark.scenario("...")``: it does things to a run, and returns what the test then judges.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.slurm import pipelines, scenarios
+from tests.slurm import elastic, pipelines, scenarios
 from tests.slurm.cluster import LocalCluster, why_not
-from tests.slurm.run import ClusterRun, jobs_go_to
+from tests.slurm.run import ClusterRun, MakeRun, jobs_go_to
 
 AT_A_TIME = 4
 
@@ -44,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> I
 
 
 @pytest.fixture(scope="session")
-def make_run(cluster: LocalCluster, folder: Path) -> Callable[..., ClusterRun]:
+def make_run(cluster: LocalCluster, folder: Path) -> MakeRun:
     return lambda name, environment="", **changes: ClusterRun(cluster, folder, name, environment, **changes)
 
 
 @pytest.fixture(scope="session")
-def plays(request: pytest.FixtureRequest, make_run: Callable[..., ClusterRun]) -> Iterator[dict[str, Future[Any]]]:
+def plays(request: pytest.FixtureRequest, make_run: MakeRun) -> Iterator[dict[str, Future[Any]]]:
     """The scenarios of the selected tests, all under way."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("scenario")]
     names = sorted((name for mark in marks for name in mark.args), key=lambda name: name not in scenarios.FIRST)
@@ -58,9 +58,9 @@ def plays(request: pytest.FixtureRequest, make_run: Callable[..., ClusterRun]) -
     pool.shutdown(cancel_futures=True)
 
 
-def _find(name: str) -> Callable[[Callable[..., ClusterRun]], Any]:
-    module = scenarios if hasattr(scenarios, name) else pipelines
-    found: Callable[[Callable[..., ClusterRun]], Any] = getattr(module, name)
+def _find(name: str) -> Callable[[MakeRun], Any]:
+    module = next(module for module in (scenarios, elastic, pipelines) if hasattr(module, name))
+    found: Callable[[MakeRun], Any] = getattr(module, name)
     return found
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.slurm.cluster import send
-from tests.slurm.run import ClusterRun
+from tests.slurm.run import MIDDLE, ClusterRun, MakeRun
 
-MakeRun = Callable[..., ClusterRun]
 RANKS = 4
 STEPS = 60
-MIDDLE = 25  # a step between two checkpoints
 
 
 def pipeline_left_alone(make_run: MakeRun) -> ClusterRun:

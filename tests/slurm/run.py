@@ -18,6 +18,7 @@ from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 from tests.slurm.cluster import LocalCluster, send, wait_until
 
 STEPS, INTERVAL = 120, 10
+MIDDLE = 25  # a step between two checkpoints
 # What a run learned and reported, without its times.
 _NUMBERS = (
     "step",
@@ -171,3 +172,7 @@ class ClusterRun:
             wait_until(condition, f"{what} of {self.root.name}")
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.log()}") from None
+
+
+MakeRun = Callable[..., ClusterRun]
+"""Makes a run of this name: ``make_run(name, environment="", **changes)``, see ClusterRun."""
