@@ -138,6 +138,11 @@ class PretrainingData:
         """Checksum of the image tokenizer, or None if no objective reads image codes."""
         return None if self.codes is None else self.codes.tokenizer
 
+    @property
+    def tokenizer_identities(self) -> dict[str, str | None]:
+        """What tells the tokenizers of texts and of pictures from others, by the key of ``m6.data`` that names them."""
+        return {"tokenizer": self.tokenizer.fingerprint, "image_tokenizer": self.codes_checksum}
+
     def realised_mixture(self, num_samples: int) -> dict[str, tuple[float, float]]:
         """Returns for each source its share of the samples, and how often ``num_samples`` samples read its rows."""
         shares = {source: rows / BLOCK for source, rows in self._mixture.rows_per_block.items()}

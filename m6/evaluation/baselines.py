@@ -114,8 +114,7 @@ def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[
     # Anything missing here would leave stale baselines in use.
     return {
         "manifest": sha256(data.manifest.folder / MANIFEST_NAME),
-        "tokenizer": data.tokenizer.fingerprint,
-        "image_tokenizer": data.codes_checksum,
+        **data.tokenizer_identities,
         "objectives": settings.objectives.model_dump(mode="json"),
         "sources": settings.data.sources,
         "sequence_length": settings.data.sequence_length,

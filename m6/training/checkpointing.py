@@ -18,6 +18,7 @@ from m6.checkpoints.discovery import complete_checkpoints, remove_half_written
 from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
+from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError
 from m6.files import write_text
 from m6.model.adapter_names import is_adapter
@@ -136,6 +137,17 @@ def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
             raise UserError(
                 f'{name} {now[name]}: the steps so far had {before[name]}, and "deterministic": "any_world" adds up '
                 f'other sums with {now[name]}; use {before[name]}, or leave "deterministic" out'
+            )
+
+
+def check_same_tokenizers(
+    settings: DataSettings, identities: dict[str, str | None], state: dict[str, Any], run: Path
+) -> None:
+    """Raises UserError if a checkpoint with this state in the folder ``run`` is of other tokenizers."""
+    for name, identity in identities.items():
+        if state.get(name) != identity:
+            raise UserError(
+                f"{getattr(settings, name)}: the {name.replace('_', ' ')} differs from that of the checkpoint in {run}"
             )
 
 

@@ -17,7 +17,7 @@ from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.data.pretraining import MicroBatch
-from m6.errors import StorageError, UserError
+from m6.errors import StorageError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import outcome_line
@@ -26,7 +26,13 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
-from m6.training.checkpointing import Checkpointer, check_same_sums, restore, restore_weights
+from m6.training.checkpointing import (
+    Checkpointer,
+    check_same_sums,
+    check_same_tokenizers,
+    restore,
+    restore_weights,
+)
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.flushless_step import FlushlessTrainStep
@@ -198,13 +204,7 @@ class Trainer:
             self._print(f"warning: checkpoint not used: {problem}")
         if self.checkpoint is not None:
             state = self.checkpoint.state
-            used = {"tokenizer": self.data.tokenizer.fingerprint, "image_tokenizer": self.data.codes_checksum}
-            for name, identity in used.items():
-                if state.get(name) != identity:
-                    raise UserError(
-                        f"{getattr(self.settings.data, name)}: the {name.replace('_', ' ')} differs from that of the "
-                        f"checkpoint in {self.run.root}"
-                    )
+            check_same_tokenizers(self.settings.data, self.data.tokenizer_identities, state, self.run.root)
             check_same_sums(self.config, state)
             restore(self.engine, self.stage.reader(self.checkpoint))
             self.checkpoint = None  # closes the files of its shards
@@ -263,8 +263,7 @@ class Trainer:
         state = {
             "samples_seen": self.samples_seen,
             "tokens_seen": self.tokens_seen,
-            "tokenizer": self.data.tokenizer.fingerprint,
-            "image_tokenizer": self.data.codes_checksum,
+            **self.data.tokenizer_identities,
             "model": self.config.model.to_diff_dict(),
             "lora": self.settings.lora and self.settings.lora.model_dump(),
             "any_world": self.config.sums_depend_on,
