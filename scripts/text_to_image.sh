@@ -78,7 +78,8 @@ part "image tokenizer" m6 train-image-tokenizer configs/image_tokenizer/pictures
     --set data.path="$pictures" --out runs/image_tokenizer
 part "image codes" m6 data codes "$data" --image-tokenizer runs/image_tokenizer
 part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained" \
-    --set m6.model.hidden_size="$width" --set m6.model.ffn_hidden_size="$width" --set m6.model.num_attention_heads=$((width / 32))
+    --set m6.model.hidden_size="$width" --set m6.model.ffn_hidden_size="$width" \
+    --set m6.model.num_attention_heads=$((width / 32))
 part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
     --run-dir "$out/finetuned" --set m6.training.total_steps="$steps"
 part "export" export_model
