@@ -25,7 +25,10 @@ end_with_evidence() { # stacks go to the ranks' logs, the flight recorder's file
     step=$(cat "$M6_ATTEMPT_DIR/step" 2>/dev/null || true)
     if [[ -n $step ]]; then
         scancel --signal=QUIT "$step" || true
-        scancel --signal=CONT "$step" || true # a rank that was stopped answers only when it goes on
+        sleep "$EVIDENCE_S"
+        # A rank that was stopped answers only when it goes on. By then the others, which go on with it, have told
+        # where they stood.
+        scancel --signal=CONT "$step" || true
         sleep "$EVIDENCE_S"
         log "watchdog: stacks of $(grep -l 'most recent call first' "$M6_ATTEMPT_DIR"/rank_*.log | wc -l) of" \
             "$((STEP_NODES * RANKS_PER_NODE)) ranks in $M6_ATTEMPT_DIR; number of ranks, one of them and where it stands:"
