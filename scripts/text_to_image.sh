@@ -10,13 +10,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 name=text_to_image
-emoji=200    # 40 concepts, a fair sample of all, in five drawing styles
+concepts=40  # emoji, a fair sample of all, in five drawing styles and as silhouettes
 shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
 width=128    # of the model
-steps=6000   # of the fine-tuning
+steps=5500   # of the fine-tuning
 if [ "${1:-}" = --long ]; then
     shift
-    name=text_to_image_long emoji=1000 shapes=60000 width=192 steps=16000
+    name=text_to_image_long concepts=200 shapes=60000 width=192 steps=16000
 fi
 here=scripts/experiments/text_to_image
 out=${1:-runs/$name}
@@ -43,8 +43,9 @@ on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core
 }
 
 build() {
-    m6 data build emoji shapes --limit shapes=10000 --out "$pictures"
-    m6 data build inews emoji shapes --limit inews=2000 --limit "emoji=$emoji" --limit "shapes=$shapes" --out "$data"
+    m6 data build emoji emoji_styles shapes --limit shapes=10000 --out "$pictures"
+    m6 data build inews emoji emoji_styles shapes --limit inews=2000 --limit "emoji=$((5 * concepts))" \
+        --limit "emoji_styles=$((7 * concepts))" --limit "shapes=$shapes" --out "$data"
     if [ ! -d "$data/tokenizer" ]; then
         # Pieces of at most two characters: a caption that is one piece cannot be composed anew.
         m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 3000 --image-vocab-size 1024 \
@@ -52,16 +53,20 @@ build() {
     fi
 }
 
-draw() { # draw FOLDER OPTIONS...: pictures of every caption, those that training showed and the held-out combinations
-    [ ! -d "$1" ] || return 0
-    python "$here/captions.py" "$data" >"$out/captions.txt"
-    m6 generate --checkpoint "$out/finetuned" --captions "$out/captions.txt" --num 8 --temperature 0.9 \
-        --batch-size 64 --out-dir "$@"
+draw() { # draw CAPTIONS NUMBER OPTIONS...
+    m6 generate --checkpoint "$out/finetuned" --captions "$1" --num "$2" --temperature 0.9 --batch-size 64 "${@:3}"
 }
 
-grid() {
-    m6 generate --checkpoint "$out/finetuned" --captions "$here/shown.txt" --num 8 --temperature 0.9 --batch-size 64 \
-        --out "$out/grid.png"
+draw_all() { # draw_all FOLDER OPTIONS...: pictures of the captions that training showed and of held-out combinations
+    [ ! -d "$1" ] || return 0
+    python "$here/captions.py" "$data" >"$out/captions.txt"
+    draw "$out/captions.txt" 8 --out-dir "$@"
+}
+
+draw_styles() { # concepts in every style and as silhouettes, seen together and not
+    python "$here/styles.py" captions "$data" >"$out/styles.txt"
+    [ -d "$out/styles" ] || draw "$out/styles.txt" 2 --out-dir "$out/styles"
+    python "$here/styles.py" score "$out/styles" "$data" "$pictures" | tee "$out/styles.md"
 }
 
 judge() { # judge DRAWINGS REPORT
@@ -83,9 +88,10 @@ part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$o
 part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
     --run-dir "$out/finetuned" --set m6.training.total_steps="$steps"
 part "export" export_model
-part "grid" grid
-part "pictures" draw "$out/pictures"
-part "pictures, the best 8 of 16" draw "$out/chosen" --candidates 16
+part "grid" draw "$here/shown.txt" 8 --out "$out/grid.png"
+part "pictures" draw_all "$out/pictures"
+part "pictures, the best 8 of 16" draw_all "$out/chosen" --candidates 16
 part "evaluation" judge "$out/pictures" "$out/report.md"
 part "evaluation, the best 8 of 16" judge "$out/chosen" "$out/chosen.md"
-say "done: grid $out/grid.png, reports $out/report.md and $out/chosen.md, model $out/model, times $out/times.tsv"
+part "styles" draw_styles
+say "done: $out/grid.png, $out/report.md, $out/chosen.md, $out/styles.md, $out/model, $out/times.tsv"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
@@ -94,33 +95,48 @@ class Emoji:
 
     def origin(self) -> list[Origin]:
         """Returns the packages of pictures and of names."""
-        packages = [package for package, _ in STYLES.values()] + list(NAMES.values())
-        return [package.origin() for package in packages]
+        return package_origins()
 
     def rows(self) -> Iterator[Row]:
         """Yields the styles of one emoji after the other."""
-        names = self._names()
-        pictures: dict[str, dict[str, bytes]] = {}  # emoji -> style -> file; 45 MB in total
-        for style, (package, pattern) in STYLES.items():
-            # Packages are streams in their own order: all pictures must be read before the styles can be grouped.
-            for match, image in members(package.tarball(self._cache), pattern):
-                emoji = _emoji(match[1])
-                if emoji in names and (style == "noto" or emoji in pictures):
-                    pictures.setdefault(emoji, {})[style] = image
-        for emoji in sorted(pictures, key=lambda emoji: hashlib.sha256(emoji.encode()).digest()):
-            code = "-".join(f"{ord(character):x}" for character in emoji)
-            for style, image in pictures[emoji].items():
-                yield Row(f"emoji/{code}/{style}", names[emoji], names[emoji], image)
+        for code, name, pictures in read_emoji(self._cache):
+            for style, image in pictures.items():
+                yield Row(f"{self.name}/{code}/{style}", name, name, image)
 
-    def _names(self) -> dict[str, str]:
-        names = {}
-        for part, package in NAMES.items():
-            for _, content in members(package.tarball(self._cache), rf"package/{part}/zh/annotations\.json"):
-                for emoji, entry in json.loads(content)[part]["annotations"].items():
-                    # "tts" is the name; the other annotations are search keywords.
-                    if "tts" in entry and not _SKIN_TONE.search(emoji):
-                        names[emoji.replace("\ufe0f", "")] = readable_name(entry["tts"][0])
-        return names
+
+def package_origins() -> list[Origin]:
+    """Returns the packages of pictures and of names."""
+    return [package.origin() for package in (*(package for package, _ in STYLES.values()), *NAMES.values())]
+
+
+def read_emoji(cache: Path) -> Iterator[tuple[str, str, dict[str, bytes]]]:
+    """Yields each emoji's code points, its name, and its picture file by style, in the order of ``STYLES``.
+
+    Args:
+        cache: folder for fetched packages.
+    """
+    names = _names(cache)
+    pictures: dict[str, dict[str, bytes]] = {}  # emoji -> style -> file; 45 MB in total
+    for style, (package, pattern) in STYLES.items():
+        # Packages are streams in their own order: all pictures must be read before the styles can be grouped.
+        for match, image in members(package.tarball(cache), pattern):
+            emoji = _emoji(match[1])
+            if emoji in names and (style == "noto" or emoji in pictures):
+                pictures.setdefault(emoji, {})[style] = image
+    for emoji in sorted(pictures, key=lambda emoji: hashlib.sha256(emoji.encode()).digest()):
+        code = "-".join(f"{ord(character):x}" for character in emoji)
+        yield code, names[emoji], pictures[emoji]
+
+
+def _names(cache: Path) -> dict[str, str]:
+    names = {}
+    for part, package in NAMES.items():
+        for _, content in members(package.tarball(cache), rf"package/{part}/zh/annotations\.json"):
+            for emoji, entry in json.loads(content)[part]["annotations"].items():
+                # "tts" is the name; the other annotations are search keywords.
+                if "tts" in entry and not _SKIN_TONE.search(emoji):
+                    names[emoji.replace("\ufe0f", "")] = readable_name(entry["tts"][0])
+    return names
 
 
 def readable_name(name: str) -> str:

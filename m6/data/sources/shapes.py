@@ -168,9 +168,7 @@ def _figure(
     colour = str(rng.choice([colour for colour in COLOURS if colour != without]))
     shape = str(rng.choice(SHAPES))
     x, y = (float(value + rng.uniform(-shift, shift)) for value in centre)
-    # A star or a heart stands upright, more or less; a triangle lies in any way.
-    largest = math.pi if shape == "三角形" else math.pi / 12
-    angle = float(rng.uniform(-largest, largest))
+    angle = float(rng.uniform(-math.pi / 12, math.pi / 12))  # upright, more or less
     return Figure(colour, shape, x, y, float(rng.uniform(*radius)), angle, _near(COLOURS[colour], rng))
 
 
@@ -192,7 +190,8 @@ def _outline(shape: str) -> list[tuple[float, float]]:
         angles, radii = [math.pi * n + turn for n in (0, 1) for turn in (-0.42, 0.42)], [1.0] * 4
     else:
         corners = {"圆形": 96, "三角形": 3, "正方形": 4}[shape]
-        angles = [2 * math.pi * n / corners + math.pi / 4 for n in range(corners)]
+        first = math.pi / 4 if shape == "正方形" else -math.pi / 2
+        angles = [2 * math.pi * n / corners + first for n in range(corners)]
         radii = [1.0] * corners
     return [(radius * math.cos(angle), radius * math.sin(angle)) for radius, angle in zip(radii, angles, strict=True)]
 

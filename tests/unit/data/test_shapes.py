@@ -75,6 +75,19 @@ def test_shapes_differ_by_more_than_their_colour():
     assert min(b - a for a, b in itertools.pairwise(ordered)) > 0.02
 
 
+def test_shapes_stand_upright(drawings):
+    """Each is its own mirror image, turned by 15 degrees at most: a triangle that lies in any way is many shapes."""
+    for shape in shapes.SHAPES:
+        corners = np.array(shapes._outline(shape))
+        mirrored = corners * (-1, 1)
+        assert np.linalg.norm(corners[:, None] - mirrored[None], axis=2).min(axis=1).max() < 1e-9
+    top = min(shapes._outline("三角形"), key=lambda corner: corner[1])
+    assert top == pytest.approx((0, -1))
+    angles = [figure.angle for *_, figures in drawings for figure in figures]
+    assert max(map(abs, angles)) <= np.pi / 12
+    assert np.std(angles) == pytest.approx(np.pi / 12 / 3**0.5, rel=0.1)
+
+
 def test_held_out_combinations_of_shapes_are_never_trained_on(drawings):
     assert len(shapes.HELD_OUT) == 12
     for row, _, figures in drawings:

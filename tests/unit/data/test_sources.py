@@ -4,6 +4,7 @@ import collections
 import io
 import pickle
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -13,6 +14,7 @@ from m6.data.sources import (
     SourceOptions,
     easy_vqa,
     emoji,
+    emoji_styles,
     find_source,
     icon_park,
     inews,
@@ -20,6 +22,7 @@ from m6.data.sources import (
     reviews,
 )
 from m6.data.sources.packages import PipPackage
+from m6.data.sources.shapes import COLOURS
 from m6.errors import UserError
 from tests.fixtures.packages import as_json, fake_npm, png, write_tar
 
@@ -170,6 +173,41 @@ def test_emoji_join_pictures_and_names(emoji_cache):
         ("emoji/2602/fluent-flat", "伞", b"fluent-flat 2602"),
     }
     assert all(row.group == row.text for row in rows)
+
+
+def test_styles_of_emoji_leave_one_out(emoji_cache, monkeypatch):
+    monkeypatch.setattr(emoji_styles, "silhouette", lambda image, colour: image + bytes(colour))
+    rows = list(emoji_styles.EmojiStyles(SourceOptions(cache=emoji_cache)).rows())
+    pictures = {row.text: row.image for row in rows if "剪影" not in row.text}
+    every = {
+        emoji_styles.styled(row.text, row.id.rpartition("/")[2]): row.image
+        for row in emoji.Emoji(SourceOptions(cache=emoji_cache)).rows()
+    }
+    assert "熊猫，立体风格" in every
+    without = {
+        emoji_styles.styled(name, emoji_styles.left_out(name)) for name in ("熊猫", "男技工", "中国的旗帜", "伞")
+    }
+    assert pictures == {caption: image for caption, image in every.items() if caption not in without}
+    drawn = [row for row in rows if "剪影" in row.text]
+    assert len(drawn) == 4 * emoji_styles.NUM_SILHOUETTES
+    for row in drawn:
+        colour, name = row.text.split("，")[0].split("的", 1)
+        assert name == row.group
+        assert colour in emoji_styles.colours(name)[: emoji_styles.NUM_SILHOUETTES]
+        assert row.image.endswith(bytes(COLOURS[colour]))
+    assert sorted(emoji_styles.colours("伞")) == sorted(COLOURS)
+    assert len({row.id for row in rows}) == len(rows)
+
+
+def test_a_silhouette_is_its_colour_where_the_picture_is_not_transparent():
+    pixels = np.zeros((4, 4, 4), np.uint8)
+    pixels[1:3, 1:3] = (9, 200, 7, 255)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    found = np.asarray(Image.open(io.BytesIO(emoji_styles.silhouette(buffer.getvalue(), (220, 30, 35)))))
+    expected = np.full((4, 4, 3), 255)
+    expected[1:3, 1:3] = (220, 30, 35)
+    assert np.array_equal(found, expected)
 
 
 def test_emoji_names_read_well():
