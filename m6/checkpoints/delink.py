@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.checkpoints.ancestry import INITIAL
 from m6.checkpoints.delinked import STATE, is_pseudo, real_state, sharing_of
 from m6.checkpoints.discovery import complete_checkpoints, open_together
 from m6.checkpoints.format import SHARD_BYTES, CheckpointReader, Range, write_manifest, write_shards
@@ -75,8 +76,9 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         write_text(temporary.checkpoints / "latest", folder.name + "\n")
         temporary.open(config, runtime.world_size)  # the new run records this command as its first attempt
         copy_kept_tokenizers(run_dir, temporary.root)
-        if (run_dir / SOURCES).exists():
-            shutil.copyfile(run_dir / SOURCES, temporary.root / SOURCES)
+        for record in (SOURCES, INITIAL):
+            if (run_dir / record).exists():
+                shutil.copyfile(run_dir / record, temporary.root / record)
         source = RunDirectory(run_dir)
         if source.metrics.exists():
             shutil.copyfile(source.metrics, temporary.metrics)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 import m6
+from m6.checkpoints.ancestry import InitialRun, kept_initial, trained_objectives
 from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig
 from m6.data.manifest import SPLITS, Manifest
-from m6.data.objectives import OBJECTIVES
 from m6.data.overlap import describe_shared
 from m6.data.sources import BUILT_IN
 from m6.formatting import markdown_table
@@ -35,27 +36,31 @@ def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype
         UserError: a record of the run is damaged.
     """
     name = run_dir.absolute().name
-    sources = kept_sources(run_dir)
+    sources, initial = kept_sources(run_dir), kept_initial(run_dir)
+    before = initial.line() if initial else []
+    every = [sources, *(run.sources for run in before)]
     sections = {
         name: _summary(config),
         "How to load it": _loading(config),
         "Model": _model(config, dtype),
         "Training data": _data(sources),
         "Training": _training(run_dir, config, reader),
+        **{f"Before: {run.name}": _before(run) for run in before},
         "Validation": _validation(run_dir, reader.state["step"]),
         "Limits": _limits(config, sources),
-        "Licence": _licence(sources),
+        "Licence": _licence(every),
     }
     first, *others = sections
     text = f"# {first}\n\n{sections[first]}\n" + "".join(f"\n## {title}\n{sections[title]}\n" for title in others)
-    return ModelCard(f"---\n{_header(config, sources).to_yaml()}\n---\n\n{text}")
+    return ModelCard(f"---\n{_header(config, every).to_yaml()}\n---\n\n{text}")
 
 
-def _header(config: RunConfig, sources: Manifest | None) -> ModelCardData:
-    origins = [origin.package for entry in (sources.sources if sources else {}).values() for origin in entry.origin]
+def _header(config: RunConfig, every: Sequence[Manifest | None]) -> ModelCardData:
+    entries = {name: entry for sources in every if sources for name, entry in sources.sources.items()}
+    origins = [origin.package for entry in entries.values() for origin in entry.origin]
     datasets = [package.split(":")[1] for package in origins if package.startswith("hf:")]
     # All built-in sources are Chinese; the language of a user's own data is not recorded.
-    chinese = sources is not None and sources.sources.keys() <= BUILT_IN.keys()
+    chinese = None not in every and entries.keys() <= BUILT_IN.keys()
     return ModelCardData(
         license="unknown",
         language="zh" if chinese else None,
@@ -143,9 +148,8 @@ def _data(sources: Manifest | None) -> str:
 
 def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str:
     state, settings = reader.state, config.m6
-    objectives = ", ".join(f"{name} {weight:g}" for name, weight in _objectives(config).items())
     rows = [
-        ["objectives and their weights", objectives],
+        ["objectives and their weights", _objectives(trained_objectives(config))],
         ["steps", f"{state['step']:,} of {settings.training.total_steps:,}"],
         ["samples and tokens seen", f"{state['samples_seen']:,} and {state['tokens_seen']:,}"],
         ["samples of a step", f"{config.document['train_batch_size']:,}"],
@@ -156,9 +160,8 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
         ["seed", f"{settings.training.seed}"],
     ]
     if settings.init is not None:
-        rows.append(
-            ["initial weights", f"of {settings.init.name}, whose data and training this card does not describe"]
-        )
+        described = "see below" if kept_initial(run_dir) else "whose data and training this card does not describe"
+        rows.append(["initial weights", f"of {settings.init.name}, {described}"])
     if settings.lora is not None:
         lora = settings.lora
         rows.append(
@@ -176,6 +179,15 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
     if attempts:
         rows += _attempts(attempts)
     return markdown_table(["", "value"], rows)
+
+
+def _before(run: InitialRun) -> str:
+    rows = [
+        ["objectives and their weights", _objectives(run.objectives)],
+        ["steps", f"{run.steps:,}"],
+        ["samples and tokens seen", f"{run.samples_seen:,} and {run.tokens_seen:,}"],
+    ]
+    return f"{markdown_table(['', 'value'], rows)}\n\n{_data(run.sources)}"
 
 
 def _precision(config: RunConfig) -> str:
@@ -256,15 +268,14 @@ def _limits(config: RunConfig, sources: Manifest | None) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _licence(sources: Manifest | None) -> str:
-    data = "unknown" if sources is None else ", ".join(sorted({entry.licence for entry in sources.sources.values()}))
+def _licence(every: Sequence[Manifest | None]) -> str:
+    stated = {entry.licence for sources in every if sources for entry in sources.sources.values()}
+    data = ", ".join([*sorted(stated), *(["unknown"] if None in every else [])])
     return (
         f"Of the weights: not stated by the run; whoever publishes them decides. Of the data: {data}. "
         "Of the Python files of this folder: Apache-2.0."
     )
 
 
-def _objectives(config: RunConfig) -> dict[str, float]:
-    """The objectives that were trained, with their weights."""
-    weights = {name: config.m6.objectives.of(name).weight for name in OBJECTIVES}
-    return {name: weight for name, weight in weights.items() if weight}
+def _objectives(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.discovery import open_newest, open_together
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.tokenizers import keep_tokenizers
@@ -217,6 +218,7 @@ class Trainer:
         if self.runtime.is_main:
             keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
             keep_sources(self.run.root, self.data)
+            keep_initial(self.run.root, self.settings.init)
             damaged = self.run.cut_metrics_after(self.step)
             if damaged:
                 self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")

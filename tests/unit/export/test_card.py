@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from huggingface_hub import ModelCard
 
+from m6.checkpoints.ancestry import INITIAL, keep_initial
 from m6.checkpoints.loading import open_newest_checkpoint
 from m6.config.run import load_config
 from m6.errors import UserError
@@ -116,6 +118,49 @@ def test_built_in_sources_are_chinese_and_data_sets_of_the_hub_are_linked(run):
     assert card.data.language == "zh"
     assert card.data.datasets == ["someone/texts"]
     assert "| inews | text | 3 | 0 | 0 | 0.0 | MIT | hf:someone/texts:train 0a |" in card.text
+
+
+def test_the_runs_before_are_in_the_card_when_they_are_gone(run):
+    entry = {"kind": "text", "licence": "MIT", "splits": {"train": {"rows": 3}}}
+    origin = {"package": "hf:someone/texts:train", "version": "0a", "licence": "MIT"}
+    first, second = run.with_name("first"), run.with_name("second")
+    for folder, sources in (
+        (first, {"inews": {**entry, "origin": [origin]}}),
+        (second, {"poetry": {**entry, "origin": []}}),
+    ):
+        shutil.copytree(run, folder)
+        (folder / SOURCES).write_text(json.dumps({"sources": sources}))
+    (run / SOURCES).write_text(json.dumps({"sources": {"mine": {**entry, "licence": "CC0-1.0", "origin": []}}}))
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["init"] = str(second)
+    (run / "config.json").write_text(json.dumps(document))
+    assert "of second, whose data and training this card does not describe" in card_of(run).text
+    keep_initial(second, first)
+    keep_initial(run, second)
+    shutil.rmtree(first)
+    shutil.rmtree(second)
+    keep_initial(run, second)  # as an attempt after the first does
+
+    card = card_of(run)
+    assert "| initial weights | of second, see below |" in card.text
+    after_second = card.text.partition("## Before: second\n")[2]
+    assert "| poetry | text | 3 |" in after_second.partition("## Before: first\n")[0]
+    assert "| inews | text | 3 |" in after_second.partition("## Before: first\n")[2]
+    assert "| steps | 100 |" in after_second
+    assert "400 and 12,000" in after_second
+    assert "text_denoising 1" in after_second
+    assert "Of the data: CC0-1.0, MIT." in card.text
+    assert card.data.datasets == ["someone/texts"]
+    assert str(run.parent) not in card.content
+    (run / INITIAL).write_text("{")
+    with pytest.raises(UserError, match=r"initial\.json: corrupt"):
+        card_of(run)
+
+
+def test_an_exported_model_has_its_own_card(run, tmp_path):
+    export_hf(run, tmp_path / "hf")
+    keep_initial(run, tmp_path / "hf")
+    assert not (run / INITIAL).exists()
 
 
 def test_leaks_are_in_the_card(run):

@@ -185,7 +185,8 @@ def test_drawing_from_a_run_and_from_its_export(drawn: Path, pretrained: Path, t
     export_hf(drawn, tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     assert all(name in card for name in sources.sources)
-    assert f"of {pretrained.name}, whose data" in card
+    assert f"of {pretrained.name}, see below" in card
+    assert f"## Before: {pretrained.name}" in card
     assert "M6TextToImagePipeline" in card
     assert load_image_tokenizer(tmp_path / "exported" / IMAGE_TOKENIZER)
     pipeline = M6TextToImagePipeline.from_pretrained(tmp_path / "exported")
