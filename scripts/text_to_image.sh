@@ -16,7 +16,7 @@ width=128    # of the model
 steps=5500   # of the fine-tuning
 if [ "${1:-}" = --long ]; then
     shift
-    name=text_to_image_long concepts=200 shapes=60000 width=192 steps=16000
+    name=text_to_image_long concepts=200 shapes=60000 width=192 steps=14000
 fi
 here=scripts/experiments/text_to_image
 out=${1:-runs/$name}

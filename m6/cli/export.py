@@ -14,6 +14,9 @@ def export(
     run: RunFolder,
     hf: Annotated[Path, typer.Option("--hf", help="folder to write; must not exist or be empty")],
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    licence: Annotated[
+        str | None, typer.Option(help="of the weights, for the model card, as the Hub names it: cc-by-sa-4.0")
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option("--push", help="upload it to the Hub under this name; a new repository is private"),
@@ -24,7 +27,7 @@ def export(
 
     if name is not None:
         check_push(name)  # before an export that may take long
-    export_hf(run, hf, dtype=dtype)
+    export_hf(run, hf, dtype=dtype, licence=licence)
     print(hf)
     if name is not None:
         print(push(hf, name))

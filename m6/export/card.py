@@ -23,7 +23,9 @@ from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
 
 
-def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype: str) -> ModelCard:
+def model_card(
+    run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype: str, licence: str | None = None
+) -> ModelCard:
     """Makes the README.md of an exported model, with the header that the Hub reads.
 
     Args:
@@ -31,6 +33,7 @@ def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype
         config: of the run.
         reader: of the checkpoint that is exported.
         dtype: type of the exported weights.
+        licence: of the weights, by the name that the Hub has for it; None: not stated.
 
     Raises:
         UserError: a record of the run is damaged.
@@ -48,21 +51,21 @@ def model_card(run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype
         **{f"Before: {run.name}": _before(run) for run in before},
         "Validation": _validation(run_dir, reader.state["step"]),
         "Limits": _limits(config, sources),
-        "Licence": _licence(every),
+        "Licence": _licence(every, licence),
     }
     first, *others = sections
     text = f"# {first}\n\n{sections[first]}\n" + "".join(f"\n## {title}\n{sections[title]}\n" for title in others)
-    return ModelCard(f"---\n{_header(config, every).to_yaml()}\n---\n\n{text}")
+    return ModelCard(f"---\n{_header(config, every, licence).to_yaml()}\n---\n\n{text}")
 
 
-def _header(config: RunConfig, every: Sequence[Manifest | None]) -> ModelCardData:
+def _header(config: RunConfig, every: Sequence[Manifest | None], licence: str | None) -> ModelCardData:
     entries = {name: entry for sources in every if sources for name, entry in sources.sources.items()}
     origins = [origin.package for entry in entries.values() for origin in entry.origin]
     datasets = [package.split(":")[1] for package in origins if package.startswith("hf:")]
     # All built-in sources are Chinese; the language of a user's own data is not recorded.
     chinese = None not in every and entries.keys() <= BUILT_IN.keys()
     return ModelCardData(
-        license="unknown",
+        license=licence or "unknown",
         language="zh" if chinese else None,
         library_name="transformers",
         pipeline_tag="image-text-to-text",
@@ -268,11 +271,11 @@ def _limits(config: RunConfig, sources: Manifest | None) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _licence(every: Sequence[Manifest | None]) -> str:
+def _licence(every: Sequence[Manifest | None], licence: str | None) -> str:
     stated = {entry.licence for sources in every if sources for entry in sources.sources.values()}
     data = ", ".join([*sorted(stated), *(["unknown"] if None in every else [])])
     return (
-        f"Of the weights: not stated by the run; whoever publishes them decides. Of the data: {data}. "
+        f"Of the weights: {licence or 'not stated by the run; whoever publishes them decides'}. Of the data: {data}. "
         "Of the Python files of this folder: Apache-2.0."
     )
 

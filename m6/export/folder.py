@@ -25,7 +25,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CARD = "README.md"
 
 
-def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes: int = 4 << 30) -> None:
+def export_hf(
+    run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes: int = 4 << 30, licence: str | None = None
+) -> None:
     """Writes the newest checkpoint of a run in Hugging Face's format: model, processor, modelling code and model card.
 
     Weights stream from checkpoint to shard: only one shard is in memory at a time. The folder is written under a
@@ -36,6 +38,7 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
         out: a folder that does not exist or is empty.
         dtype: type of the floating-point weights, a key of ``DTYPES``.
         max_shard_bytes: limit of a weight file. A tensor that is larger gets its own file.
+        licence: of the weights, for the model card; None: not stated.
 
     Raises:
         UserError: the run has no checkpoint, a shard is damaged (the message names it), or ``out`` is not empty.
@@ -63,7 +66,7 @@ def export_hf(run_dir: Path, out: Path, dtype: str = "float32", max_shard_bytes:
             processor.save_pretrained(temporary)
             write_code(temporary)
             _set_auto_maps(temporary)
-            model_card(run_dir, config, reader, dtype).save(temporary / CARD)
+            model_card(run_dir, config, reader, dtype, licence).save(temporary / CARD)
             if reader.state.get("image_tokenizer") is not None:
                 load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
             mode = (temporary / "config.json").stat().st_mode

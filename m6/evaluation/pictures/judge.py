@@ -22,6 +22,7 @@ from m6.files import atomic_path, write_json
 from m6.formatting import log_line
 from m6.validation import Section, validate
 
+_FORMAT = 2  # of a stored judge; 1: pictures in proportion to the data, not to the captions
 _BATCH_SIZE = 256
 _LOG_STEPS = 100  # between lines, where stderr is no terminal
 _SETTINGS_FILE, _WEIGHTS_FILE = "judge.json", "judge.safetensors"
@@ -93,7 +94,8 @@ def load_or_train_judge(
         device: device of the judge.
 
     Raises:
-        UserError: the stored judge was trained with other settings or on other pictures, or is damaged.
+        UserError: the stored judge was trained with other settings, on other pictures or by an older version, or is
+            damaged.
     """
     fingerprint = _fingerprint(pictures)
     if folder is not None and (folder / _SETTINGS_FILE).is_file():
@@ -102,26 +104,34 @@ def load_or_train_judge(
     if folder is not None:
         with atomic_path(folder / _WEIGHTS_FILE) as temporary:
             save_file({name: tensor.cpu().contiguous() for name, tensor in judge.state_dict().items()}, temporary)
-        document = {"settings": settings.model_dump(), "pictures": fingerprint, "captions": judge.captions}
+        document = {
+            "format": _FORMAT,
+            "settings": settings.model_dump(),
+            "pictures": fingerprint,
+            "captions": judge.captions,
+        }
         # Written last: a folder with this file has complete weights.
         write_json(folder / _SETTINGS_FILE, document)
     return judge
 
 
 def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: torch.device) -> Judge:
-    """Trains a judge on real pictures, with random shifts and contrast."""
+    """Trains a judge on real pictures, of each caption equally many, with random shifts and contrast."""
     captions = sorted(set(pictures.captions))
     index = {caption: number for number, caption in enumerate(captions)}
     torch.manual_seed(settings.seed)
     judge = Judge(settings, captions).to(device).train()
     optimizer = torch.optim.AdamW(judge.parameters(), weight_decay=0.05)
     labels = torch.tensor([index[caption] for caption in pictures.captions])
+    # Each caption counts the same: else those with thousands of pictures would leave those with four unlearned.
+    rows = [torch.nonzero(labels == number).flatten() for number in range(len(captions))]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.total_steps)
     order = torch.empty(0, dtype=torch.int64)
     progress = tqdm(range(settings.total_steps), "judge", unit=" steps", disable=None)
     for step in progress:
         while len(order) < settings.batch_size:
-            order = torch.cat([order, torch.randperm(len(pictures))])
+            one_of_each = torch.stack([of[torch.randint(len(of), ())] for of in rows])
+            order = torch.cat([order, one_of_each[torch.randperm(len(rows))]])
         batch, order = order[: settings.batch_size], order[settings.batch_size :]
         pixels = _augment(to_unit_range(pictures.pixels[batch.numpy()], device))
         loss = F.cross_entropy(judge(pixels), labels[batch].to(device), label_smoothing=_LABEL_SMOOTHING)
@@ -158,6 +168,8 @@ def _load(folder: Path, settings: JudgeSettings, fingerprint: str) -> Judge:
     try:
         document: dict[str, Any] = json.loads((folder / _SETTINGS_FILE).read_bytes())
         recorded = validate(JudgeSettings, document["settings"], "settings")
+        if document.get("format") != _FORMAT:
+            raise UserError("was trained by an older version, in another way; choose another folder")
         if recorded != settings or document["pictures"] != fingerprint:
             raise UserError("was trained with other settings or on other pictures; choose another folder")
         judge = Judge(settings, document["captions"])

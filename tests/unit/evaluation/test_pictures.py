@@ -135,6 +135,24 @@ def test_one_of_five_captions_is_chosen():
     assert found.of_five == pytest.approx(expected, abs=0.025)  # four standard errors of 2,000 draws
 
 
+def test_the_judge_learns_captions_with_few_pictures_beside_others_with_many():
+    rng = np.random.default_rng(0)
+    counts = {"红色": 300, "黄色": 300, "橙色": 4}
+    shades = {"红色": (220, 30, 35), "黄色": (245, 215, 30), "橙色": (250, 140, 20)}
+
+    def pictures(counts):
+        captions = [caption for caption, count in counts.items() for _ in range(count)]
+        colours = np.array([shades[caption] for caption in captions])[:, None, None]
+        pixels = colours + rng.integers(-5, 6, (len(captions), 16, 16, 3))
+        return CaptionedPictures(pixels.clip(0, 255).astype(np.uint8), captions)
+
+    settings = JudgeSettings(image_size=16, channels=[8], total_steps=60, batch_size=8)
+    judge = train_judge(pictures(counts), settings, CPU)
+    others = pictures(dict.fromkeys(counts, 20))
+    _, scores = judge.apply_to(others, CPU)
+    assert [judge.captions[best] for best in scores.argmax(dim=1)] == others.captions
+
+
 def test_good_pictures_are_told_from_bad_ones(real, judge, tmp_path):
     good, _ = load_generated(write_generated(tmp_path / "good", shapes()), 32)
     report = evaluate_pictures(good, {}, real, judge, CPU)
@@ -239,6 +257,11 @@ def test_a_kept_judge_is_used_where_it_fits(real, judge, tmp_path, monkeypatch):
     for pictures, settings in ((fewer, SETTINGS), (real.judged, JudgeSettings(image_size=32))):
         with pytest.raises(UserError, match="other settings or on other pictures"):
             load_or_train_judge(pictures, settings, tmp_path, CPU)
+    document = json.loads((tmp_path / "judge.json").read_text())
+    (tmp_path / "judge.json").write_text(json.dumps({**document, "format": 1}))
+    with pytest.raises(UserError, match="trained by an older version, in another way"):
+        load_or_train_judge(real.judged, SETTINGS, tmp_path, CPU)
+    (tmp_path / "judge.json").write_text(json.dumps(document))
     (tmp_path / "judge.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match=f"the judge in {tmp_path}"):
         load_or_train_judge(real.judged, SETTINGS, tmp_path, CPU)

@@ -157,6 +157,13 @@ def test_the_runs_before_are_in_the_card_when_they_are_gone(run):
         card_of(run)
 
 
+def test_a_licence_of_the_weights_is_stated(run, tmp_path):
+    export_hf(run, tmp_path / "hf", licence="cc-by-sa-4.0")
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert card.data.license == "cc-by-sa-4.0"
+    assert "Of the weights: cc-by-sa-4.0." in card.text
+
+
 def test_an_exported_model_has_its_own_card(run, tmp_path):
     export_hf(run, tmp_path / "hf")
     keep_initial(run, tmp_path / "hf")

@@ -1,0 +1,53 @@
+"""The model that the repository holds: it loads, draws what captions say, and can be trained further."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from m6.checkpoints.initial import open_initial_weights
+from m6.checkpoints.loading import load_run_model
+from m6.data.sources.shapes import COLOURS
+from m6.generation.pipeline import M6TextToImagePipeline
+from m6.model import num_parameters
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "text_to_image"
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> M6TextToImagePipeline:
+    return M6TextToImagePipeline.from_pretrained(MODEL)
+
+
+def test_it_draws_colours_that_captions_name(pipeline):
+    """Also of two combinations that training left out: 红色的圆形 and 棕色的五角星."""
+    captions = ["红色的圆形", "棕色的五角星", "蓝色的正方形", "绿色的心形", "黄色的长方形"]
+    images = pipeline(captions, progress=False).images
+    for caption, image in zip(captions, images, strict=True):
+        pixels = np.asarray(image, np.float64).reshape(-1, 3)
+        shape = pixels[pixels.min(axis=1) < 200]  # what is not the white background
+        assert 0.02 < len(shape) / len(pixels) < 0.7, caption
+        distance = {name: np.linalg.norm(np.median(shape, axis=0) - rgb) for name, rgb in COLOURS.items()}
+        assert min(distance, key=distance.__getitem__) == caption.split("的")[0], caption
+
+
+def test_its_card_names_the_data_and_the_size(pipeline):
+    card = ModelCard.load(MODEL / "README.md")
+    assert card.data.language == "zh"
+    assert f"{num_parameters(pipeline.model.config)['total']:,} parameters" in card.text
+    for licence in ("CC-BY-SA-4.0", "CC-BY-4.0", "MIT", "Unicode-3.0"):
+        assert licence in card.text.partition("## Licence")[2]
+    assert re.search(r"\| image_code_denoising \| \d\.\d+ \|", card.text)
+
+
+def test_a_run_can_start_from_its_weights():
+    weights = open_initial_weights(MODEL)
+    model, _ = load_run_model(MODEL, torch.device("cpu"))
+    assert {name for name, _ in weights.shapes} == {name for name, _ in model.named_parameters()}
+    name, parameter = next(iter(model.named_parameters()))
+    row = torch.empty(parameter.shape[-1])
+    weights.read_into(name, "weight", 0, row)
+    assert torch.equal(row, parameter.detach()[0].float())
