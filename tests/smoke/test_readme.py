@@ -4,7 +4,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from m6.generation.grid import GAP
 from tests.fixtures.pages import ROOT, Block, blocks, execute, missing_links
 
 # Commands that are this suite itself, or that take minutes; the smoke script has a shorter run of its own below.
@@ -22,12 +24,15 @@ def test_the_smoke_script(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path: Path):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for folder in ("configs", "models"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     commands = [block for block in blocks("README.md") if block.language == "bash"]
-    assert len(commands) == 3
-    for block in commands:
-        if not block.text.startswith(ELSEWHERE):
-            assert "128" in execute(block, tmp_path)
+    assert len(commands) == 4
+    plan, draw = (execute(block, tmp_path) for block in commands if not block.text.startswith(ELSEWHERE))
+    assert "128" in plan
+    assert "circles.png" in draw
+    with Image.open(tmp_path / "circles.png") as grid:
+        assert grid.size == (3 * 64 + 2 * GAP, 3 * 64 + 2 * GAP)  # eight pictures of one caption, in three rows
 
 
 @pytest.mark.parametrize("page", PAGES or ["README.md"])
