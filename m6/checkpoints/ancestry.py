@@ -47,8 +47,11 @@ class InitialRun(BaseModel):
 
 
 def keep_initial(root: Path, init: Path | None) -> None:
-    """Writes RUN/initial.json, if there is none and ``init`` is a run: an exported model has a card of its own."""
-    if init is None or (root / INITIAL).exists() or is_exported(init):
+    """Writes RUN/initial.json, if there is none and ``init`` is a run: an exported model has a card of its own.
+
+    A run of an older version, which has no such file, may resume when ``init`` is gone: nothing is written then.
+    """
+    if init is None or (root / INITIAL).exists() or not init.exists() or is_exported(init):
         return
     state = newest_complete_checkpoint(init).state
     record = InitialRun(

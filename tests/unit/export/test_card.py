@@ -170,6 +170,11 @@ def test_an_exported_model_has_its_own_card(run, tmp_path):
     assert not (run / INITIAL).exists()
 
 
+def test_a_run_that_resumes_may_outlive_its_initial_run(run):
+    keep_initial(run, run.with_name("gone"))
+    assert not (run / INITIAL).exists()
+
+
 def test_leaks_are_in_the_card(run):
     shared = {"rows": 2, "picture": 1, "text": 2, "group": 0}
     splits = {"train": {"rows": 3}, "validation": {"rows": 4, "shared": shared}}
