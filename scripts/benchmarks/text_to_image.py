@@ -22,7 +22,7 @@ from m6.tokenizers.text import load_text_tokenizer
 
 CAPTION = "一只红色的熊猫"
 LEFT_TO_RIGHT, UNCACHED = "left to right", "left to right, uncached"
-PASSES = (8, 12, 16, 32)
+PASSES = (6, 8, 12, 16, 32)
 
 
 def main(
