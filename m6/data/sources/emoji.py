@@ -91,22 +91,18 @@ class Emoji:
     own_splits: frozenset[Split] = frozenset()
 
     def __init__(self, options: SourceOptions) -> None:
-        self._cache = options.cache
+        self.cache = options.cache
 
     def origin(self) -> list[Origin]:
         """Returns the packages of pictures and of names."""
-        return package_origins()
+        packages = [package for package, _ in STYLES.values()] + list(NAMES.values())
+        return [package.origin() for package in packages]
 
     def rows(self) -> Iterator[Row]:
         """Yields the styles of one emoji after the other."""
-        for code, name, pictures in read_emoji(self._cache):
+        for code, name, pictures in read_emoji(self.cache):
             for style, image in pictures.items():
                 yield Row(f"{self.name}/{code}/{style}", name, name, image)
-
-
-def package_origins() -> list[Origin]:
-    """Returns the packages of pictures and of names."""
-    return [package.origin() for package in (*(package for package, _ in STYLES.values()), *NAMES.values())]
 
 
 def read_emoji(cache: Path) -> Iterator[tuple[str, str, dict[str, bytes]]]:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from m6.data.manifest import Origin, SourceKind, Split
-from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.emoji import STYLES, package_origins, read_emoji
+from m6.data.sources.base import Row
+from m6.data.sources.emoji import STYLES, Emoji, read_emoji
 from m6.data.sources.shapes import COLOURS, Rgb
 
 # The words for the styles of the source "emoji".
@@ -18,7 +17,7 @@ SILHOUETTE = "剪影"
 NUM_SILHOUETTES = 3  # of each emoji, each in another colour
 
 
-class EmojiStyles:
+class EmojiStyles(Emoji):
     """One row for each emoji and style, as 雨伞，描边风格, and for its silhouettes, as 红色的雨伞，剪影风格.
 
     One style of each emoji (``left_out``) and most colours of its silhouette have no row: what a model draws for those
@@ -26,19 +25,10 @@ class EmojiStyles:
     """
 
     name = "emoji_styles"
-    kind: SourceKind = "image_text"
-    own_splits: frozenset[Split] = frozenset()
-
-    def __init__(self, options: SourceOptions) -> None:
-        self._cache = options.cache
-
-    def origin(self) -> list[Origin]:
-        """Returns the packages of pictures and of names."""
-        return package_origins()
 
     def rows(self) -> Iterator[Row]:
         """Yields the pictures of one emoji after the other."""
-        for code, name, pictures in read_emoji(self._cache):
+        for code, name, pictures in read_emoji(self.cache):
             for style, image in pictures.items():
                 if style != left_out(name):
                     yield Row(f"{self.name}/{code}/{style}", name, styled(name, style), image)

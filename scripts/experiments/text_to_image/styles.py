@@ -20,6 +20,7 @@ from m6.data.manifest import Manifest
 from m6.data.pictures import decode_batch
 from m6.data.reader import open_split
 from m6.data.sources.emoji_styles import NUM_SILHOUETTES, SILHOUETTE, colours, in_colour, left_out, styled
+from m6.errors import UserError
 from m6.evaluation.downstream.estimates import share
 from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, train_judge
@@ -33,8 +34,8 @@ Data = Annotated[Path, typer.Argument(help="data folder of the run")]
 @app.command()
 def captions(data: Data) -> None:
     """Prints the captions of training, and for each concept the style and one colour that it left out."""
-    shown = dict.fromkeys(open_split(Manifest.load(data), SOURCE, "train").column("text"))
-    names = dict.fromkeys(open_split(Manifest.load(data), SOURCE, "train").column("group"))
+    rows = open_split(Manifest.load(data), SOURCE, "train")
+    shown, names = dict.fromkeys(rows.column("text")), dict.fromkeys(rows.column("group"))
     new = [caption for name in names for caption in (styled(name, left_out(name)), _colour_left_out(name))]
     print("\n".join([*shown, *new]))
 
@@ -104,7 +105,7 @@ def _look(caption: str) -> str:
 def _parts(caption: str) -> dict[str, str]:
     match = CAPTION.fullmatch(caption)
     if match is None:
-        raise ValueError(f'"{caption}" names no style; expected a caption such as 购物车，立体风格')
+        raise UserError(f'"{caption}" names no style; expected a caption such as 购物车，立体风格')
     return match.groupdict()
 
 
