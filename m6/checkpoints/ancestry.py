@@ -41,9 +41,9 @@ class InitialRun(BaseModel):
     sources: Manifest | None = None
     initial: InitialRun | None = None
 
-    def line(self) -> list[InitialRun]:
+    def lineage(self) -> list[InitialRun]:
         """Returns this run and those before it, the newest first."""
-        return [self, *(self.initial.line() if self.initial else [])]
+        return [self, *(self.initial.lineage() if self.initial else [])]
 
 
 def keep_initial(root: Path, init: Path | None) -> None:

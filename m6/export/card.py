@@ -40,14 +40,14 @@ def model_card(
     """
     name = run_dir.absolute().name
     sources, initial = kept_sources(run_dir), kept_initial(run_dir)
-    before = initial.line() if initial else []
+    before = initial.lineage() if initial else []
     every = [sources, *(run.sources for run in before)]
     sections = {
         name: _summary(config),
         "How to load it": _loading(config),
         "Model": _model(config, dtype),
         "Training data": _data(sources),
-        "Training": _training(run_dir, config, reader),
+        "Training": _training(run_dir, config, reader, described=initial is not None),
         **{f"Before: {run.name}": _before(run) for run in before},
         "Validation": _validation(run_dir, reader.state["step"]),
         "Limits": _limits(config, sources),
@@ -149,7 +149,7 @@ def _data(sources: Manifest | None) -> str:
     return "\n\n".join(filter(None, [markdown_table(header, rows, "llrrrrll"), shared]))
 
 
-def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str:
+def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader, *, described: bool) -> str:
     state, settings = reader.state, config.m6
     rows = [
         ["objectives and their weights", _objectives(trained_objectives(config))],
@@ -163,8 +163,8 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
         ["seed", f"{settings.training.seed}"],
     ]
     if settings.init is not None:
-        described = "see below" if kept_initial(run_dir) else "whose data and training this card does not describe"
-        rows.append(["initial weights", f"of {settings.init.name}, {described}"])
+        where = "see below" if described else "whose data and training this card does not describe"
+        rows.append(["initial weights", f"of {settings.init.name}, {where}"])
     if settings.lora is not None:
         lora = settings.lora
         rows.append(
