@@ -47,6 +47,8 @@ class MoEConfig:
         capacity_rule: "k" counts the K choices of a token in the capacity; "1" keeps the capacity, and so the
             cost, of a layer with one choice.
         min_capacity: lower bound of the capacity in tokens.
+        capacity_rounding: a capacity that is no whole number is rounded up ("up"), or in training up or down for each
+            expert at random, up as often as its fraction says ("random"); small capacities then cost what they say.
         drop_order: which pairs of a full expert are dropped: "position" keeps first choices before second ones and
             earlier tokens before later ones, "probability" keeps larger gates (V-MoE, arXiv 2106.05974, section 4).
         router_jitter: in training, the router's inputs are multiplied by random numbers in [1 - jitter, 1 + jitter].
@@ -84,6 +86,7 @@ class MoEConfig:
     eval_capacity_factor: float | None = None
     capacity_rule: Literal["k", "1"] = "k"
     min_capacity: int = 4
+    capacity_rounding: Literal["up", "random"] = "up"
     drop_order: Literal["position", "probability"] = "position"
     router_jitter: float = 0.0
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"
@@ -187,9 +190,21 @@ class MoEConfig:
         section 2.2, with M6-T's factor. The rule "1" leaves out K (M6-T, section 3.2). It is at least 1 if there are
         tokens.
         """
+        slots = self._slots(num_tokens, training)
+        # 1.1 * 100 / 10 gives 11.000000000000002
+        return None if slots is None else max(self.min_capacity, math.ceil(slots * (1 - 1e-12)))
+
+    def mean_capacity(self, num_tokens: int, training: bool) -> float | None:
+        """Returns the mean of C over the experts: factor * K * T / E or ``min_capacity`` if it is rounded at random,
+        and otherwise ``capacity``."""
+        slots, most = self._slots(num_tokens, training), self.capacity(num_tokens, training)
+        if slots is None or most is None or not training or self.capacity_rounding == "up":
+            return most
+        return min(most, max(self.min_capacity, slots))
+
+    def _slots(self, num_tokens: int, training: bool) -> float | None:
         factor = self.capacity_factor if training else self.eval_capacity_factor
         if factor is None:
             return None
         choices = self.experts_per_token if self.capacity_rule == "k" else 1
-        slots = factor * choices * num_tokens / self.num_experts
-        return max(self.min_capacity, math.ceil(slots * (1 - 1e-12)))  # 1.1 * 100 / 10 gives 11.000000000000002
+        return factor * choices * num_tokens / self.num_experts

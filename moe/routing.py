@@ -240,7 +240,7 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     """
     num_tokens = len(gates)
     choices = gates.shape[1:].numel()
-    capacity = config.capacity(num_tokens, training)
+    capacity = capacities(config, num_tokens, training, experts.device)
     if capacity is None:
         # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. That
         # saves a second sort, and gives sums by token a fixed order.
@@ -262,8 +262,22 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     ends = _ends(sorted_experts, config.num_experts)
     chosen_counts = ends.diff(prepend=ends.new_zeros(1))
     place = torch.arange(len(order), device=order.device) - (ends - chosen_counts)[sorted_experts]
-    order = precedence[order][place < capacity]
-    return Routing(order % max(num_tokens, 1), gates[order], chosen_counts.clamp(max=capacity)), chosen_counts
+    order = precedence[order][place < capacity[sorted_experts]]
+    return Routing(order % max(num_tokens, 1), gates[order], chosen_counts.minimum(capacity)), chosen_counts
+
+
+def capacities(config: MoEConfig, num_tokens: int, training: bool, device: torch.device) -> Tensor | None:
+    """Draws how many tokens each expert computes at most, int64 [E]; None: there is no limit.
+
+    Rounded at random, it is C for some experts and C - 1 for the others, with the mean ``config.mean_capacity``.
+    """
+    most, mean = config.capacity(num_tokens, training), config.mean_capacity(num_tokens, training)
+    if most is None or mean is None:
+        return None
+    capacity = torch.full((config.num_experts,), most, device=device)
+    if mean < most:
+        capacity -= (torch.rand(config.num_experts, device=device) >= 1 + mean - most).long()
+    return capacity
 
 
 def pairs_by_token(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report, search_report
 from m6.planning.search.job_files import job_description, sbatch_header
 from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout, Rejection, SearchResult
 from m6.planning.search.stages import search_stages, training_stages
 from m6.shipped import CONFIGS
 
@@ -44,26 +43,22 @@ def shipped_plan(name: str) -> str:
     if len(booked) == len(stages):
         lines += ["", "## To book", "", booking_table(booked, stages[-1], TIME_LIMIT_MIN)]
         if planner.config.model.moe_config().capacity_rule == "1":
-            lines += ["", "## The same with capacity k", "", _with_capacity_k(name, cluster, results)]
+            lines += ["", "## The same with capacity k", "", _with_capacity_k(name, cluster)]
     if planner.config.expert_store is not None and len(stages) == 1:
         lines += ["", "## Why not with Adam", "", _without_store(planner, results[-1].best.layout)]
     return "\n".join(lines) + "\n"
 
 
-def _with_capacity_k(name: str, cluster: Cluster, results: list[SearchResult]) -> str:
-    """What the run's layouts take if experts have room for all choices of a token, not for one."""
-    config = load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',))
-    others = training_stages(Planner(config, cluster))
-    plans = [other.evaluate(result.best.layout) for other, result in zip(others, results, strict=True)]
-    refused = [plan.reason for plan in plans if isinstance(plan, Rejection)]
-    if refused:
-        return f"The layout does not fit: {refused[0]}."
-    booked = [
-        book_stage(other, plan, TIME_LIMIT_MIN)
-        for other, plan in zip(others, plans, strict=True)
-        if isinstance(plan, PricedLayout)
-    ]
-    return booking_table(booked, others[-1], TIME_LIMIT_MIN)
+def _with_capacity_k(name: str, cluster: Cluster) -> str:
+    """What the run takes if experts have room for all choices of a token, not for one."""
+    stages = training_stages(Planner(load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',)), cluster))
+    results = search_stages(stages)
+    for stage, result in zip(stages, results, strict=True):
+        if not result.plans:
+            return no_plan_report(stage, result)
+    booked = [book_stage(stage, result.best, TIME_LIMIT_MIN) for stage, result in zip(stages, results, strict=True)]
+    layouts = " then ".join(f"{result.best.layout}" for result in results)
+    return f"In its own best layout: {layouts}.\n\n{booking_table(booked, stages[-1], TIME_LIMIT_MIN)}"
 
 
 def _without_store(planner: Planner, layout: ParallelLayout) -> str:

@@ -9,6 +9,7 @@ The formula follows the CPU kernels of PyTorch 2.13; tests compare it with what 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import nn
@@ -146,7 +147,7 @@ class Activations:
     def experts(self) -> int:
         """Router, dispatch and expert networks: inputs where they are not the router's; inner activations; outputs."""
         moe, width, inner = self.moe, self.model.hidden_size, self.model.ffn_hidden_size
-        real, rows, precision = self.batch.real, self.rows(), self.precision
+        real, rows, precision = self.batch.real, self.most_rows(), self.precision
         # For each row its choice, token and gate, and its position by token; for each token its first row.
         dispatch = rows * (3 * _INT64 + FP32) + real * _INT64
         inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
@@ -162,11 +163,23 @@ class Activations:
         return self.router() + dispatch + networks + self.combined(width)
 
     def rows(self) -> int:
-        """(token, expert) pairs that experts compute. Padding is not routed."""
+        """(token, expert) pairs that experts compute, in the mean. Padding is not routed."""
+        return self._rows(0)
+
+    def most_rows(self) -> int:
+        """What ``rows`` stay below: of capacities rounded at random, six standard deviations above the mean."""
+        return self._rows(6)
+
+    def _rows(self, deviations: float) -> int:
         moe, real = self.moe, self.batch.real
         choices = real * moe.experts_per_token
-        capacity = moe.capacity(real, training=True)
-        return choices if capacity is None else min(choices, capacity * moe.num_experts)
+        capacity = moe.mean_capacity(real, training=True)
+        if capacity is None:
+            return choices
+        # Each expert tosses a coin for the part of the capacity that is no whole number.
+        share = capacity % 1
+        spread = math.sqrt(moe.num_experts * share * (1 - share))
+        return min(choices, round(capacity * moe.num_experts + deviations * spread))
 
     def router(self) -> int:
         """The router's input, scores and choices."""

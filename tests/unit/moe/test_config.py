@@ -22,6 +22,7 @@ from moe import MoEConfig
         ({"aux_loss_weight": -1.0}, "aux_loss_weight"),
         ({"balance_bias_rate": -1.0}, "balance_bias_rate"),
         ({"capacity_rule": "2"}, "capacity_rule"),
+        ({"capacity_rounding": "down"}, "capacity_rounding"),
         ({"gating": None}, "gating"),
         ({"expert_dropout": 1.0}, "expert_dropout"),
         ({"router_jitter": -0.1}, "router_jitter"),
@@ -81,3 +82,24 @@ def test_the_capacity_is_the_exact_ceiling() -> None:
             config = MoEConfig(num_experts=num_experts, capacity_factor=float(factor), min_capacity=0)
             expected = math.ceil(Fraction(factor) * num_tokens / num_experts)
             assert config.capacity(num_tokens, True) == expected, (factor, num_experts, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "min_capacity", "expected"),
+    [
+        (4, 0, 0.5),
+        (8, 0, 1.0),
+        (12, 0, 1.5),
+        (4, 1, 1.0),  # the bound is a whole number, and is not rounded
+        (12, 1, 1.5),
+        (12, 2, 2.0),
+        (0, 0, 0.0),
+    ],
+)
+def test_the_mean_of_capacities_rounded_at_random(num_tokens: int, min_capacity: int, expected: float) -> None:
+    settings = {"num_experts": 10, "capacity_factor": 1.25, "eval_capacity_factor": 1.25, "min_capacity": min_capacity}
+    config = MoEConfig(**settings, capacity_rounding="random")
+    assert config.mean_capacity(num_tokens, training=True) == pytest.approx(expected)
+    for training, rounded_up in ((False, config), (True, MoEConfig(**settings))):
+        assert rounded_up.mean_capacity(num_tokens, training) == math.ceil(expected)
+    assert MoEConfig(num_experts=10, capacity_rounding="random").mean_capacity(num_tokens, True) is None

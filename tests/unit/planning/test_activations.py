@@ -13,6 +13,7 @@ from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.storages import SavedTensors, new_storages, storage_bytes
 from m6.runs.data import open_data
+from moe.routing import capacities
 from tests.fixtures.tiny_run import tiny_document
 
 BF16 = {"enabled": True}
@@ -109,6 +110,20 @@ def test_activations(folder, changes):
     # Exact but for a few scalars, BatchNorm's statistics, which only the meta device keeps, and experts that do not
     # fill their capacity: up to 2.5 %.
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.25])
+def test_rows_of_capacities_rounded_at_random(folder, factor):
+    moe = {"num_experts": 64, "num_prototypes": 2, "capacity_factor": factor, "capacity_rule": "1", "min_capacity": 0}
+    config = parse_config(tiny_document(folder, m6__moe=moe | {"capacity_rounding": "random"}))
+    batch = BatchShape.of(open_data(config).micro_batch(0))
+    activations = Activations(config, batch)
+    torch.manual_seed(0)
+    moe_config, device = config.model.moe_config(), torch.device("cpu")
+    draws = [int(capacities(moe_config, batch.real, True, device).sum()) for _ in range(500)]
+    assert len(set(draws)) > 10
+    assert activations.rows() == pytest.approx(sum(draws) / len(draws), abs=1.5)
+    assert max(draws) < activations.most_rows() < 1.1 * moe_config.capacity(batch.real, True) * 64
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def test_each_stage_has_its_own_layout_where_the_run_may_change_it():
     pseudo, real = (result.best.layout for result in search_stages(found))
     assert (pseudo.ep_size, real.ep_size) == (8, 16)
     assert (pseudo.offload_optimizer, real.offload_optimizer) == (False, True)
-    assert [pseudo, real] == [stage.search().best.layout for stage in found]
+    alone = [stage.search().best.layout for stage in found]
+    assert [(own.ep_size, own.offload_optimizer) for own in alone] == [(8, False), (16, True)]
 
 
 @pytest.mark.parametrize("switch_step", [1000, 45_000])
