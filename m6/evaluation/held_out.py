@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from m6.checkpoints.ancestry import kept_initial
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig
 from m6.data.codes import has_codes
@@ -89,14 +90,19 @@ def describe_left_out(run_dir: Path, config: RunConfig, data: PretrainingData) -
 
 def describe_overlap(run_dir: Path, data: PretrainingData) -> str:
     """Says what the evaluated split shares with training, as the manifest of its data folder counted it."""
-    known = kept_sources(run_dir)
-    trained = set() if known is None else {shard.sha256 for name in known.sources for shard in _shards(known, name)}
+    initial = kept_initial(run_dir)
+    runs = [("The run", kept_sources(run_dir))]
+    runs += [
+        (f"The run {run.name}, from which it began,", run.sources) for run in (initial.lineage() if initial else [])
+    ]
     own = {shard.sha256 for name in data.sources for shard in _shards(data.manifest, name)}
     sentences = [describe_shared(data.manifest, data.sources, [split for split in SPLITS if split == data.split])]
     if data.split == "train":
         sentences = ["These are training rows."]
-    if not own & trained:
-        sentences.append("The run learned from other data: what of it is in these rows was not counted.")
+    for run, known in runs:
+        trained = set() if known is None else {shard.sha256 for name in known.sources for shard in _shards(known, name)}
+        if not own & trained:
+            sentences.append(f"{run} learned from other data: what of it is in these rows was not counted.")
     return " ".join(filter(None, sentences))
 
 
