@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # From a fresh clone to pictures of Chinese sentences on two cores without a GPU: environment, real pictures with
 # captions, image tokenizer, short pretraining, fine-tuning, a grid, and the evaluation of what was drawn.
-#   bash scripts/text_to_image.sh [--long] [FOLDER]
+#   bash scripts/text_to_image.sh [--long] [--pixels 128] [FOLDER]
 # It takes about an hour; --long, with five times as many concepts, more drawings, and a wider model that trains longer,
-# about three. FOLDER is runs/text_to_image by default, or runs/text_to_image_long; data goes to data/.
+# about three. Pictures have 64 or 128 pixels a side and equally many codes. FOLDER is runs/text_to_image by default,
+# with _long and _128 after it; data goes to data/.
 # Everything resumes: the same command goes on after an interruption. The time of each part is in FOLDER/times.tsv.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -14,14 +15,29 @@ concepts=40  # emoji, a fair sample of all, in five drawing styles and as silhou
 shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
 width=128    # of the model
 steps=5500   # of the fine-tuning
-if [ "${1:-}" = --long ]; then
+pixels=64    # a side of a picture
+given=$*
+while [[ ${1:-} == --* ]]; do
+    case $1 in
+    --long) name=text_to_image_long concepts=200 shapes=60000 width=192 steps=14000 ;;
+    --pixels) pixels=${2:-} && shift $(($# > 1)) ;;
+    *) pixels='' && break ;;
+    esac
     shift
-    name=text_to_image_long concepts=200 shapes=60000 width=192 steps=14000
-fi
+done
+case $pixels in
+64) suffix='' ;;
+128) suffix=_128 ;;
+*)
+    echo "error: expected [--long] [--pixels 64 or 128] [FOLDER]; found $given" >&2
+    exit 2
+    ;;
+esac
 here=scripts/experiments/text_to_image
-out=${1:-runs/$name}
-pictures=data/pictures # all emoji, from which the image tokenizer learns what pictures look like
-data=data/$name        # those whose captions the model learns
+out=${1:-runs/$name$suffix}
+pictures=data/pictures$suffix # all emoji, from which the image tokenizer learns what pictures look like
+data=data/$name$suffix        # those whose captions the model learns
+tokenizer=runs/image_tokenizer$suffix
 make_environment data
 mkdir -p "$out"
 
@@ -43,8 +59,8 @@ on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core
 }
 
 build() {
-    m6 data build emoji emoji_styles shapes --limit shapes=10000 --out "$pictures"
-    m6 data build inews emoji emoji_styles shapes --limit inews=2000 --limit "emoji=$((5 * concepts))" \
+    m6 data build emoji emoji_styles shapes --image-size "$pixels" --limit shapes=10000 --out "$pictures"
+    m6 data build inews emoji emoji_styles shapes --image-size "$pixels" --limit inews=2000 --limit "emoji=$((5 * concepts))" \
         --limit "emoji_styles=$((7 * concepts))" --limit "shapes=$shapes" --out "$data"
     if [ ! -d "$data/tokenizer" ]; then
         # Pieces of at most two characters: a caption that is one piece cannot be composed anew.
@@ -79,14 +95,14 @@ export_model() { # for others to start from: m6 finetune --init, from_pretrained
 }
 
 part "data" build
-part "image tokenizer" m6 train-image-tokenizer configs/image_tokenizer/pictures_64.json \
-    --set data.path="$pictures" --out runs/image_tokenizer
-part "image codes" m6 data codes "$data" --image-tokenizer runs/image_tokenizer
+part "image tokenizer" m6 train-image-tokenizer "configs/image_tokenizer/pictures_$pixels.json" \
+    --set data.path="$pictures" --out "$tokenizer"
+part "image codes" m6 data codes "$data" --image-tokenizer "$tokenizer"
 part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained" \
     --set m6.model.hidden_size="$width" --set m6.model.ffn_hidden_size="$width" \
     --set m6.model.num_attention_heads=$((width / 32))
 part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
-    --run-dir "$out/finetuned" --set m6.training.total_steps="$steps"
+    --run-dir "$out/finetuned" --set m6.training.total_steps="$steps" --set m6.data.image_tokenizer="$tokenizer"
 part "export" export_model
 part "grid" draw "$here/shown.txt" 8 --out "$out/grid.png"
 part "pictures" draw_all "$out/pictures"

@@ -5,9 +5,20 @@ from pathlib import Path
 import pytest
 
 from m6.config.image_tokenizer import load_settings
+from m6.config.run import load_config
 from m6.errors import UserError
 
-PICTURES = Path(__file__).parents[3] / "configs" / "image_tokenizer" / "pictures_64.json"
+ROOT = Path(__file__).parents[3]
+PICTURES = ROOT / "configs" / "image_tokenizer" / "pictures_64.json"
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_pictures_of_both_sizes_have_the_codes_of_the_same_model(side: int):
+    tokenizer = load_settings(PICTURES.with_name(f"pictures_{side}.json")).model
+    model = load_config(ROOT / "scripts" / "experiments" / "text_to_image" / "pretrain.json").model
+    assert tokenizer.image_size == side
+    assert (tokenizer.grid_size, tokenizer.num_codebooks) == (model.code_grid_size, model.codes_per_place)
+    assert tokenizer.num_codebooks * tokenizer.codebook_size <= model.image_vocab_size
 
 
 @pytest.mark.parametrize(("loss", "side"), [("perceptual", 16), ("adversarial", 8)])
