@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrains a model and fine-tunes it on seven downstream tasks, each also from random weights; scores all of them.
 #   bash scripts/experiments/downstream/run.sh [FOLDER]     (runs/downstream by default)
-# Some hours on two cores. Everything resumes: the same command goes on after an interruption.
+# About two hours on two cores. Everything resumes: the same command goes on after an interruption.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../environment.sh"
@@ -12,46 +12,50 @@ pretrained=$out/pretrained
 make_environment dev
 
 choose_precision
+export OMP_NUM_THREADS=1
 
-on_both_cores() { # on_both_cores COMMAND...: one rank on each core
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 "$@" "${precision[@]}"
-}
-
-tune() { # tune NAME CONFIG SEEDS STEPS ROWS OPTIONS...: NAME is the folder of its runs; ROWS of each source are scored
-    local name=$1 config=$2 seeds=$3 steps=$4 rows=$5 start seed run
-    shift 5
+tune() { # tune START NAME CONFIG SEEDS STEPS ROWS OPTIONS...: NAME is the folder of the runs; ROWS of each source are scored
+    local start=$1 name=$2 config=$3 seeds=$4 steps=$5 rows=$6 from=() seed run
+    shift 6
+    [ "$start" = pretrained ] || from=(--from-scratch)
     for ((seed = 0; seed < seeds; seed++)); do
-        for start in pretrained scratch; do
-            run=$out/$name/$start-$seed
-            [ ! -f "$run/downstream.json" ] || continue
-            say "$name, $start, seed $seed"
-            local from=()
-            [ "$start" = pretrained ] || from=(--from-scratch)
-            on_both_cores finetune "configs/finetune/$config.json" --init "$pretrained" "${from[@]+"${from[@]}"}" \
-                --run-dir "$run" --set m6.training.seed="$seed" --set m6.training.total_steps="$steps" \
-                --set train_batch_size=64 --set train_micro_batch_size_per_gpu=32 "$@"
-            m6 downstream "$run" --max-rows "$rows"
-        done
+        run=$out/$name/$start-$seed
+        [ ! -f "$run/downstream.json" ] || continue
+        say "$name, $start, seed $seed"
+        m6 finetune "configs/finetune/$config.json" --init "$pretrained" "${from[@]+"${from[@]}"}" --run-dir "$run" \
+            --set m6.training.seed="$seed" --set m6.training.total_steps="$steps" "${precision[@]}" "$@"
+        m6 downstream "$run" --max-rows "$rows"
     done
 }
 
-m6 data build inews emoji icon_park poetry easy_vqa shapes --limit shapes=10000 --out data/real
+tune_all() { # tune_all START: all tasks from one start
+    local start=$1 reviews=(--set m6.data.path=data/labelled) headlines
+    headlines=("${reviews[@]}" --set 'm6.data.sources={"inews_sentiment": 1.0}')
+    tune "$start" questions visual_question_answering 1 2000 2000
+    tune "$start" reviews text_classification 3 460 2000 "${reviews[@]}"
+    tune "$start" headlines text_classification 3 200 2000 "${headlines[@]}"
+    tune "$start" headlines_with_context text_classification 3 200 2000 "${headlines[@]}" \
+        --set m6.objectives.text_classification.with_context=true
+    tune "$start" matches image_text_matching 1 1500 200
+    tune "$start" captions image_captioning 1 1000 200
+    tune "$start" poems text_continuation 1 600 2000
+}
+
 m6 data build reviews inews_sentiment --validation-share 0.05 --test-share 0.1 --out data/labelled
+# Of the reviews that classification trains on, pretraining reads the text without the label.
+[ -f data/review_texts.jsonl ] || python "$here/texts.py" data/labelled reviews data/review_texts.jsonl
+m6 data build inews emoji icon_park poetry easy_vqa shapes data/review_texts.jsonl --licence MIT \
+    --limit shapes=10000 --out data/real
 m6 data build easy_vqa_questions --out data/vqa
 if [ ! -d data/real/tokenizer ]; then
     m6 data tokenizer data/real --out data/real/tokenizer --vocab-size 10000 --image-vocab-size 1024 \
         --character-coverage 0.999 --sample-megabytes 32
 fi
-on_both_cores pretrain "$here/pretrain.json" --run-dir "$pretrained"
+torchrun --nproc-per-node 2 -m m6 pretrain "$here/pretrain.json" --run-dir "$pretrained" \
+    --set train_micro_batch_size_per_gpu=32 "${precision[@]}"
 
-labelled=(--set m6.data.path=data/labelled)
-headlines=("${labelled[@]}" --set 'm6.data.sources={"inews_sentiment": 1.0}')
-tune questions visual_question_answering 1 4000 2000
-tune reviews text_classification 3 1000 2000 "${labelled[@]}"
-tune headlines text_classification 3 500 2000 "${headlines[@]}"
-tune headlines_with_context text_classification 3 500 2000 "${headlines[@]}" \
-    --set m6.objectives.text_classification.with_context=true
-tune captions image_captioning 1 2000 200
-tune matches image_text_matching 1 2000 200
-tune poems text_continuation 1 2000 2000
+# The two starts side by side, each on a core.
+tune_all scratch &
+tune_all pretrained
+wait $!
 python "$here/report.py" "$out"
