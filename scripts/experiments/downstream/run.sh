@@ -56,6 +56,8 @@ torchrun --nproc-per-node 2 -m m6 pretrain "$here/pretrain.json" --run-dir "$pre
 
 # The two starts side by side, each on a core.
 tune_all scratch &
+scratch=$!
+trap 'pgrep -P "$scratch" | xargs -r kill "$scratch" 2>/dev/null || true' EXIT
 tune_all pretrained
-wait $!
+wait "$scratch"
 python "$here/report.py" "$out"
