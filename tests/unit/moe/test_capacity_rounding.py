@@ -17,7 +17,7 @@ def configure(**settings: object) -> MoEConfig:
 
 
 def routed(config: MoEConfig, training: bool = True) -> tuple[Routing, torch.Tensor]:
-    """The pairs that are left, and how many chose each expert, for logits that bring every expert more than 2."""
+    """The pairs that are left, and how many each prototype dropped, of logits that bring every expert 2 or more."""
     choices = torch.arange(TOKENS)[:, None] % config.experts_per_prototype
     logits = torch.zeros(TOKENS, config.num_prototypes, config.experts_per_prototype)
     logits[torch.arange(TOKENS)[:, None], torch.arange(config.num_prototypes), choices] = 5.0
