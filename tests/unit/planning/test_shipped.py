@@ -5,6 +5,7 @@ import re
 import pytest
 
 from m6.planning.shipped import PLANS, SHIPPED, shipped_plan
+from tests.fixtures.pages import ROOT
 
 
 @pytest.mark.slow
@@ -36,14 +37,25 @@ def test_480_gpus_of_32_gb_need_adafactor():
     assert float(found[1]) > (16 * experts - 0.9 * 32 * 2**30) / 1e9 > 0
 
 
+def booked(name: str) -> list[str]:
+    """The cells of the plan's line of booking, of both stages together if there are two."""
+    last = "**in all**" if name == "m6_10t" else "real"
+    [line] = [line for line in page(name).split("## The same")[0].splitlines() if line.startswith(f"| {last} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 @pytest.mark.parametrize(("name", "days", "samples_per_s"), [("m6_100b", 1.5, 772), ("m6_1t", 3, 0), ("m6_10t", 10, 0)])
 def test_recipes_end_within_the_days_of_the_papers(name: str, days: float, samples_per_s: float):
     """Whale (ATC 2022), section 5.3.2; M6-T's 3 days by Alibaba's article of August 2021; M6-10T's abstract."""
-    last = "**in all**" if name == "m6_10t" else "real"
-    [line] = [line for line in page(name).split("## The same")[0].splitlines() if line.startswith(f"| {last} |")]
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    cells = booked(name)
     assert float(cells[3].replace(",", "")) >= samples_per_s
     assert float(cells[4].split()[0]) <= days
+
+
+def test_the_readme_names_the_days_of_the_plans():
+    days, ranges = zip(*(booked(name)[4].rstrip(")").split(" (") for name in SHIPPED), strict=True)
+    said = f"{days[0]}, {days[1]} and {days[2]} days (ranges {', '.join(ranges)})"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_ten_trillion_with_capacity_k_stand_beside():
