@@ -11,7 +11,7 @@ from offload.optimizer.master_weights import remainder_dtype
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.chunk_size import search_chunk_bytes
 from offload.plan.placement import PlacementConstraints, PlacementPlan
-from offload.plan.sizes import in_mib, sizes_of, staging_bytes
+from offload.plan.sizes import ChunkBytes, in_mib, sizes_of, staging_bytes
 from offload.plan.solver import solve
 from offload.plan.timeline import StepTimes, predict_times
 from offload.plan.trace import Trace
@@ -24,6 +24,7 @@ from offload.runtime.workers import WorkerFailure
 
 __all__ = [
     "ActivationOffload",
+    "ChunkBytes",
     "CudaDevice",
     "Device",
     "DryRuntime",

@@ -9,6 +9,7 @@ from m6.planning.search.alternatives import alternatives
 from m6.planning.search.compression import compression_line
 from m6.planning.search.delay import delay_line
 from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_lead_s
+from m6.planning.search.neighbours import neighbours
 from m6.planning.search.planner import Planner
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
@@ -40,7 +41,7 @@ def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> s
         layout_table(planner, [best, *(plan for plan in result.plans if plan is not best)][:num_plans]),
         "",
         "Why not otherwise, one choice changed at a time:",
-        *(f"- {rejection.reason}" for rejection in planner.neighbours(best)),
+        *(f"- {rejection.reason}" for rejection in neighbours(planner, best)),
         "",
         "What the plan leaves out:",
         *(alternatives(planner, result) or ["- nothing that would apply"]),

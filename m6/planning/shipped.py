@@ -66,7 +66,7 @@ def _without_store(planner: Planner, layout: ParallelLayout) -> str:
     document = planner.config.document
     document["m6"].pop("offload")
     adam = Planner(parse_config(document), planner.cluster, forced={"offload_optimizer": False})
-    experts, device = planner.memory.streamed_experts(layout), planner.cluster.smallest.device
+    experts, device = planner.memory.stored_experts(layout), planner.cluster.smallest.device
     return (
         f"A rank of the plan holds {experts:,} parameters of experts. In 16 bits with gradients they take 4 bytes each "
         f"and their fp32 masters with Adam's two moments 12 more, {16 * experts:,} bytes, on a device of "

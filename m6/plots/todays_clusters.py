@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from m6.config.run import load_config
@@ -22,10 +22,11 @@ CLUSTERS = {"A100-80G": "a100_80g_x128", "H100": "h100_x128", "H200": "h200_x128
 Sizes = Mapping[str, Mapping[str, LeastDevices]]
 
 
-def plan_size(name: str) -> dict[str, LeastDevices]:
-    """The least devices of every cluster that train the shipped configuration ``name``."""
+def plan_size(name: str, labels: Iterable[str] = CLUSTERS) -> dict[str, LeastDevices]:
+    """The least devices of these clusters that train the shipped configuration ``name``."""
     config = load_config(CONFIGS / f"{name}.json")
-    return {label: least_devices(config, load_cluster(Path(file)), TIME_LIMIT_MIN) for label, file in CLUSTERS.items()}
+    clusters = {label: load_cluster(Path(CLUSTERS[label])) for label in labels}
+    return {label: least_devices(config, cluster, TIME_LIMIT_MIN) for label, cluster in clusters.items()}
 
 
 def rows_of(name: str, plans: Mapping[str, LeastDevices]) -> list[list[str]]:

@@ -9,8 +9,11 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
+from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.fake_world import fake_process_group, fake_tensors
+from m6.planning.machine.profile import Profile
+from m6.planning.search.configuration import layout_of
 from m6.training.dry_run import DryRun, dry_run, report
 from m6.training.offloading import dry_plan
 from moe import MoEConfig, MoELayer
@@ -123,6 +126,14 @@ def plans_follow_the_budgets(_: None) -> None:
     streamed = (tight.expert_bytes - tight.owned_bytes) / 3
     assert tight.setup.plan.download_bytes == pytest.approx(streamed, rel=0.05)
     assert streamed * 0.95 <= tight.setup.plan.upload_bytes <= 2 * streamed * 1.05
+    # The planner's formula owns as much of the same room, but for two chunks.
+    config = parse_config(offloaded())
+    layout = layout_of(config, 16)
+    streamed = MemoryModel(config, Profile())(layout)
+    room = streamed.peak + tight.owned_bytes
+    formula = MemoryModel(config, Profile(), device_bytes=room)(layout)
+    assert formula.store + formula.owned_experts == tight.host_bytes + tight.owned_bytes
+    assert formula.owned_experts == pytest.approx(tight.owned_bytes, abs=2 * tight.expert_bytes / tight.chunks)
     # A rank of a pipeline holds the experts of its stages.
     piped = offloaded()
     del piped["m6"]["pseudo_to_real"]

@@ -1,7 +1,9 @@
-"""The host memory of experts that ``m6.offload`` streams, as the store itself lays them out."""
+"""The experts that ``m6.offload`` keeps, as the store itself lays them out: their memory, and the bytes that move."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,10 +12,23 @@ from m6.config.offload import OffloadOptimizer, OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
 from m6.planning.cost.precision import FP32, Precision
-from offload import NextWeights, OptimizerSettings, Stack, lay_out, remainder_dtype, sizes_of, staging_bytes
+from offload import (
+    ChunkBytes,
+    NextWeights,
+    OptimizerSettings,
+    Stack,
+    lay_out,
+    remainder_dtype,
+    sizes_of,
+    staging_bytes,
+)
 
 _MIB = 2**20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Bytes that the operators of ``offload.optimizer.update`` read and write for a parameter that a device owns, and those
+# of its norm beside the gradient; counted, operator by operator.
+_DEVICE_UPDATE_BYTES = {"adamw": 196, "adafactor": 222, "sgd": 80}
+_DEVICE_NORM_BYTES = 32
 _CHUNK_MIB = 64.0  # where the size is chosen at the start of a run; it hardly changes the sum
 
 
@@ -81,19 +96,64 @@ class ExpertStore:
         moments = 2 if self.optimizer.kind == "adamw" else int(self.optimizer.momentum > 0)
         return gradient + read + written + 2 * moments * FP32
 
-    def host_bytes(self, model: FoldedModel, ep_size: int) -> int:
-        """Bytes of the experts of one rank with all that belongs to them, and of the staging blocks of gradients."""
-        total, staging = 0, 0
+    @property
+    def device_update_bytes(self) -> int:
+        """Bytes that the update of a parameter reads and writes on the device that owns it."""
+        return _DEVICE_UPDATE_BYTES[self.optimizer.kind]
+
+    def gradient_bytes(self, number: int, on_device: bool) -> int:
+        """Bytes that ``number`` gradients of a parameter read and write where a step adds them up.
+
+        Args:
+            number: gradients of a step.
+            on_device: the device owns the parameter, so that no gradient has to arrive in host memory first.
+        """
+        width, arrives = self.weight_bytes, 0 if on_device else self.weight_bytes
+        if self.gradient_dtype is None:  # the update reads it from where it arrives
+            return number * arrives
+        total = self.gradient_dtype.itemsize
+        copied = arrives + width + total
+        # The first one of the same type arrives where it stays. A device squares for the norm in double precision.
+        first = width if self.gradient_dtype == self.dtype and not on_device else copied
+        return first + (number - 1) * (copied + total) + total + (_DEVICE_NORM_BYTES if on_device else 0)
+
+    def chunks(self, model: FoldedModel, ep_size: int) -> RankChunks:
+        """The chunks of one rank."""
+        found: list[ChunkBytes] = []
         for block, _, stored in model.blocks:
             if block.experts:
                 # Layers are cut into chunks one by one, so one layer stands for all equal ones.
                 laid_out = (self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer, self.next_weights)
-                chunks = lay_out([_stack(block, ep_size)], *laid_out)
-                sizes = sizes_of(chunks)
-                total += stored * sum(size.owned for size in sizes)
-                # Two blocks serve all chunks: the largest gradient counts.
-                staging = max(staging, staging_bytes(sizes))
-        return total + staging
+                found += stored * sizes_of(lay_out([_stack(block, ep_size)], *laid_out))
+        ends = itertools.accumulate(size.owned for size in found)
+        return RankChunks(tuple(ends), staging_bytes(found) if found else 0)
+
+
+@dataclass(frozen=True)
+class RankChunks:
+    """The chunks of one rank, in the order of the model.
+
+    Attributes:
+        ends: bytes of the first one, the first two, and so on, with gradients and optimizer state.
+        staging: bytes of the host's staging blocks of gradients.
+    """
+
+    ends: tuple[int, ...]
+    staging: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all chunks."""
+        return self.ends[-1] if self.ends else 0
+
+    def fitting(self, room: float) -> int:
+        """Bytes of as many whole chunks as ``room`` bytes hold."""
+        number = bisect.bisect_right(self.ends, room)
+        return self.ends[number - 1] if number else 0
+
+    def on_host(self, owned: int) -> int:
+        """Bytes in host memory when the device owns ``owned`` bytes."""
+        return self.total - owned + self.staging
 
 
 def layer_numel(model: FoldedModel, ep_size: int) -> int:
@@ -106,6 +166,12 @@ def stored_numel(model: FoldedModel, ep_size: int) -> int:
     """Elements of all experts on one rank."""
     stacks = [(_stack(block, ep_size), stored) for block, _, stored in model.blocks if block.experts]
     return sum(stack.num_experts * stack.expert_size * stored for stack, stored in stacks)
+
+
+def uses_of_experts(model: FoldedModel) -> float:
+    """How many layers compute with the same experts: 1, and more in the Pseudo stage."""
+    counts = [(computed, stored) for block, computed, stored in model.blocks if block.experts]
+    return sum(computed for computed, _ in counts) / max(1, sum(stored for _, stored in counts))
 
 
 def shares_experts(model: FoldedModel) -> bool:

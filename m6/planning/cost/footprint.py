@@ -15,13 +15,14 @@ class MemoryFootprint:
         gradients: between the backward pass and the update.
         optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights; with
             ``m6.gradient_delay`` also the gradients that wait.
+        owned_experts: experts of ``m6.offload`` that the device owns, with their gradients and optimizer state.
         activations: kept by autograd for one micro-batch, with the gradients of its logits.
         buckets: DeepSpeed's buffers for the reduction of gradients.
         update: temporaries of the optimizer's step, when the activations are freed; without a flush also those that
             are not.
         process: driver, libraries and allocator; calibrated, 0 by default.
         host: states of the rank in host memory.
-        store: of ``host``, what ``m6.offload`` holds: experts with their gradients and optimizer state.
+        store: of ``host``, what ``m6.offload`` holds: the other experts with their gradients and optimizer state.
         host_process: the program itself in host memory; calibrated, 0 by default.
     """
 
@@ -29,6 +30,7 @@ class MemoryFootprint:
     old_weights: int = 0
     gradients: int = 0
     optimizer_state: int = 0
+    owned_experts: int = 0
     activations: int = 0
     buckets: int = 0
     update: int = 0
@@ -40,7 +42,9 @@ class MemoryFootprint:
     @property
     def resident(self) -> int:
         """Bytes that stay on the device during the whole step."""
-        return self.weights + self.old_weights + self.gradients + self.optimizer_state + self.process
+        return (
+            self.weights + self.old_weights + self.gradients + self.optimizer_state + self.owned_experts + self.process
+        )
 
     @property
     def peak(self) -> int:

@@ -70,23 +70,37 @@ class HostTime:
         return rate / self.nodes.devices_per_node
 
     def streaming(
-        self, numel: int, store: ExpertStore, micro_batches: int, parts: int, forward_s: float, backward_s: float
+        self,
+        numel: int,
+        store: ExpertStore,
+        micro_batches: int,
+        parts: int,
+        uses: float,
+        forward_s: float,
+        backward_s: float,
     ) -> Streaming:
         """Prices a step with ``numel`` streamed parameters.
 
         The first forward pass runs beside the update and the copies of the weights, other forward passes beside copies
-        of the weights, and backward passes beside copies of the weights and, in the other direction, of gradients. A
-        late update runs beside all of them.
+        of the weights, and backward passes beside copies of the weights and, in the other direction, of gradients,
+        which the host adds up. Each takes as long as the link to the device or the host's memory, whichever is slower.
+        A late update runs beside all of them.
 
         Args:
-            parts: gradients that each micro-batch copies.
+            parts: gradients that each use copies.
+            uses: layers that compute with the same experts.
             forward_s: seconds of the forward pass of a micro-batch.
             backward_s: the same of the backward pass, with recomputation.
         """
-        once, update = store.weight_bytes * numel / self.copy_bytes_per_s, self.store_update_s(numel, store)
-        passes = [(once, forward_s)] * micro_batches + [(parts * once, backward_s)] * micro_batches
+        weights, update = uses * store.weight_bytes * numel, self.store_update_s(numel, store)
+        gradients = store.gradient_bytes(round(micro_batches * parts * uses), on_device=False) * numel / micro_batches
+        link, memory = 1 / self.copy_bytes_per_s, 1 / self._memory_rate
+        forward = weights * max(link, memory)
+        backward = max(parts * weights * link, (weights + gradients) * memory)
+        passes = [(forward, forward_s)] * micro_batches + [(backward, backward_s)] * micro_batches
         if store.next_weights is None:
-            passes[0] = max(once, update), forward_s
+            # The update reads and writes the memory from which the weights are copied.
+            passes[0] = max(weights * link, update, (store.update_bytes * numel + weights) * memory), forward_s
         exposed = sum(max(0.0, busy - window) for busy, window in passes)
         copying = sum(busy for busy, _ in passes)
         if store.next_weights is None:

@@ -16,7 +16,7 @@ from m6.config.run import RunConfig
 from m6.model.sharing import Sharing
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
-from m6.planning.cost.expert_store import ExpertStore, layer_numel, shares_experts, stored_numel
+from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, shares_experts, stored_numel
 from m6.planning.cost.folding import Block, FoldedModel, fold
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, is_flushless
@@ -50,6 +50,7 @@ class MemoryModel:
         batch: the shape of a micro-batch of any size; None: :func:`full_row`.
         sharing: what the layers share in the Pseudo stage; None: nothing.
         on_touch: memory counts when it is first written, as on a CPU, and not when it is allocated.
+        device_bytes: of a device, which experts of ``m6.offload`` may fill; None: all of them are streamed.
     """
 
     def __init__(
@@ -59,15 +60,19 @@ class MemoryModel:
         batch: BatchShape | None = None,
         sharing: Sharing | None = None,
         on_touch: bool = False,
+        device_bytes: int | None = None,
     ) -> None:
         self.config, self.profile, self.sharing, self.on_touch = config, profile, sharing, on_touch
+        self.device_bytes = device_bytes
         self.row = batch or full_row(config)
         self.model: FoldedModel = fold(config.model, sharing)
         self.precision = Precision.of(config)
         self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
         self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
         self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
-        self._stores: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], int] = {}
+        self._chunks: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], RankChunks] = {}
+        self._expert_stores: dict[tuple[int, int], ExpertStore] = {}
+        self._owned_shares: dict[ParallelLayout, list[float]] = {}
 
     def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
         """The footprint of the fullest rank."""
@@ -95,15 +100,14 @@ class MemoryModel:
             # Of the copy's gradient there are two, too: the first rank ends its step later.
             sums = 2 if is_flushless(self.config, layout) else 1
             states = replace(states, weights=states.weights + copy, gradients=states.gradients + sums * copy)
-        if layout.stream_experts:
-            states = self._with_streamed_experts(states, layout, self._part(layout, stages))
-        return replace(
+        rest = replace(
             states,
             activations=self._activation_bytes(layout, place, stages),
             update=states.update + math.ceil(under_way * self.profile.activation_factor),
             process=self.profile.process_bytes,
             host_process=self.profile.host_bytes,
         )
+        return self._with_store(rest, layout, self._part(layout, stages)) if layout.stream_experts else rest
 
     def counts(self, layout: ParallelLayout) -> ParameterCounts:
         """Parameters of the rank with most of them, before tensor parallelism divides them; without streamed experts,
@@ -132,22 +136,40 @@ class MemoryModel:
         cut = pipeline.cut(num_layers)
         return [cut[stage] for stage in pipeline.stages_of(place)]
 
-    def streamed_experts(self, layout: ParallelLayout) -> int:
-        """Elements of the experts that the rank with most of them streams, before tensor parallelism divides them."""
-        return max(self.streamed_of_ranks(layout))
+    def stored_experts(self, layout: ParallelLayout) -> int:
+        """Elements of the experts that ``m6.offload`` keeps, of the rank with most of them, before tensor parallelism
+        divides them."""
+        return max(self.experts_of_ranks(layout))
 
-    def streamed_of_ranks(self, layout: ParallelLayout) -> list[int]:
+    def experts_of_ranks(self, layout: ParallelLayout) -> list[int]:
         """The same of each rank of a pipeline."""
         if not layout.stream_experts:
             return [0] * layout.pp_size
-        parts = (self._part(layout, self._stages(layout, place)) for place in range(layout.pp_size))
-        return [stored_numel(part, layout.ep_size) for part in parts]
+        return [stored_numel(part, layout.ep_size) for part in self._parts(layout)]
+
+    def owned_share_of_ranks(self, layout: ParallelLayout) -> list[float]:
+        """The share of the experts of each rank of a pipeline that the device owns, of which nothing moves."""
+        if not layout.stream_experts:
+            return [0.0] * layout.pp_size
+        if layout not in self._owned_shares:
+            wholes = (self._chunks_of(layout, part).total for part in self._parts(layout))
+            owned = (footprint.owned_experts * layout.tp_size for footprint in self.footprints(layout))
+            shares = [min(1.0, own / max(1, whole)) for own, whole in zip(owned, wholes, strict=True)]
+            self._owned_shares[layout] = shares
+        return self._owned_shares[layout]
+
+    def _parts(self, layout: ParallelLayout) -> list[FoldedModel]:
+        """What each rank of a pipeline has of the model."""
+        return [self._part(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
 
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""
-        accumulation = layout.accumulation(self.config.deepspeed.train_batch_size)
-        several = shares_experts(self.model) or self.config.model.moe_config().exchange_parts(layout.ep_size) > 1
-        return ExpertStore.of(self.config, accumulation, several)
+        key = layout.accumulation(self.config.deepspeed.train_batch_size), layout.ep_size
+        if key not in self._expert_stores:
+            parts = self.config.model.moe_config().exchange_parts(layout.ep_size)
+            several = shares_experts(self.model) or parts > 1
+            self._expert_stores[key] = ExpertStore.of(self.config, key[0], several)
+        return self._expert_stores[key]
 
     def batch_of(self, layout: ParallelLayout) -> BatchShape:
         """The shape of a micro-batch of the layout's size."""
@@ -289,28 +311,33 @@ class MemoryModel:
             host=owned * width if on_host else 0,
         )
 
-    def _with_streamed_experts(
-        self, dense: MemoryFootprint, layout: ParallelLayout, part: FoldedModel
-    ) -> MemoryFootprint:
-        """``dense`` with two layers' expert weights and one layer's gradients on the device, the rest on the host."""
-        store = self.expert_store(layout)
-        layer = math.ceil(layer_numel(self.model, layout.ep_size) / layout.tp_size) * store.weight_bytes
-        stored = self._stored_experts(layout, store, part)
+    def _with_store(self, rest: MemoryFootprint, layout: ParallelLayout, part: FoldedModel) -> MemoryFootprint:
+        """``rest`` with the experts of ``m6.offload``: all on the device if they fit beside the rest; otherwise two
+        layers' weights, one layer's gradients and as many whole chunks as fit, and the other chunks on the host."""
+        chunks, share = self._chunks_of(layout, part), layout.tp_size
+        room = -1 if self.device_bytes is None else self.device_bytes - rest.peak
+        if chunks.total <= room * share:
+            return replace(rest, owned_experts=math.ceil(chunks.total / share))
+        layer = math.ceil(layer_numel(self.model, layout.ep_size) / share) * self.expert_store(layout).weight_bytes
+        owned = chunks.fitting((room - (_STREAM_WINDOW_LAYERS + 1) * layer) * share)
+        on_host = math.ceil(chunks.on_host(owned) / share)
         return replace(
-            dense,
-            weights=dense.weights + _STREAM_WINDOW_LAYERS * layer,
-            gradients=dense.gradients + layer,
-            host=dense.host + stored,
-            store=stored,
+            rest,
+            weights=rest.weights + _STREAM_WINDOW_LAYERS * layer,
+            gradients=rest.gradients + layer,
+            owned_experts=math.ceil(owned / share),
+            host=rest.host + on_host,
+            store=on_host,
         )
 
-    def _stored_experts(self, layout: ParallelLayout, store: ExpertStore, part: FoldedModel) -> int:
-        """Bytes of host memory that a rank's streamed experts take."""
+    def _chunks_of(self, layout: ParallelLayout, part: FoldedModel) -> RankChunks:
+        """The chunks of a rank that has ``part`` of the model, before tensor parallelism divides them."""
+        store = self.expert_store(layout)
         gradient = 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
         key = layout.ep_size, gradient, store.next_weights == "copy", part.blocks
-        if key not in self._stores:
-            self._stores[key] = store.host_bytes(part, layout.ep_size)
-        return math.ceil(self._stores[key] / layout.tp_size)
+        if key not in self._chunks:
+            self._chunks[key] = store.chunks(part, layout.ep_size)
+        return self._chunks[key]
 
 
 def _with_training(config: RunConfig, layout: ParallelLayout) -> RunConfig:

@@ -142,5 +142,7 @@ class _Cutter:
         return all(len(part) >= stages for part in left) and seconds <= others * limit
 
     def _time(self, rank: int, stages: Sequence[range]) -> float:
-        sums = self._sums[rank]
-        return sum(sums[stage.stop] - sums[stage.start] for stage in stages)
+        sums, seconds = self._sums[rank], 0.0
+        for stage in stages:  # a loop, since a search asks millions of times
+            seconds += sums[stage.stop] - sums[stage.start]
+        return seconds

@@ -6,7 +6,6 @@ transfers and host updates run during the computation, and exchanges of tokens w
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import replace
 from typing import Literal
@@ -22,6 +21,7 @@ from m6.planning.cost.pipeline_time import PipelineTime
 from m6.planning.cost.reduction_time import ReductionTime, expert_replicas
 from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.step_parts import LayerTime, StepTime
+from m6.planning.cost.store_time import StoreTime
 from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
 from m6.planning.machine.collectives import RankGroup, collective_s, send_s
@@ -62,6 +62,7 @@ class TimeModel:
         self.nodes: Nodes = cluster.slowest(self.dtype)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self.host = HostTime(self.nodes, profile)
+        self.store = StoreTime(config, memory)
         self.reduction = ReductionTime(config, memory, self.nodes, profile)
         self._works: dict[tuple[int, int, int, str], list[tuple[BlockWork, int]]] = {}
         self._computes: dict[tuple[int, int, int, bool, str], StepTime] = {}
@@ -88,25 +89,28 @@ class TimeModel:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
         ranks = [
-            self._on(nodes)._after(layout, steps, counts, streamed, streaming)
-            for nodes, counts, streamed, streaming in zip(
-                self.pipeline.slowest_of(layout),
-                self.memory.counts_of_ranks(layout),
-                self.memory.streamed_of_ranks(layout),
-                self._streamings(layout, steps),
-                strict=True,
+            self._on(nodes)._after(layout, steps, place, counts, streaming)
+            for place, (nodes, counts, streaming) in enumerate(
+                zip(
+                    self.pipeline.slowest_of(layout),
+                    self.memory.counts_of_ranks(layout),
+                    self._streamings(layout, steps),
+                    strict=True,
+                )
             )
         ]
         return StepTime(**parts | max(ranks, key=lambda rank: sum(rank.values())))
 
     def _after(
-        self, layout: ParallelLayout, steps: int, counts: ParameterCounts, streamed: int, streaming: Streaming
+        self, layout: ParallelLayout, steps: int, place: int, counts: ParameterCounts, streaming: Streaming
     ) -> dict[str, float]:
         """Seconds by part of a rank with ``counts`` after the passes of a step, and those in which it waits for
-        ``streamed`` elements of experts."""
+        streamed experts."""
         update, host = self._update(layout, steps, counts)
+        if layout.stream_experts:
+            update += self.store.owned_s(layout, steps, place, self.host)
         return {
-            "reduction": self.profile.factor("reduction") * self._reduction(layout, steps, counts, streamed),
+            "reduction": self.profile.factor("reduction") * self._reduction(layout, steps, place, counts),
             "update": self.profile.factor("update") * update,
             "host": self.profile.factor("host") * (host + streaming.exposed),
         }
@@ -277,13 +281,13 @@ class TimeModel:
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
-    def _reduction(self, layout: ParallelLayout, steps: int, counts: ParameterCounts, streamed: int) -> float:
+    def _reduction(self, layout: ParallelLayout, steps: int, place: int, counts: ParameterCounts) -> float:
         """Seconds of a step in which gradients are summed and weights gathered."""
         seconds = self.reduction(layout, steps, counts)
         if layout.stream_experts:
             replicas = expert_replicas(layout, self.nodes)
-            moved = math.ceil(streamed / layout.tp_size) * self.memory.expert_store(layout).weight_bytes
-            seconds += steps * self._parts(layout) * self._collective("all_reduce", moved, replicas)
+            each = self._collective("all_reduce", self.store.reduced_bytes(layout, place), replicas)
+            seconds += self.store.num_gradients(layout, steps) * each
         return seconds
 
     def _update(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> tuple[float, float]:
@@ -325,19 +329,12 @@ class TimeModel:
             windows = [(rank.compute, rank.exchange) for rank in self.pipeline.ranks(layout)]
         else:
             windows = [(self._compute(layout).compute, self._exchange(layout))]
-        passes, store = 4 if layout.checkpointing else 3, self.memory.expert_store(layout)
-        found = []
-        for nodes, streamed, (computing, exchange) in zip(
-            self.pipeline.slowest_of(layout), self.memory.streamed_of_ranks(layout), windows, strict=True
-        ):
-            numel, forward = math.ceil(streamed / layout.tp_size), computing / passes + exchange / (passes - 1)
-            rest = computing + exchange - forward
-            host = self._on(nodes).host
-            found.append(host.streaming(numel, store, steps, self._parts(layout), forward, rest))
+        passes, found = 4 if layout.checkpointing else 3, []
+        for place, (computing, exchange) in enumerate(windows):
+            forward = computing / passes + exchange / (passes - 1)
+            host = self._on(self.pipeline.slowest_of(layout)[place]).host
+            found.append(self.store.streaming(layout, steps, place, host, forward, computing + exchange - forward))
         return found
-
-    def _parts(self, layout: ParallelLayout) -> int:
-        return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
 
     def hidden_s(self, layout: ParallelLayout) -> float:
         """Seconds a step in which tokens are exchanged, and streamed experts copied and updated, beside computation."""

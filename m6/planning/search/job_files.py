@@ -82,7 +82,7 @@ def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
     replicas = layout.dp_size // layout.ep_size
     owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
     written = owned * _state_bytes(planner.config.deepspeed.optimizer_type)
-    streamed = memory.streamed_experts(layout) / layout.tp_size / replicas
+    streamed = memory.stored_experts(layout) / layout.tp_size / replicas
     return written + streamed * _state_bytes(memory.expert_store(layout).optimizer_type) if streamed else written
 
 

@@ -6,6 +6,7 @@ search that visits the candidates in another order and skips none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from m6.config.gradient_delay import FLUSHLESS
-from m6.config.pipeline import SCHEDULES, Schedule
+from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
@@ -66,9 +67,18 @@ class Planner:
         self.config, self.cluster, self.profile = config, cluster, profile or Profile()
         self.memory_fraction, self.forced = memory_fraction, forced or {}
         on_cpu = cluster.smallest.links.host is None
-        self.memory = MemoryModel(config, self.profile, batch, sharing, on_cpu)
+        self.memory = MemoryModel(config, self.profile, batch, sharing, on_cpu, self._device_bytes())
         self.time = TimeModel(config, cluster, self.profile, self.memory)
         self.feasibility = feasibility or Feasibility(config)
+
+    def _device_bytes(self) -> int | None:
+        """What the store of ``m6.offload`` may fill of a device; None: there is host memory alone."""
+        if self.cluster.smallest.links.host is None:
+            return None
+        least, store = self.cluster.smallest.device.memory_bytes * self.memory_fraction, self.config.expert_store
+        if store is not None and not isinstance(store.device_budget_mib, str):
+            least = min(least, store.device_budget_mib * _MIB)
+        return int(least)
 
     def changed(self, **changes: Any) -> Planner:
         """A planner with some arguments changed."""
@@ -228,7 +238,7 @@ class Planner:
         smallest = (min(nodes.device.memory_bytes for nodes in types) for types in places)
         footprints = self.memory.footprints(layout)
         # Of the old weights there are fewer the more layers the last rank has, which needs none.
-        needed = sum(footprint.resident - footprint.old_weights for footprint in footprints)
+        needed = sum(footprint.resident - footprint.old_weights - footprint.owned_experts for footprint in footprints)
         return needed > sum(smallest) * self.memory_fraction
 
     def refined(self, plan: PricedLayout) -> PricedLayout:
@@ -241,9 +251,10 @@ class Planner:
 
     def _fits(self, layout: ParallelLayout) -> Fits:
         fitting: dict[tuple[Any, ...], bool] = {}
+        contents = functools.cache(self._contents)
 
         def fits(place: int, stages: Sequence[range]) -> bool:
-            key = (place, *(self._contents(stage) for stage in stages))
+            key = (place, *map(contents, stages))
             if key not in fitting:
                 fitting[key] = self._shortfall(layout, place, self.memory.footprint(layout, place, stages)) is None
             return fitting[key]
@@ -299,50 +310,3 @@ class Planner:
         if not isinstance(store.host_budget_mib, str):
             budget = store.host_budget_mib * _MIB
             yield "host memory", footprint.store, budget, "in m6.offload.host_budget_mib"
-
-    def neighbours(self, plan: PricedLayout) -> list[Rejection]:
-        """The layouts that differ from ``plan`` in one choice, and why each of them is not better."""
-        found = []
-        for name, values in self._neighbour_values(plan.layout):
-            for value in values:
-                changed = replace(plan.layout, **{"cut": (), name: value})
-                if name != "ranks_per_node":  # a choice of its own, which depends on the others
-                    changed = self.time.with_exchange(replace(changed, ranks_per_node=0))
-                judged = self.evaluate(changed)
-                if isinstance(judged, PricedLayout):
-                    ratio = judged.time.total / plan.time.total - 1
-                    reason = f"{ratio:+.1%} step time" if abs(ratio) >= 5e-4 else "as fast, less simple"
-                    judged = Rejection(changed, "slower", reason)
-                found.append(replace(judged, reason=f"{name} {value}: {judged.reason}"))
-        return found
-
-    def _neighbour_values(self, layout: ParallelLayout) -> Iterator[tuple[str, list[Any]]]:
-        """Other values of each choice: the next divisors of sizes, all other values of the rest."""
-        rows, experts = self.config.deepspeed.train_batch_size, 1
-        if self.config.m6.moe is not None:
-            experts = self.config.model.moe_config().num_experts
-        sizes = {"ep_size": math.gcd(layout.dp_size, experts), "micro_batch_size": rows // layout.dp_size}
-        axes: dict[str, list[Any]] = {
-            name: _adjacent_divisors(getattr(layout, name), number) for name, number in sizes.items()
-        }
-        axes |= {"zero_stage": list(range(4)), "tp_size": [1, 2]}
-        if layout.tp_size > 1:
-            axes["placement"] = list(PLACEMENTS)
-        if self.cluster.num_devices > 1:
-            axes["pp_size"] = sorted({1, *_adjacent_divisors(layout.pp_size, self.cluster.num_devices)})
-        if layout.pp_size > 1:
-            axes["schedule"] = list(SCHEDULES)
-        axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
-        if layout.ep_size > 1:
-            axes["stream_experts"] = [False, True]
-        if layout.ep_size > self.time.nodes.devices_per_domain:
-            axes["ranks_per_node"] = [0, self.time.nodes.devices_per_domain]
-        for name, values in axes.items():
-            yield name, [value for value in values if value != getattr(layout, name)]
-
-
-def _adjacent_divisors(size: int, number: int) -> list[int]:
-    """The two divisors of ``number`` below ``size`` and the two above."""
-    sizes = list(divisors(number))
-    below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
-    return below[-2:] + above[:2]

@@ -4,17 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from m6.config.offload import OffloadSettings
 from m6.config.run import load_config, parse_config
-from m6.planning.cost.expert_store import ExpertStore, shares_experts
+from m6.planning.cost.expert_store import ExpertStore, shares_experts, stored_numel
 from m6.planning.cost.folding import fold
+from m6.planning.cost.footprint import MemoryFootprint
+from m6.planning.cost.host_time import HostTime
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.step_parts import StepTime
+from m6.planning.cost.step_time import TimeModel
+from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.requirements import with_offload
 from m6.planning.search.stages import pseudo_sharing
-from offload import OffloadRuntime, SimulatedDevice, Stack
+from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack
 from tests.fixtures.tiny_run import tiny_document
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization__stage": 1}
@@ -58,7 +64,7 @@ def test_host_bytes_are_those_of_the_store(tmp_path: Path, changes: dict[str, An
         next_weights=store.next_weights,
     )
     try:
-        assert store.host_bytes(model, 1) == runtime.host_bytes
+        assert store.chunks(model, 1).on_host(0) == runtime.host_bytes
     finally:
         runtime.close()
 
@@ -78,7 +84,78 @@ def test_bytes_of_a_parameter_of_m6_10t(settings: dict[str, Any], expected: int)
     )
     memory = MemoryModel(config, Profile())
     layout = ParallelLayout(512, 512, micro_batch_size=8, checkpointing=True, stream_experts=True)
-    assert memory(layout).host == pytest.approx(expected * memory.streamed_experts(layout), rel=0.01)
+    assert memory(layout).host == pytest.approx(expected * memory.stored_experts(layout), rel=0.01)
+
+
+def test_the_device_owns_as_many_chunks_as_fit():
+    """What it owns is not on the host, and the step waits for the host the less the more it owns."""
+    config, cluster = load_config(CONFIGS / "m6_1t.json"), load_cluster(Path("v100_32g_x480"))
+    layout = ParallelLayout(480, 480, zero_stage=1, micro_batch_size=4, stream_experts=True, ranks_per_node=8)
+
+    def priced(device_bytes: int | None) -> tuple[MemoryFootprint, StepTime]:
+        memory = MemoryModel(config, Profile(), device_bytes=device_bytes)
+        return memory(layout), TimeModel(config, cluster, Profile(), memory)(layout)
+
+    streamed, slowest = priced(None)
+    expert = 2 * 1024 * 21248  # a chunk: 10 bytes each for weight, master and sum of gradients
+    assert streamed.owned_experts == 0 < slowest.host
+    some, faster = priced(streamed.peak + 10**10)
+    assert 10**10 - 10.1 * expert < some.owned_experts <= 10**10
+    assert some.peak == streamed.peak + some.owned_experts
+    assert some.host + some.owned_experts == streamed.host
+    assert faster.host < slowest.host
+    whole, fastest = priced(streamed.peak + 10**11)
+    assert (whole.host, whole.store, fastest.host) == (0, 0, 0.0)
+    staging = 2 * 2 * expert
+    assert whole.owned_experts == pytest.approx(streamed.host - staging, rel=1e-3)
+    # Without the window for what comes and goes: two layers' weights and one layer's gradients.
+    assert streamed.peak - (whole.peak - whole.owned_experts) == pytest.approx(3 * 2 * 2 * expert, rel=1e-3)
+    assert fastest.update > faster.update > slowest.update, "what the device owns it updates itself"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("total", [torch.float16, torch.float32])
+def test_bytes_of_adding_up_gradients(total: torch.dtype, number: int, on_device: bool):
+    """Counted copy by copy: a gradient arrives in host memory, is read, and is written or added to what is there."""
+    store = ExpertStore(torch.float16, total, OptimizerSettings("adafactor"), 2**20, 1)
+    moved = 0
+    for place in range(number):
+        if not on_device:
+            moved += 2  # it arrives
+        if place == 0 and total == torch.float16 and not on_device:
+            continue  # where it stays
+        moved += 2 + total.itemsize  # read, written
+        if place > 0:
+            moved += total.itemsize  # the sum so far, read
+    moved += total.itemsize  # the norm
+    # A device computes the norm in double: the gradient is widened, squared and summed.
+    assert store.gradient_bytes(number, on_device) == moved + (8 + 8 + 8 + 8 if on_device else 0)
+
+
+def test_the_host_has_no_more_than_its_memory():
+    """Eight ranks share the memory of a node: many gradients wait for it, not for the links."""
+    host = HostTime(load_cluster(Path("v100_32g_x480")).nodes[0], Profile())
+    store = ExpertStore(torch.float16, torch.float32, OptimizerSettings("adafactor"), 2**20, 100)
+    numel, micro_batches = 10**9, 8
+    found = host.streaming(numel, store, micro_batches, 1, 1.0, 1e9, 0.0)  # nothing hides the backward passes
+    rate = 256e9 * Profile().bandwidth_efficiency / 8
+    assert found.exposed == pytest.approx((2 * 8 + store.gradient_bytes(8, on_device=False)) * numel / rate)
+    pseudo = host.streaming(numel, store, micro_batches, 1, 3.0, 1e9, 0.0)  # three layers share the experts
+    assert pseudo.exposed == pytest.approx((3 * 2 * 8 + store.gradient_bytes(24, on_device=False)) * numel / rate)
+
+
+def test_layers_that_share_experts_reduce_a_gradient_each():
+    config, cluster = load_config(CONFIGS / "m6_10t.json"), load_cluster(Path("v100_32g_x512"))
+    layout = ParallelLayout(512, 128, zero_stage=1, micro_batch_size=8, checkpointing=True, stream_experts=True)
+    memory = MemoryModel(config, Profile(), sharing=pseudo_sharing(config))
+    time = TimeModel(config, cluster, Profile(), memory)
+    assert time.store.num_gradients(layout, 3) == 3 * 48
+    experts = stored_numel(memory.model, 128)
+    assert experts == pytest.approx(80 * 2 * 1024 * 9984, rel=1e-3)
+    assert time.store.reduced_bytes(layout, 0) == 2 * experts
+    # Four ranks have the same experts: each sends and receives 1.5 times them, over a network that 8 ranks share.
+    assert time(layout).reduction > 48 * 1.5 * 2 * experts / (6.25e9 / 8)
 
 
 def test_gradients_add_up_in_fp32_where_an_expert_has_several():

@@ -69,6 +69,6 @@ def test_a_checkpoint_has_the_states_of_two_optimizers():
     """AdamW's moments of the dense part, which all ranks share; Adafactor's means of experts are negligible."""
     subject = planner("m6_1t", "v100_32g_x480", forced={"ep_size": 480, "micro_batch_size": 4})
     plan = subject.search().best
-    dense, experts = subject.memory.counts(plan.layout).local, subject.memory.streamed_experts(plan.layout)
+    dense, experts = subject.memory.counts(plan.layout).local, subject.memory.stored_experts(plan.layout)
     assert experts == 2 * 2 * 1024 * 21248 * 24
     assert checkpoint_bytes(subject, plan) == pytest.approx(12 * dense / 480 + 4 * experts)

@@ -174,13 +174,14 @@ def test_refusals_name_the_rule():
 def test_each_rank_streams_the_experts_of_its_stages():
     """What ranks hold and copy adds up to the whole; a rank waits for its own experts beside its own passes."""
     subject = planner("m6_1t", "v100_32g_x480")
+    subject.memory.device_bytes = None  # nothing stays on the device
     layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True, cut=(16, 8))
     whole = replace(layout, pp_size=1, cut=())
     found = subject.evaluate(layout)
     assert isinstance(found, PricedLayout)
-    streamed = subject.memory.streamed_of_ranks(layout)
+    streamed = subject.memory.experts_of_ranks(layout)
     assert streamed[0] == 2 * streamed[1]
-    assert [sum(streamed)] == subject.memory.streamed_of_ranks(whole)
+    assert [sum(streamed)] == subject.memory.experts_of_ranks(whole)
     stores = [footprint.store for footprint in subject.memory.footprints(layout)]
     assert sum(stores) == pytest.approx(subject.memory(whole).store, rel=0.01)
     assert [footprint.host for footprint in subject.memory.footprints(layout)] == stores

@@ -71,7 +71,8 @@ def test_512_gpus_of_32_gb_must_stream_the_parameters_of_10t():
     assert not masters.plans
     shipped = planner("m6_10t", "v100_32g_x512").search().best
     assert shipped.layout.stream_experts
-    assert shipped.footprint.host == pytest.approx(4 * experts, rel=0.01)
+    assert 0 < shipped.footprint.owned_experts < shipped.footprint.host
+    assert shipped.footprint.host + shipped.footprint.owned_experts == pytest.approx(4 * experts, rel=0.01)
 
 
 def test_the_work_of_a_512_gpu_search():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from m6.config.run import RunConfig, load_config
+from m6.planning.cost.host_time import HostTime
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.routing_time import RoutingTimes
@@ -89,11 +90,12 @@ def test_streamed_experts_send_a_gradient_for_each_part():
     time = model(run(overlap_parts=16))
     store = time.memory.expert_store(streamed)
     assert str(store.gradient_dtype) == "torch.float32"  # several gradients are added up
-    copy = store.weight_bytes * 10**9 / time.host.copy_bytes_per_s
-    update = time.host.store_update_s(10**9, store)
+    host = HostTime(time.nodes.model_copy(update={"devices_per_node": 1}), Profile())  # all of the host's memory
+    copy = store.weight_bytes * 10**9 / host.copy_bytes_per_s
+    update = host.store_update_s(10**9, store)
     assert update > copy
     for parts in (1, 2, 16):  # nothing hides: the update in the forward pass, gradients in the backward pass
-        found = time.host.streaming(10**9, store, 1, parts, 0.0, 0.0)
+        found = host.streaming(10**9, store, 1, parts, 1.0, 0.0, 0.0)
         assert found.exposed == pytest.approx(update + parts * copy)
     whole = model(run())
     assert time(streamed).reduction > whole(streamed).reduction

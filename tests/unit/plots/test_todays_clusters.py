@@ -18,12 +18,21 @@ from m6.shipped import CONFIGS
 COMMAND = "python -m m6.plots.todays_clusters"
 
 
+# Every configuration and every cluster once: what changes one row changes others of its configuration or its cluster.
+SAMPLE = [("m6_100b", "A100-80G"), ("m6_100b", "GB200 NVL72"), ("m6_1t", "H100"), ("m6_10t", "H200")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
-def test_the_rows_are_fresh(name: str):
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} ")]
-    written = page_of({name: plan_size(name)}).splitlines()
-    assert rows == [line for line in written if line.startswith(f"| {name} ")], f"write them anew: {COMMAND}"
+@pytest.mark.parametrize(("name", "label"), SAMPLE)
+def test_the_rows_are_fresh(name: str, label: str):
+    begin = f"| {name} | {label} "
+    [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(begin)]
+    assert row in page_of({name: plan_size(name, [label])}).splitlines(), f"write the page anew: {COMMAND}"
+
+
+def test_the_sample_has_everything_once():
+    names, labels = zip(*SAMPLE, strict=True)
+    assert (set(names), set(labels)) == (set(SHIPPED), set(CLUSTERS))
 
 
 def test_the_rest_is_fresh():

@@ -1,0 +1,67 @@
+"""Seconds of the experts of ``m6.offload`` in a step: streamed through a device, or owned by it."""
+
+from __future__ import annotations
+
+import math
+
+from m6.config.run import RunConfig
+from m6.planning.cost.expert_store import uses_of_experts
+from m6.planning.cost.host_time import HostTime, Streaming, device_bandwidth
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+
+
+class StoreTime:
+    """Prices the store of one run.
+
+    Args:
+        config: the run.
+        memory: of the same run; it says what the device owns.
+    """
+
+    def __init__(self, config: RunConfig, memory: MemoryModel) -> None:
+        self._memory = memory
+        self._moe = None if config.m6.moe is None else config.model.moe_config()
+        self._uses = uses_of_experts(memory.model)
+
+    def num_gradients(self, layout: ParallelLayout, steps: int) -> int:
+        """Gradients of an expert in ``steps`` micro-batches: one of each layer that uses it and each part of the
+        exchange."""
+        return round(steps * self._parts(layout) * self._uses)
+
+    def streaming(
+        self, layout: ParallelLayout, steps: int, place: int, host: HostTime, forward_s: float, backward_s: float
+    ) -> Streaming:
+        """The copies and updates of streamed experts in a step.
+
+        Args:
+            steps: micro-batches of the step.
+            place: of the rank in the pipeline.
+            host: of the rank.
+            forward_s: seconds of the forward pass of a micro-batch.
+            backward_s: the same of the backward pass, with recomputation.
+        """
+        numel = math.ceil((1 - self._owned_share(layout, place)) * self._numel(layout, place))
+        store, parts = self._memory.expert_store(layout), self._parts(layout)
+        return host.streaming(numel, store, steps, parts, self._uses, forward_s, backward_s)
+
+    def owned_s(self, layout: ParallelLayout, steps: int, place: int, host: HostTime) -> float:
+        """Seconds of a step in which a device adds up the gradients of experts that it owns, and updates them."""
+        numel = self._owned_share(layout, place) * self._numel(layout, place)
+        store = self._memory.expert_store(layout)
+        moved = store.gradient_bytes(self.num_gradients(layout, steps), on_device=True) + store.device_update_bytes
+        return numel * moved / device_bandwidth(host.nodes, host.profile)
+
+    def reduced_bytes(self, layout: ParallelLayout, place: int) -> int:
+        """The bytes that ranks with the same experts sum up for each of ``num_gradients``."""
+        return math.ceil(self._numel(layout, place)) * self._memory.expert_store(layout).weight_bytes
+
+    def _numel(self, layout: ParallelLayout, place: int) -> float:
+        """Elements of the experts of a rank."""
+        return self._memory.experts_of_ranks(layout)[place] / layout.tp_size
+
+    def _owned_share(self, layout: ParallelLayout, place: int) -> float:
+        return self._memory.owned_share_of_ranks(layout)[place]
+
+    def _parts(self, layout: ParallelLayout) -> int:
+        return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
