@@ -28,7 +28,6 @@ def draw_left_to_right(
     *,
     grid: CodeGrid,
     sampling: Sampling,
-    use_cache: bool = True,
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """Generates the image codes of B captions. Each position is restricted to image codes.
@@ -40,7 +39,6 @@ def draw_left_to_right(
         uniform: [B, N] random numbers in [0, 1), one per code.
         grid: the image tokenizer, whose codes are drawn.
         sampling: how codes are drawn.
-        use_cache: keeps keys and values in a static cache. Without it, each step computes the whole sequence again.
         on_step: called after each of the N steps.
 
     Returns:
@@ -58,7 +56,7 @@ def draw_left_to_right(
     uniform = uniform.to(model.device)
     # A static cache has a fixed shape, so it is allocated once.
     # - 1: the last code is never an input.
-    cache = StaticCache(model.config, max_cache_len=input_ids.shape[1] + num_codes - 1) if use_cache else None
+    cache = StaticCache(model.config, max_cache_len=input_ids.shape[1] + num_codes - 1)
     codes = torch.empty(uniform.shape, dtype=torch.int64, device=model.device)
     for step in range(num_codes):
         output = model(
@@ -73,14 +71,8 @@ def draw_left_to_right(
         begin = first + step % grid.codes_per_place * book_size
         scores = sampling.guide(output.logits[:, -1, begin : begin + book_size].float())
         codes[:, step] = begin - first + draw_by_numbers(sampling.probabilities(scores), uniform[:, step])
-        next_ids = (codes[:, step : step + 1] + first).repeat(len(input_ids) // len(codes), 1)
-        next_types, next_positions = torch.full_like(next_ids, TARGET), positions[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(next_ids)], dim=1)
-        if use_cache:
-            input_ids, types, positions = next_ids, next_types, next_positions
-        else:
-            input_ids = torch.cat([input_ids, next_ids], dim=1)
-            types = torch.cat([types, next_types], dim=1)
-            positions = torch.cat([positions, next_positions], dim=1)
+        input_ids = (codes[:, step : step + 1] + first).repeat(len(input_ids) // len(codes), 1)
+        types, positions = torch.full_like(input_ids, TARGET), positions[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(input_ids)], dim=1)
         on_step()
     return codes.cpu()

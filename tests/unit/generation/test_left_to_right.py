@@ -1,4 +1,4 @@
-"""Drawing codes: cached against uncached and against a loop by hand, guidance, sampling, choosing candidates."""
+"""Drawing codes: against a loop by hand without a cache, guidance, sampling, choosing candidates."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,6 @@ def uniform(count, seed=0):
 
 
 def draw(model, processor, captions=CAPTIONS, numbers=None, codebook_size=TINY_IMAGE_VOCAB_SIZE, **options):
-    use_cache = options.pop("use_cache", True)
     numbers = uniform(len(captions)) if numbers is None else numbers
     return draw_left_to_right(
         model,
@@ -35,7 +34,6 @@ def draw(model, processor, captions=CAPTIONS, numbers=None, codebook_size=TINY_I
         numbers,
         grid=Grid(codebook_size, 1, numbers.shape[1]),
         sampling=Sampling(**options),
-        use_cache=use_cache,
     )
 
 
@@ -59,11 +57,10 @@ def by_hand(model, tokenizer, caption, numbers, guidance):
     return codes
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_a_batch_draws_what_each_caption_draws_by_hand(model, processor, use_cache, guidance):
+def test_a_batch_draws_what_each_caption_draws_by_hand(model, processor, guidance):
     numbers = uniform(3)
-    drawn = draw(model, processor, numbers=numbers, guidance_scale=guidance, use_cache=use_cache)
+    drawn = draw(model, processor, numbers=numbers, guidance_scale=guidance)
     with torch.no_grad():
         expected = [
             by_hand(model, processor.tokenizer, caption, row, guidance)
