@@ -74,7 +74,7 @@ class HostTime:
         numel: int,
         store: ExpertStore,
         micro_batches: int,
-        parts: int,
+        num_gradients: int,
         uses: float,
         forward_s: float,
         backward_s: float,
@@ -87,16 +87,17 @@ class HostTime:
         A late update runs beside all of them.
 
         Args:
-            parts: gradients that each use copies.
+            num_gradients: of a parameter in the step.
             uses: layers that compute with the same experts.
             forward_s: seconds of the forward pass of a micro-batch.
             backward_s: the same of the backward pass, with recomputation.
         """
         weights, update = uses * store.weight_bytes * numel, self.store_update_s(numel, store)
-        gradients = store.gradient_bytes(round(micro_batches * parts * uses), on_device=False) * numel / micro_batches
+        copied = num_gradients * store.weight_bytes * numel / micro_batches
+        added = store.gradient_bytes(num_gradients, on_device=False) * numel / micro_batches
         link, memory = 1 / self.copy_bytes_per_s, 1 / self._memory_rate
         forward = weights * max(link, memory)
-        backward = max(parts * weights * link, (weights + gradients) * memory)
+        backward = max(weights * link, copied * link, (weights + added) * memory)
         passes = [(forward, forward_s)] * micro_batches + [(backward, backward_s)] * micro_batches
         if store.next_weights is None:
             # The update reads and writes the memory from which the weights are copied.

@@ -16,7 +16,7 @@ from m6.config.run import RunConfig
 from m6.model.sharing import Sharing
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
-from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, shares_experts, stored_numel
+from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
 from m6.planning.cost.folding import Block, FoldedModel, fold
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, is_flushless
@@ -167,7 +167,7 @@ class MemoryModel:
         key = layout.accumulation(self.config.deepspeed.train_batch_size), layout.ep_size
         if key not in self._expert_stores:
             parts = self.config.model.moe_config().exchange_parts(layout.ep_size)
-            several = shares_experts(self.model) or parts > 1
+            several = uses_of_experts(self.model) > 1 or parts > 1
             self._expert_stores[key] = ExpertStore.of(self.config, key[0], several)
         return self._expert_stores[key]
 

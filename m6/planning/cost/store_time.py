@@ -27,7 +27,8 @@ class StoreTime:
     def num_gradients(self, layout: ParallelLayout, steps: int) -> int:
         """Gradients of an expert in ``steps`` micro-batches: one of each layer that uses it and each part of the
         exchange."""
-        return round(steps * self._parts(layout) * self._uses)
+        parts = 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
+        return round(steps * parts * self._uses)
 
     def streaming(
         self, layout: ParallelLayout, steps: int, place: int, host: HostTime, forward_s: float, backward_s: float
@@ -42,8 +43,8 @@ class StoreTime:
             backward_s: the same of the backward pass, with recomputation.
         """
         numel = math.ceil((1 - self._owned_share(layout, place)) * self._numel(layout, place))
-        store, parts = self._memory.expert_store(layout), self._parts(layout)
-        return host.streaming(numel, store, steps, parts, self._uses, forward_s, backward_s)
+        store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, steps)
+        return host.streaming(numel, store, steps, gradients, self._uses, forward_s, backward_s)
 
     def owned_s(self, layout: ParallelLayout, steps: int, place: int, host: HostTime) -> float:
         """Seconds of a step in which a device adds up the gradients of experts that it owns, and updates them."""
@@ -62,6 +63,3 @@ class StoreTime:
 
     def _owned_share(self, layout: ParallelLayout, place: int) -> float:
         return self._memory.owned_share_of_ranks(layout)[place]
-
-    def _parts(self, layout: ParallelLayout) -> int:
-        return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)

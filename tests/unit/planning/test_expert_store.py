@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from m6.config.offload import OffloadSettings
 from m6.config.run import load_config, parse_config
-from m6.planning.cost.expert_store import ExpertStore, shares_experts, stored_numel
+from m6.planning.cost.expert_store import ExpertStore, stored_numel, uses_of_experts
 from m6.planning.cost.folding import fold
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.host_time import HostTime
@@ -20,7 +22,8 @@ from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.requirements import with_offload
 from m6.planning.search.stages import pseudo_sharing
-from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack
+from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack, remainder_dtype
+from offload.optimizer import update as update_module
 from tests.fixtures.tiny_run import tiny_document
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization__stage": 1}
@@ -48,7 +51,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def test_host_bytes_are_those_of_the_store(tmp_path: Path, changes: dict[str, Any], offload: dict[str, Any]):
     config = parse_config(tiny_document(tmp_path, m6__offload={"device_budget_mib": 64.0, **offload}, **changes))
     model = fold(config.model)
-    store = ExpertStore.of(config, config.deepspeed.accumulation_steps(1), shares_experts(model))
+    store = ExpertStore.of(config, config.deepspeed.accumulation_steps(1), shared=False)
     [block] = [block for block, _, _ in model.blocks if block.experts]
     shapes = [block.shapes[index] for index in sorted(block.experts)]
     matrices = {str(index): shape[1:] for index, shape in enumerate(shapes)}
@@ -133,15 +136,49 @@ def test_bytes_of_adding_up_gradients(total: torch.dtype, number: int, on_device
     assert store.gradient_bytes(number, on_device) == moved + (8 + 8 + 8 + 8 if on_device else 0)
 
 
+class _Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if not operator.is_view:
+            values = pytree.tree_leaves((args, kwargs, result))
+            self.num_bytes += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("gradient", [torch.float32, torch.float16])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
+def test_bytes_of_an_update_on_the_device(
+    kind: Any, dtype: torch.dtype, masters: bool, gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """A device has PyTorch's operators, not the kernel of the host. One figure stands for both types of gradients."""
+    monkeypatch.setattr(update_module, "load_kernel", lambda: None)
+    optimizer = OptimizerSettings(kind, masters=masters, momentum=0.9)
+    shape = (1, 64, 256)
+    remainder = remainder_dtype(dtype, masters)
+    rest = None if remainder is None else torch.zeros(shape, dtype=remainder)
+    states = {name: torch.zeros(size) for name, size in optimizer.states(shape).items()}
+    weights, gradients = torch.ones(shape, dtype=dtype), torch.ones(shape, dtype=gradient)
+    with _Moved() as moved:
+        update_module.update(optimizer, 1, 1e-3, 1.0, weights, rest, gradients, states)
+    store = ExpertStore(dtype, gradient, optimizer, 2**20, 1)
+    assert store.device_update_bytes == pytest.approx(moved.num_bytes / (64 * 256), rel=0.2)
+
+
 def test_the_host_has_no_more_than_its_memory():
     """Eight ranks share the memory of a node: many gradients wait for it, not for the links."""
     host = HostTime(load_cluster(Path("v100_32g_x480")).nodes[0], Profile())
     store = ExpertStore(torch.float16, torch.float32, OptimizerSettings("adafactor"), 2**20, 100)
     numel, micro_batches = 10**9, 8
-    found = host.streaming(numel, store, micro_batches, 1, 1.0, 1e9, 0.0)  # nothing hides the backward passes
+    found = host.streaming(numel, store, micro_batches, 8, 1, 1e9, 0.0)  # nothing hides the backward passes
     rate = 256e9 * Profile().bandwidth_efficiency / 8
     assert found.exposed == pytest.approx((2 * 8 + store.gradient_bytes(8, on_device=False)) * numel / rate)
-    pseudo = host.streaming(numel, store, micro_batches, 1, 3.0, 1e9, 0.0)  # three layers share the experts
+    pseudo = host.streaming(numel, store, micro_batches, 24, 3, 1e9, 0.0)  # three layers share the experts
     assert pseudo.exposed == pytest.approx((3 * 2 * 8 + store.gradient_bytes(24, on_device=False)) * numel / rate)
 
 
@@ -160,8 +197,8 @@ def test_layers_that_share_experts_reduce_a_gradient_each():
 
 def test_gradients_add_up_in_fp32_where_an_expert_has_several():
     config = load_config(CONFIGS / "m6_10t.json")
-    assert shares_experts(fold(config.model, pseudo_sharing(config)))
-    assert not shares_experts(fold(config.model))
+    assert uses_of_experts(fold(config.model, pseudo_sharing(config))) == 48
+    assert uses_of_experts(fold(config.model)) == 1
     widths = [
         ExpertStore.of(config, accumulation, shared).gradient_dtype.itemsize  # type: ignore[union-attr]
         for accumulation, shared in ((1, False), (2, False), (1, True))

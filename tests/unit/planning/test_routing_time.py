@@ -95,7 +95,7 @@ def test_streamed_experts_send_a_gradient_for_each_part():
     update = host.store_update_s(10**9, store)
     assert update > copy
     for parts in (1, 2, 16):  # nothing hides: the update in the forward pass, gradients in the backward pass
-        found = host.streaming(10**9, store, 1, parts, 1.0, 0.0, 0.0)
+        found = host.streaming(10**9, store, 1, parts, 1, 0.0, 0.0)
         assert found.exposed == pytest.approx(update + parts * copy)
     whole = model(run())
     assert time(streamed).reduction > whole(streamed).reduction

@@ -18,7 +18,7 @@ from m6.shipped import CONFIGS
 COMMAND = "python -m m6.plots.todays_clusters"
 
 
-# Every configuration and every cluster once: what changes one row changes others of its configuration or its cluster.
+# Every configuration and every cluster: what changes one row changes others of its configuration or its cluster.
 SAMPLE = [("m6_100b", "A100-80G"), ("m6_100b", "GB200 NVL72"), ("m6_1t", "H100"), ("m6_10t", "H200")]
 
 
@@ -30,7 +30,7 @@ def test_the_rows_are_fresh(name: str, label: str):
     assert row in page_of({name: plan_size(name, [label])}).splitlines(), f"write the page anew: {COMMAND}"
 
 
-def test_the_sample_has_everything_once():
+def test_the_sample_has_every_configuration_and_cluster():
     names, labels = zip(*SAMPLE, strict=True)
     assert (set(names), set(labels)) == (set(SHIPPED), set(CLUSTERS))
 
