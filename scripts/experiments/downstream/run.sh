@@ -9,6 +9,7 @@ cd "$root"
 here=scripts/experiments/downstream
 out=${1:-runs/downstream}
 pretrained=$out/pretrained
+data=data/downstream # not data/real, which other experiments have: this one holds reviews, too
 make_environment dev
 
 choose_precision
@@ -23,32 +24,33 @@ tune() { # tune START NAME CONFIG SEEDS STEPS ROWS OPTIONS...: NAME is the folde
         [ ! -f "$run/downstream.json" ] || continue
         say "$name, $start, seed $seed"
         m6 finetune "configs/finetune/$config.json" --init "$pretrained" "${from[@]+"${from[@]}"}" --run-dir "$run" \
-            --set m6.training.seed="$seed" --set m6.training.total_steps="$steps" "${precision[@]}" "$@"
+            --set m6.data.tokenizer="$data/tokenizer" --set m6.training.seed="$seed" \
+            --set m6.training.total_steps="$steps" "${precision[@]}" "$@"
         m6 downstream "$run" --max-rows "$rows"
     done
 }
 
 tune_all() { # tune_all START: all tasks from one start
-    local start=$1 reviews=(--set m6.data.path=data/labelled) headlines
+    local start=$1 same=(--set m6.data.path="$data") reviews=(--set m6.data.path=data/labelled) headlines
     headlines=("${reviews[@]}" --set 'm6.data.sources={"inews_sentiment": 1.0}')
     tune "$start" questions visual_question_answering 1 2000 2000
     tune "$start" reviews text_classification 3 460 2000 "${reviews[@]}"
     tune "$start" headlines text_classification 3 200 2000 "${headlines[@]}"
     tune "$start" headlines_with_context text_classification 3 200 2000 "${headlines[@]}" \
         --set m6.objectives.text_classification.with_context=true
-    tune "$start" matches image_text_matching 1 1500 200
-    tune "$start" captions image_captioning 1 1000 200
-    tune "$start" poems text_continuation 1 600 2000
+    tune "$start" matches image_text_matching 1 1500 200 "${same[@]}"
+    tune "$start" captions image_captioning 1 1000 200 "${same[@]}"
+    tune "$start" poems text_continuation 1 600 2000 "${same[@]}"
 }
 
 m6 data build reviews inews_sentiment --validation-share 0.05 --test-share 0.1 --out data/labelled
 # Of the reviews that classification trains on, pretraining reads the text without the label.
 [ -f data/review_texts.jsonl ] || python "$here/texts.py" data/labelled reviews data/review_texts.jsonl
 m6 data build inews emoji icon_park poetry easy_vqa shapes data/review_texts.jsonl --licence MIT \
-    --limit shapes=10000 --out data/real
+    --limit shapes=10000 --out "$data"
 m6 data build easy_vqa_questions --out data/vqa
-if [ ! -d data/real/tokenizer ]; then
-    m6 data tokenizer data/real --out data/real/tokenizer --vocab-size 10000 --image-vocab-size 1024 \
+if [ ! -d "$data/tokenizer" ]; then
+    m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 10000 --image-vocab-size 1024 \
         --character-coverage 0.999 --sample-megabytes 32
 fi
 torchrun --nproc-per-node 2 -m m6 pretrain "$here/pretrain.json" --run-dir "$pretrained" \
