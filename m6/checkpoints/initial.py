@@ -11,13 +11,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from m6.architecture.configuration import M6Config
 from m6.checkpoints.discovery import open_together
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config, parse_document
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 from m6.shipped import shipped_file
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 from m6.validation import read_document

@@ -96,9 +96,7 @@ def _train(
     answer_sigquit()
     from m6.config.checks import check_world_size
     from m6.config.run import load_config
-    from m6.planning.prediction import check_memory
     from m6.runs.directory import RunDirectory
-    from m6.runs.machine import check_machine
     from m6.runs.placement import misplacement
     from m6.runs.processes import is_main_of_environment, ranks_of_this_node, start, world_size_of_environment
 
@@ -110,6 +108,9 @@ def _train(
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()), from_scratch=from_scratch)
     check_world_size(settings, world_size_of_environment())
+    from m6.planning.prediction import check_memory
+    from m6.runs.machine import check_machine
+
     check_machine(settings)
     check_memory(settings, world_size_of_environment(), ranks_of_this_node())
     from m6.planning.machine.profile import load_profile

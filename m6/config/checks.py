@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from m6.architecture.configuration import M6Config
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 from moe.expert_parallel import exchange_steps
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import OPTIMIZERS, PASSED_ON
 from m6.config.deepspeed_ignored import REFUSED
 from m6.config.image_tokenizer import ImageTokenizerTraining
 from m6.config.sections import M6Settings
 from m6.formatting import markdown_table
-from m6.model.configuration import M6Config
 from moe.config import MoEConfig
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path", NoneType: "null"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from m6.architecture.image_tokenizer import ImageTokenizerConfig
 from m6.errors import UserError
 from m6.shipped import shipped_file
-from m6.tokenizers.image.configuration import ImageTokenizerConfig
 from m6.validation import Section, read_document, validate
 
 # The smallest side of a picture from which the networks of the loss compute a feature.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadRule, OffloadSettings
 from m6.config.offload_rules import layer_modules, match_rules, resolve_activation_rules, resolve_rules
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 
 _HOST = {"device": "cpu", "pin_memory": True}  # copies from and to pinned memory overlap with computation
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from m6.architecture.configuration import M6Config
 from m6.config.offload import STORED_TENSORS, ModuleKind, OffloadRule, Place, TensorKind
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 
 LayerModule = tuple[ModuleKind, int | None]
 """A kind of module and the number of its layer; None outside of layers."""

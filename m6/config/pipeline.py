@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
+from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.config.slices import check_slices
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 from m6.validation import Section
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from m6.architecture.sharing import Sharing
 from m6.config.pipeline import PipelineSettings, equal_sizes
 from m6.errors import UserError
-from m6.model.sharing import Sharing
 
 
 def keeps_groups(stages: Sequence[range], sharing: Sharing) -> bool:

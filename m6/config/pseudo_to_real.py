@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from m6.architecture.configuration import M6Config
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 
 if TYPE_CHECKING:
     from m6.config.sections import M6Settings, PseudoToRealSettings

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from m6.architecture.configuration import M6Config
+from m6.architecture.sharing import Sharing
 from m6.config.batch_ramp import BatchSizes
 from m6.config.communication import check_communication
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
@@ -24,8 +26,6 @@ from m6.config.sections import LoraSettings, M6Settings, ScheduleSettings
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
-from m6.model.configuration import M6Config
-from m6.model.sharing import Sharing
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from m6.architecture.adapter_names import AdapterTarget
+from m6.architecture.sharing import PARTS, SharedPart, Sharing
 from m6.config.batch_ramp import BatchRampStage
 from m6.config.communication import CommunicationSettings
 from m6.config.elastic import ElasticSettings
@@ -15,8 +17,6 @@ from m6.config.offload import OffloadSettings
 from m6.config.pipeline import ParallelSettings
 from m6.data.objective_settings import ObjectivesSettings
 from m6.data.settings import DataSettings
-from m6.model.adapters import AdapterTarget
-from m6.model.sharing import PARTS, SharedPart, Sharing
 from m6.validation import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]

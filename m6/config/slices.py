@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from m6.architecture.configuration import M6Config
 from m6.data.objectives import OBJECTIVES, is_in_place
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 
 if TYPE_CHECKING:
     from m6.config.sections import M6Settings

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from m6.config.deepspeed import DeepSpeedSettings
-from m6.errors import UserError
-from m6.model.configuration import M6Config
-from m6.model.tensor.received import (
+from m6.architecture.configuration import M6Config
+from m6.architecture.received import (
     PlacementName,
     nearest_num_ranks,
     received_by_expert,
     received_by_pair,
     side,
 )
+from m6.config.deepspeed import DeepSpeedSettings
+from m6.errors import UserError
 from m6.validation import Section
 
 if TYPE_CHECKING:

@@ -1,8 +1,13 @@
 """Corruption of token sequences for denoising objectives."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from m6.tokenizers.text import M6Tokenizer
+if TYPE_CHECKING:
+    from m6.tokenizers.text import M6Tokenizer
 
 
 def mask_spans(

@@ -23,11 +23,13 @@ The denoising of codes is M6-UFC's way to draw (arXiv 2105.14211) with MaskGIT's
 see each other in both directions, and all that are hidden are predicted at once.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +42,9 @@ from m6.data.objective_settings import (
     TextDenoisingSettings,
     TextToImageSettings,
 )
-from m6.tokenizers.text import M6Tokenizer
+
+if TYPE_CHECKING:
+    from m6.tokenizers.text import M6Tokenizer
 
 # A configuration that leaves fewer tokens for text is an error: a mask and a few tokens teach nothing.
 MIN_TEXT_TOKENS = 8

@@ -18,7 +18,7 @@ from m6.data.manifest import Manifest
 from m6.data.order import RowOrder
 from m6.data.reader import Rows, open_sources
 from m6.errors import UserError
-from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.pictures import decode_picture
 
 MIN_PICTURES_FOR_SHARE = 200  # the share of bad pictures is taken of at least so many, so that one early on is no error
 

@@ -32,7 +32,7 @@ from m6.data.validation import ValidationBatches
 from m6.data.verification import check_sizes
 from m6.data.weights import cap_epochs, pair_weights, source_weights
 from m6.errors import UserError
-from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.pictures import decode_picture
 from m6.tokenizers.text import load_text_tokenizer
 
 # A bad row is replaced by the next row of its source. After so many consecutive bad rows the run fails.

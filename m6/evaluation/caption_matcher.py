@@ -17,7 +17,7 @@ from m6.data.objectives import max_text_tokens
 from m6.errors import UserError
 from m6.evaluation.downstream.matching import match_pairs
 from m6.runs.processes import default_device
-from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.pictures import decode_picture
 
 _OBJECTIVE = "image_text_matching"
 

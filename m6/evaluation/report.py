@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.initial import ExportedWeights
 from m6.checkpoints.loading import is_exported, load_weights, open_newest_checkpoint, run_processor
@@ -28,7 +29,6 @@ from m6.runs.directory import RunDirectory
 from m6.runs.hardware import hardware
 from m6.runs.noise_scale import noise_scale
 from m6.runs.processes import default_device
-from m6.tokenizers.special_tokens import IGNORED_LABEL
 
 
 def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:

@@ -21,7 +21,7 @@ PACKAGES = ("m6", "moe", "native")
 ENTRY = "modeling_m6"
 """The module that ``auto_map`` names. All classes come from one module, so that each exists once in a process."""
 CLASSES = {
-    "M6Config": "m6.model.configuration",
+    "M6Config": "m6.architecture.configuration",
     "M6ForConditionalGeneration": "m6.model.modeling",
     "M6ImageProcessor": "m6.tokenizers.processor",
     "M6Model": "m6.model.modeling",

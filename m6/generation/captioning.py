@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
 from m6.model.modeling import M6ForConditionalGeneration
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from m6.architecture.special_tokens import TARGET
 from m6.config.checks import check_captions
 from m6.generation.sampling import CodeGrid, Sampling, draw_by_numbers
 from m6.model.inputs import derive_position_ids
-from m6.tokenizers.special_tokens import TARGET
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration

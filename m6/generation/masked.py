@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from m6.architecture.special_tokens import SOURCE, TARGET
 from m6.config.checks import check_captions
 from m6.generation.sampling import CodeGrid, Sampling, draw_by_numbers
 from m6.model.inputs import derive_position_ids
-from m6.tokenizers.special_tokens import SOURCE, TARGET
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration

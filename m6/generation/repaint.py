@@ -13,7 +13,8 @@ from torch import Tensor
 from m6.data.pictures import to_unit_range
 from m6.errors import UserError
 from m6.generation.masked import HIDDEN
-from m6.tokenizers.processor import M6ImageProcessor, square_rgb
+from m6.tokenizers.pictures import square_rgb
+from m6.tokenizers.processor import M6ImageProcessor
 
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer

@@ -10,7 +10,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration, M6Model

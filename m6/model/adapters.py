@@ -7,14 +7,13 @@ cannot be divided over the ranks of expert parallelism; so experts have adapters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
 
+from m6.architecture.adapter_names import AdapterTarget
 from moe import MoELayer
 
-AdapterTarget = Literal["attention", "dense", "experts"]
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.qkv", "attention.output"),
     "dense": ("ffn.input", "ffn.output"),

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
+from m6.architecture.special_tokens import TARGET
 from m6.model.rotary import Rotation, rotate
 from m6.model.slices import SliceCache
-from m6.tokenizers.special_tokens import TARGET
 
 LONGEST_PRODUCTS = 192  # keys, see attend_by_products
 

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from m6.architecture.configuration import M6Config
 from m6.model.attention import Attention
-from m6.model.configuration import M6Config
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
 from moe import MoELayer, RoutingStats

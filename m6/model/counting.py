@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import torch
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
+from m6.architecture.sharing import SharedPart, Sharing
 from m6.model.embeddings import NUM_SEGMENTS
 from m6.model.patch_encoders import build_patch_encoder
-from m6.model.sharing import SharedPart, Sharing
 
 
 def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str, int]:

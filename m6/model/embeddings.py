@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
+from m6.architecture.configuration import M6Config
+from m6.architecture.special_tokens import IMAGE
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 from m6.model.patch_encoders import build_patch_encoder
-from m6.tokenizers.special_tokens import IMAGE
 
 NUM_SEGMENTS = 3  # image, source, target: the values of token_type_ids
 _FIRST_CODE = 2  # position of the first code in a target, after <bos> and <boi>

@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
+from m6.architecture.configuration import M6Config
 from m6.decoding import Decoding
 from m6.errors import UserError
-from m6.model.configuration import M6Config
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 _DECODINGS = "code_decodings"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from m6.model.adapter_names import DOWN, UP
-from m6.model.configuration import M6Config
+from m6.architecture.adapter_names import DOWN, UP
+from m6.architecture.configuration import M6Config
 from m6.model.patch_encoders import EfficientNetPatchEncoder
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from m6.tokenizers.special_tokens import IMAGE, SOURCE, TARGET
+from m6.architecture.special_tokens import IMAGE, SOURCE, TARGET
 
 
 def derive_token_type_ids(input_ids: Tensor, real: Tensor, image_token_id: int, bos_token_id: int) -> Tensor:

@@ -9,17 +9,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils.generic import can_return_tuple
 
+from m6.architecture.configuration import M6Config
+from m6.architecture.special_tokens import IGNORED_LABEL, TARGET
 from m6.errors import UserError
 from m6.model.attention import prefix_lm_mask
 from m6.model.blocks import M6Block, run_blocks, seed_layer
-from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 from m6.model.outputs import M6ModelOutput, M6Output
 from m6.model.rotary import Rotation, rotation_of
-from m6.tokenizers.special_tokens import IGNORED_LABEL, TARGET
 from moe import RoutingStats
 
 _ROWS_IN_CACHE = 64  # of logits

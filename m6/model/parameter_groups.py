@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
 from moe.activations import ACTIVATIONS
 
 _OF_BLOCKS = re.compile(

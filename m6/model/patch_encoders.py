@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from m6.architecture.configuration import M6Config, PatchEncoderName
 from m6.errors import UserError
-from m6.model.configuration import M6Config, PatchEncoderName
 
 RESNET50_CHANNELS = 2048
 EFFICIENTNET_LITE0_CHANNELS = 1280

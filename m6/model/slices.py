@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m6.tokenizers.special_tokens import TARGET
+from m6.architecture.special_tokens import TARGET
 from moe import TokenPart, TokenParts
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.model.attention import prefix_lm_mask
 from m6.model.blocks import run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration, cross_entropy
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceCache
-from m6.tokenizers.special_tokens import IGNORED_LABEL
 from moe import MoEConfig, RoutingStats
 
 

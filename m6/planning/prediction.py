@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import torch
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_json
 from m6.formatting import format_bytes, format_mib, markdown_table
 from m6.model.counting import num_parameters
-from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout

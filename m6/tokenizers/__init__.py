@@ -1,8 +1,12 @@
 """The joint vocabulary of text and images: special tokens, text tokenizer, and processor of prompts and pictures."""
 
-from m6.tokenizers.processor import M6ImageProcessor, M6Processor
-from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+from typing import TYPE_CHECKING, Any
+
+from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
+
+if TYPE_CHECKING:
+    from m6.tokenizers.processor import M6ImageProcessor, M6Processor
 
 __all__ = [
     "NUM_SPECIAL_TOKENS",
@@ -12,3 +16,12 @@ __all__ = [
     "M6Tokenizer",
     "load_text_tokenizer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The processors, on first use: their bases in transformers take seconds to import, and reading data needs none."""
+    if name in ("M6ImageProcessor", "M6Processor"):
+        from m6.tokenizers import processor
+
+        return getattr(processor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,9 +15,9 @@ from typing import Any
 import sentencepiece
 from transformers import PreTrainedTokenizer
 
+from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
 from m6.files import atomic_path
-from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 
 MODEL_FILE = "sentencepiece.model"
 MAX_PIECE_CHARACTERS = 16  # longest text piece, which bounds the characters that a number of tokens can cover

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from m6.architecture.adapter_names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
 from m6.checkpoints.discovery import complete_checkpoints, remove_half_written
 from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, write_manifest, write_shards
@@ -21,7 +22,6 @@ from m6.config.run import RunConfig
 from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError
 from m6.files import write_text
-from m6.model.adapter_names import is_adapter
 from m6.runs.directory import LAST_CHECKPOINT
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine

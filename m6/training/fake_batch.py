@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE, TARGET
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.fake_world import FakeWorld, to_fake
-from m6.tokenizers.special_tokens import IGNORED_LABEL, IMAGE, TARGET
 
 
 def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroBatch:

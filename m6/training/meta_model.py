@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
 from m6.model.adapters import add_adapters
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import Sharing, share_layers
+from m6.model.sharing import share_layers
 from moe.expert_parallel import apply_expert_parallelism
 
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
-from m6.tokenizers.special_tokens import IGNORED_LABEL
 from m6.training.engine.engine import Engine, Update
 from m6.training.places import Places
 from m6.training.reporting.experts import ExpertHealth

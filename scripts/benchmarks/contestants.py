@@ -15,12 +15,12 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS
 from m6.config.run import parse_config
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.objectives import OBJECTIVES
 from m6.runs.processes import start
 from m6.runs.signals import Requests
-from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS
 from m6.training.engine.build import build_engine
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep

@@ -18,8 +18,8 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.nn import functional as F
 
+from m6.architecture.received import PLACEMENTS, PlacementName, received_by_feed_forward, received_by_pair, side
 from m6.model.tensor.placement import BY_NAME, Placement
-from m6.model.tensor.received import PLACEMENTS, PlacementName, received_by_feed_forward, received_by_pair, side
 from scripts.benchmarks.record import Recorder
 
 # What it is, tokens of a micro-batch, hidden size, inner size.

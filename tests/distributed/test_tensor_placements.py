@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from m6.architecture.received import received_by_pair
 from m6.model.tensor.placement import BY_NAME
-from m6.model.tensor.received import received_by_pair
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ LEVELS = {
     "m6": (
         {"decoding", "errors"},
         {"files", "fonts", "formatting", "shipped", "validation"},
-        {"lock"},
+        {"architecture", "lock"},
         {"tokenizers"},
         {"model"},
         {"data"},

@@ -61,13 +61,26 @@ def test_the_builder_of_kernels_needs_nothing():
 
 
 @pytest.mark.slow
-def test_imports_are_light():
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (
+            "moe, offload, m6, m6.cli.main, m6.config.run, m6.model, m6.tokenizers, m6.data.pretraining, "
+            "m6.training.loop, m6.export",
+            HEAVY,
+        ),
+        # What reads a configuration, a run or data needs no model, whose bases take most of the time.
+        (
+            "m6.config.run, m6.data.pretraining, m6.runs.directory, m6.slurm.submission, m6.slurm.status, "
+            "m6.plots.run, m6.checkpoints.comparison",
+            (*HEAVY, "transformers.modeling_utils"),
+        ),
+    ],
+    ids=["everything", "without a model"],
+)
+def test_imports_are_light(modules: str, heavy: tuple[str, ...]):
     """In a process of its own, since this one has loaded everything."""
-    modules = (
-        "moe, offload, m6, m6.cli.main, m6.config.run, m6.model, m6.tokenizers, m6.data.pretraining, m6.training.loop, "
-        "m6.export"
-    )
-    code = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "[]\n"

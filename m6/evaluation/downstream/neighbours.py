@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.pictures import decode_picture
 
 SIDE = 16  # pixels; distances at a low resolution depend on layout and colour rather than on detail
 

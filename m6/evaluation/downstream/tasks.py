@@ -22,7 +22,8 @@ from m6.evaluation.downstream.held_out import Rows
 from m6.evaluation.downstream.neighbours import nearest_pictures
 from m6.generation.captioning import caption, write_targets
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.tokenizers.processor import M6Processor, decode_picture
+from m6.tokenizers.pictures import decode_picture
+from m6.tokenizers.processor import M6Processor
 
 CAPTION_TOKENS = 48
 THIS_MODEL = "this model"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from m6.architecture.configuration import M6Config
+from m6.architecture.received import PlacementName
 from m6.model.blocks import DenseFFN, M6Block
-from m6.model.configuration import M6Config
 from m6.model.tensor.grid import Grid
 from m6.model.tensor.placement import BY_NAME, Division, Placement, ProductPlacement, Shard
-from m6.model.tensor.received import PlacementName
 
 _ATTENTION = BY_NAME["1d"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m6.architecture.received import AXES, PlacementName, side
 from m6.model.tensor.grid import Grid
-from m6.model.tensor.received import AXES, PlacementName, side
 
 
 @dataclass(frozen=True)

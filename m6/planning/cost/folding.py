@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from m6.architecture.configuration import M6Config
+from m6.architecture.sharing import Sharing
 from m6.model.blocks import M6Block
-from m6.model.configuration import M6Config
 from m6.model.embeddings import M6Embeddings
 from m6.model.parameter_groups import matrices_of_blocks
-from m6.model.sharing import Sharing
 
 Shape = tuple[int, ...]
 BlockType = Literal["embeddings", "dense", "sparse", "norm"]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from m6.architecture.received import PlacementName
 from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import PipelineSettings, Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
-from m6.model.tensor.received import PlacementName
 
 LayoutPlacement = PlacementName | Literal["megatron"]
 """How matrices are divided. Megatron-LM also divides embeddings, head and vectors, which no engine here does: it is for

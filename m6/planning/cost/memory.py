@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
-from m6.model.sharing import Sharing
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from m6.architecture.configuration import M6Config
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
-from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.model.slices import legal_cuts, nearest_cuts
 from m6.planning.cost.partition import slice_tokens

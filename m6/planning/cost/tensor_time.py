@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from m6.model.tensor.received import side
+from m6.architecture.received import side
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.collectives import RankGroup, contiguous_group, strided_group

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field, model_validator
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.validation import Section
 

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from m6.architecture.received import PLACEMENTS
 from m6.config.checks import check_world_size
 from m6.config.deepspeed_ignored import without_ignored
 from m6.config.pipeline import SCHEDULES, ZERO_KEYS
 from m6.config.run import RunConfig, parse_config
 from m6.config.slices import SLICED
 from m6.errors import UserError, nearest
-from m6.model.tensor.received import PLACEMENTS
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from m6.architecture.received import PLACEMENTS
 from m6.config.pipeline import SCHEDULES
-from m6.model.tensor.received import PLACEMENTS
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from m6.architecture.received import PLACEMENTS, PlacementName
+from m6.architecture.sharing import Sharing
 from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
-from m6.model.sharing import Sharing
-from m6.model.tensor.received import PLACEMENTS, PlacementName
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, divisors

@@ -6,9 +6,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from m6.architecture.sharing import PARTS, Sharing
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.model.sharing import PARTS, Sharing
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, SearchResult
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from m6.errors import UserError
-from m6.model.tensor.received import (
+from m6.architecture.received import (
     PLACEMENTS,
     PlacementName,
     received_by_attention,
@@ -13,6 +12,7 @@ from m6.model.tensor.received import (
     received_by_feed_forward,
     received_by_pair,
 )
+from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.collectives import rate
 from m6.planning.search.planner import Planner

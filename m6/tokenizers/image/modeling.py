@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vector_quantize_pytorch import VectorQuantize
 
+from m6.architecture.image_tokenizer import ImageTokenizerConfig
 from m6.errors import UserError
 from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
-from m6.tokenizers.image.configuration import ImageTokenizerConfig
 from m6.tokenizers.image.networks import Decoder, Encoder
 from m6.validation import validate
 

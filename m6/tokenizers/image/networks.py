@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from m6.tokenizers.image.configuration import ImageTokenizerConfig
+from m6.architecture.image_tokenizer import ImageTokenizerConfig
 
 
 class PositionNorm(nn.LayerNorm):

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings
-from m6.model.configuration import M6Config
 from m6.model.parameter_groups import matrices_of_blocks, parameter_groups
 from m6.training.engine.large_batch import Lamb, Lars
 from m6.training.engine.matrices import MatrixLayout, Run

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from m6.architecture.configuration import M6Config
+from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE
 from m6.data.collate import MicroBatch
-from m6.model.configuration import M6Config
-from m6.tokenizers.special_tokens import IGNORED_LABEL, IMAGE
 
 # Odd, and its low half too, as that of the layers (m6/model/blocks.py).
 _SEED_STRIDE = 0xD1B54A32D192ED03

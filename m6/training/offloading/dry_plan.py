@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from m6.architecture.sharing import Sharing
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import format_mib, markdown_table
-from m6.model.sharing import Sharing
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.fake_world import fake_process_group
 from m6.planning.machine.profile import Profile

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.architecture.sharing import Sharing
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import Sharing
 from m6.training.expert_groups import expert_group
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import Sharing
 from m6.model.stages import ModelStage, keep_layers
 from m6.planning.cost.schedules import orders_of
 from m6.training.meta_model import build_meta_model

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from m6.architecture.sharing import Sharing
 from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import offloads_states
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.planning.cost.memory import BUCKET_NUMEL

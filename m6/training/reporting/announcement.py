@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
-from m6.model.sharing import Sharing
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import announce, describe_memory, predict_memory

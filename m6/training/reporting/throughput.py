@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from m6.model.configuration import M6Config
+from m6.architecture.configuration import M6Config
 from m6.model.counting import num_parameters
 
 # Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.

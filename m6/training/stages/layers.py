@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from m6.architecture.sharing import Sharing
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
-from m6.model.sharing import Sharing
 from m6.training.engine.partitions import full_numel, is_expert, is_partitioned, local_part
 from m6.training.expert_groups import GroupKind, named_expert_group
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from m6.architecture.sharing import Sharing
 from m6.checkpoints.delinked import STATE, DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig
 from m6.config.sections import PseudoToRealSettings
 from m6.errors import UserError
-from m6.model.sharing import Sharing
 
 
 class Stage:

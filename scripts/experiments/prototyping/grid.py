@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from m6.architecture.configuration import M6Config
 from m6.config.run import load_config
 from m6.evaluation.baselines import compute_baselines
-from m6.model.configuration import M6Config
 from m6.model.counting import num_parameters
 from m6.runs.data import open_data
 from m6.runs.processes import start

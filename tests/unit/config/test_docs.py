@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from m6.architecture.configuration import M6Config
 from m6.config.docs import config_readme
 from m6.config.sections import M6Settings
-from m6.model.configuration import M6Config
 from moe.config import MoEConfig
 
 README = Path(__file__).resolve().parents[3] / "configs" / "README.md"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from m6.architecture.received import received_by_expert, received_by_pair
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
-from m6.model.tensor.received import received_by_expert, received_by_pair
 from m6.training.places import Places
 from m6.training.train_step import micro_batch_numbers
 from tests.fixtures.offload_sections import SMALL

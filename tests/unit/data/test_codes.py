@@ -14,7 +14,7 @@ from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.files import sha256
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
-from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.pictures import decode_picture
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import ROWS, build_tiny_data
 

@@ -12,7 +12,7 @@ from m6.data.corpus.output import load_record
 from m6.data.objectives import OBJECTIVES, max_text_tokens
 from m6.evaluation.caption_matcher import CaptionMatcher
 from m6.evaluation.downstream.matching import match_by_model
-from m6.tokenizers.processor import decode_picture
+from m6.tokenizers.pictures import decode_picture
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.corpus import own
 from tests.fixtures.fabricated_run import run_document, write_run

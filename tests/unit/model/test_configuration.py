@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
 from m6.model import M6Config, M6ForConditionalGeneration, num_parameters
-from m6.tokenizers.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 
 # name: (configuration, figure stated for it, unit of its last printed digit)
 STATED = {

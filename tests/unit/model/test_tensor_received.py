@@ -2,7 +2,7 @@
 
 import pytest
 
-from m6.model.tensor.received import (
+from m6.architecture.received import (
     nearest_num_ranks,
     received_by_attention,
     received_by_expert,

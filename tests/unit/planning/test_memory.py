@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from m6.architecture.sharing import PARTS, Sharing
 from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import PARTS, Sharing
 from m6.model.stages import keep_layers
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout

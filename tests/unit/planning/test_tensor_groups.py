@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from m6.architecture.received import received_by_attention, received_by_feed_forward
 from m6.config.run import RunConfig, load_config, parse_config
-from m6.model.tensor.received import received_by_attention, received_by_feed_forward
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.tensor_time import block_s

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from m6.architecture.adapter_names import DOWN, is_adapter, plain_name
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.initial import open_initial_weights
@@ -17,7 +18,6 @@ from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.export import export_hf
 from m6.model import num_parameters
-from m6.model.adapter_names import DOWN, is_adapter, plain_name
 from m6.runs.machine import check_machine
 from tests.fixtures.fabricated_run import write_run
 from tests.fixtures.tiny_run import tiny_document

@@ -22,7 +22,7 @@ from m6.evaluation.downstream.classification import predict_by_likelihood
 from m6.evaluation.downstream.matching import match_by_model
 from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
-from m6.tokenizers.processor import decode_picture, pixel_values
+from m6.tokenizers.pictures import decode_picture, pixel_values
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import run_document, write_run
 from tests.fixtures.tiny_data import IMAGE_SIDE, build_labelled_data, build_tiny_data, build_tiny_tokenizer, draw_shape

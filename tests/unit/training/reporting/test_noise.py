@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.runs.noise_scale import noise_scale
 from m6.runs.signals import Requests
-from m6.tokenizers.special_tokens import IGNORED_LABEL
 
 
 def entries(trainer):

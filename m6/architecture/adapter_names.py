@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+AdapterTarget = Literal["attention", "dense", "experts"]
+"""Which matrices of a model get adapters."""
+
 # As peft 0.21 names them: MODULE becomes MODULE.base_layer, with MODULE.lora_A.default and MODULE.lora_B.default.
 _BASE, _PEFT = ".base_layer.", (".lora_A.default.weight", ".lora_B.default.weight")
 _STACKED = ("_lora_A", "_lora_B")

@@ -1,0 +1,45 @@
+"""Pictures as training reads them: upright, square, in RGB, and as the model's input."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+RESAMPLE = Image.Resampling.BICUBIC
+
+
+def square_rgb(image: Image.Image) -> Image.Image:
+    """Rotates a picture upright (EXIF), fills transparent areas with white, and pads it with white to a square."""
+    is_square_rgb = image.mode == "RGB" and image.width == image.height
+    if is_square_rgb and "transparency" not in image.info and not image.getexif():
+        return image  # the common case: "m6 data build" writes such pictures
+    picture = ImageOps.exif_transpose(image).convert("RGBA")
+    side = max(picture.size)
+    canvas = Image.new("RGB", (side, side), "white")
+    canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)
+    return canvas
+
+
+def decode_picture(data: bytes, image_size: int) -> np.ndarray:
+    """Decodes a PNG, JPEG or WebP file to uint8 ``[image_size, image_size, 3]``, with the steps of M6ImageProcessor.
+
+    Training uses this function and ``pixel_values``: pictures stay in 8 bits until a micro-batch is stacked.
+
+    Raises:
+        Exception: any exception of Pillow, for damaged data.
+    """
+    with Image.open(io.BytesIO(data)) as image:
+        picture = square_rgb(image)
+        if picture.size != (image_size, image_size):
+            picture = picture.resize((image_size, image_size), RESAMPLE)
+        return np.asarray(picture)
+
+
+def pixel_values(pictures: Sequence[np.ndarray], image_size: int) -> torch.Tensor:
+    """Stacks N pictures, uint8 ``[H, H, 3]`` with H = image_size, to fp32 ``[N, 3, H, H]`` in [-1, 1]."""
+    stacked = np.stack(pictures) if pictures else np.empty((0, image_size, image_size, 3), np.uint8)
+    channels_first = torch.from_numpy(stacked).permute(0, 3, 1, 2)
+    # In place: the pictures of a micro-batch are the largest tensors that a data worker makes.
+    return channels_first.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
