@@ -6,7 +6,6 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
-make_environment dev
 
 # Of several -m pytest takes the last: the caller's narrows ours.
 chosen=$# marks='' fast='' arguments=()
@@ -21,6 +20,11 @@ while (($#)); do
 done
 set -- "${arguments[@]+"${arguments[@]}"}"
 
+# Beside the environment and the types, which keep one core busy.
+[ -n "$fast" ] || install_slurm &
+slurm=$!
+make_environment dev
+
 run_tests() { # that no test was chosen is no failure where the choice was the caller's
     local code=0
     python -m pytest "$@" || code=$?
@@ -33,7 +37,7 @@ say "tests"
 # In the order of the folders: files with few and long tests would otherwise come last, when one core is idle.
 run_tests --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not slurm$marks" "$@"
 [ -n "$fast" ] && exit
-install_slurm
+wait "$slurm"
 # By themselves: several nodes with real jobs leave no core to other tests.
 say "tests on a local Slurm cluster"
 run_tests -rs -m "slurm$marks" "${@:-tests/slurm}"

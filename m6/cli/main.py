@@ -17,6 +17,7 @@ import typer
 import m6
 from m6.cli.address_space import check_address_space
 from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
+from m6.cli.imports import quick_imports
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
 from m6.cli.terminal import keep_bars_out_of_logs
 from m6.errors import StorageError, UserError
@@ -108,20 +109,20 @@ def _train(
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()), from_scratch=from_scratch)
     check_world_size(settings, world_size_of_environment())
-    from m6.planning.prediction import check_memory
-    from m6.runs.machine import check_machine
+    with quick_imports():
+        from m6.planning.machine.profile import load_profile
+        from m6.planning.prediction import check_memory
+        from m6.runs.machine import check_machine
+        from m6.training.loop import pretrain as pretrain_run
 
     check_machine(settings)
     check_memory(settings, world_size_of_environment(), ranks_of_this_node())
-    from m6.planning.machine.profile import load_profile
-
     calibration = None if profile is None else load_profile(profile)
     folder = RunDirectory(run or Path("runs") / config.stem)
     folder.check(settings)
     from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
     from m6.checkpoints.initial import check_initial_weights
     from m6.runs.data import open_data
-    from m6.training.loop import pretrain as pretrain_run
     from m6.training.stages.stage import finished_pseudo_stage
 
     tokenizer = open_data(settings).tokenizer

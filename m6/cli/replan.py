@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from m6.cli.imports import quick_imports
 from m6.cli.options import ConfigFile, Overrides, ProfileFile
 
 
@@ -34,9 +35,6 @@ def replan(
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.config.run import load_config
     from m6.files import write_text
-    from m6.planning.machine.profile import load_profile
-    from m6.planning.replan import node_of, settings_of
-    from m6.planning.replan import replan as choose
     from m6.runs.layouts import measured_steps, read_layouts, write_layouts
 
     if init is None:
@@ -49,6 +47,11 @@ def replan(
     measured = measured_steps(run, history)
     if failed and history and measured[-1] is None:
         history[-1].failed = True
+    with quick_imports():
+        from m6.planning.machine.profile import load_profile
+        from m6.planning.replan import node_of, settings_of
+        from m6.planning.replan import replan as choose
+
     rates = None if profile is None else load_profile(profile)
     decision = choose(settings, node_of(settings, ranks_per_node), nodes, history, measured, rates)
     saved = complete_checkpoints(run / "checkpoints")

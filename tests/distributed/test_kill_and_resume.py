@@ -14,6 +14,8 @@ import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_training_layouts import train
 from tests.fixtures.tiny_run import write_tiny_config
 
 pytestmark = pytest.mark.slow
@@ -94,7 +96,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, layout: str):
         m6__checkpoint__interval_steps=4,
         m6__evaluation__interval_steps=10,
     )
-    finish(config, tmp_path / "whole")
+    run_distributed(train, 2, json.loads(config.read_text()), str(tmp_path / "whole"))  # starts sooner than a launcher
     kill_at_step(config, tmp_path / "killed", 9)
     assert entries(tmp_path / "killed")[-1]["step"] < STEPS
     finish(config, tmp_path / "killed")

@@ -12,7 +12,7 @@ from tests.slurm.cluster import send, wait_until
 from tests.slurm.run import INTERVAL, MIDDLE, STEPS, ClusterRun, MakeRun
 
 ROOT = Path(__file__).parents[2]
-KILLS = 5  # scripts/benchmarks/slurm.py makes more
+KILLS = 3  # one at each moment; scripts/benchmarks/slurm.py makes more
 FIRST = ("random_kills", "long_left_alone", "lost_node")  # the longest: the others run beside them
 
 
