@@ -89,6 +89,11 @@ class FoldedModel:
         )
         return FoldedModel(self.config, tuple(blocks), self.sharing)
 
+    def without_sharing(self) -> FoldedModel:
+        """The model in which each layer has weights of its own."""
+        blocks = ((block, computed, max(computed, stored)) for block, computed, stored in self.blocks)
+        return FoldedModel(self.config, tuple(blocks))
+
     def _counts(self, layers: Collection[int]) -> dict[BlockType, int]:
         """The blocks of each type that belong to these layers."""
         sparse = sum(map(self.is_sparse.__getitem__, layers))

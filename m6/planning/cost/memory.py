@@ -118,8 +118,14 @@ class MemoryModel:
         """The same of each rank of a pipeline."""
         return [self._counts_of(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
 
+    def used_by_rank(self, layout: ParallelLayout, place: int) -> ParameterCounts:
+        """The same of a rank of a pipeline, with a parameter counted once for each layer that uses it."""
+        return self._counts_in(layout, self._part(layout, self._stages(layout, place)).without_sharing())
+
     def _counts_of(self, layout: ParallelLayout, stages: Sequence[range]) -> ParameterCounts:
-        part = self._part(layout, stages)
+        return self._counts_in(layout, self._part(layout, stages))
+
+    def _counts_in(self, layout: ParallelLayout, part: FoldedModel) -> ParameterCounts:
         key = (layout.ep_size, layout.stream_experts, part.blocks)
         if key not in self._counts:
             self._counts[key] = count_parameters(part, layout.ep_size, with_experts=not layout.stream_experts)

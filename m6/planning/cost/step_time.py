@@ -12,6 +12,7 @@ from typing import Literal
 
 from m6.config.run import RunConfig
 from m6.planning.cost import tensor_time
+from m6.planning.cost.added_gradients import added_bytes
 from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -107,6 +108,7 @@ class TimeModel:
         """Seconds by part of a rank with ``counts`` after the passes of a step, and those in which it waits for
         streamed experts."""
         update, host = self._update(layout, steps, counts)
+        update += added_bytes(self.memory, layout, steps, place) / device_bandwidth(self.nodes, self.profile)
         if layout.stream_experts:
             update += self.store.owned_s(layout, steps, place, self.host)
         return {

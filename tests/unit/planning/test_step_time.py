@@ -3,10 +3,14 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from m6.config.run import RunConfig, load_config
+from m6.config.run import RunConfig, load_config, parse_config
+from m6.planning.cost.added_gradients import added_bytes
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -15,6 +19,10 @@ from m6.planning.cost.work import work_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.configuration import layout_of
+from m6.runs.data import open_data
+from m6.runs.processes import start
+from m6.training.engine.build import build_engine
+from tests.fixtures.tiny_run import tiny_document
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -91,3 +99,39 @@ def test_factors_scale_their_parts():
     scaled = model(config, cluster, Profile(factors={"exchange": 2.0, "experts": 3.0}))(layout)
     assert (scaled.exchange, scaled.experts) == pytest.approx((2 * base.exchange, 3 * base.experts))
     assert math.isclose(scaled.matmul, base.matmul)
+
+
+class _Added(TorchDispatchMode):
+    """Counts the bytes that sums of gradients read and write. ``sizes`` are those of the parameters."""
+
+    def __init__(self, sizes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.sizes, self.num_bytes = sizes, 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        adds = operator in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        if adds and torch._C._current_autograd_node() is not None and tuple(result.shape) in self.sizes:
+            self.num_bytes += sum(value.nbytes for value in (*args[:2], result))
+        return result
+
+
+@pytest.mark.parametrize("layers", [1, 3], ids=["a layer", "layers that share"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bytes_of_gradients_that_are_added_up(tmp_path: Path, stage: int, layers: int):
+    """Against the operators of an engine's backward passes, one rank, three micro-batches."""
+    changes: dict[str, Any] = {"m6__model__num_layers": layers}
+    if layers > 1:
+        changes["m6__pseudo_to_real"] = {"switch_step": 2}
+    document = tiny_document(tmp_path, train_batch_size=6, train_micro_batch_size_per_gpu=2, **changes)
+    config = parse_config({**document, "zero_optimization": {"stage": stage}})
+    sharing = config.planned_sharing
+    engine, data = build_engine(config, start(), sharing), open_data(config)
+    parameters = dict(engine.module.named_parameters())
+    batches = [data.micro_batch(index) for index in range(3)]
+    engine.begin_step(0.0)
+    with _Added({tuple(parameter.shape) for parameter in parameters.values()}) as added:
+        engine.accumulate(batches, lambda _, output: output.target_losses.sum() + output.aux_loss, range(3))
+    engine.release()
+    memory = MemoryModel(config, PERFECT, sharing=sharing)
+    assert added_bytes(memory, layout_of(config, 1), 3, 0) == pytest.approx(added.num_bytes, rel=0.02)

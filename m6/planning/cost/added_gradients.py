@@ -1,0 +1,25 @@
+"""Bytes of gradients that are added to those before them, where two are read and one is written."""
+
+from __future__ import annotations
+
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+
+
+def added_bytes(memory: MemoryModel, layout: ParallelLayout, steps: int, place: int) -> float:
+    """Bytes that autograd reads and writes for it in a step; experts of ``m6.offload`` are not among them.
+
+    At stages 0 and 1 the gradients of all micro-batches add up, at the others those of one: of layers that share
+    weights, of the table, which embeds tokens and is the head, and of the parts in which tokens go to experts.
+
+    Args:
+        steps: micro-batches of the step.
+        place: of the rank in the pipeline.
+    """
+    begun, each = (1, steps) if layout.zero_stage < 2 else (steps, 1)
+    used, held, model = memory.used_by_rank(layout, place), memory.counts_of_ranks(layout)[place], memory.config.model
+    once = layout.pp_size > 1 or held.frozen  # in a pipeline the table lies on two ranks; adapters leave it alone
+    table = 0 if once else model.vocab_size * model.hidden_size
+    parts = 1 if memory.config.m6.moe is None else model.moe_config().exchange_parts(layout.ep_size)
+    arriving = each * (used.local + (parts - 1) * used.experts + table)
+    return 3 * memory.precision.weights * begun * (arriving - held.local) / layout.tp_size
