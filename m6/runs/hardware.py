@@ -12,7 +12,7 @@ import torch
 def hardware(device: torch.device) -> str:
     """Returns a description of this machine: CPU model, cores that this process may use, GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = f"{_cpu_model()}, {cores} cores"
+    text = f"{_cpu_model()}, {cores} core{'' if cores == 1 else 's'}"
     if device.type == "cuda":
         text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
     return text

@@ -41,7 +41,7 @@ def main() -> None:
     target = statistics.fmean(float(row["mean_loss"]) for row in runs[TODAY].values())
     lines = []
     for name, seeds in runs.items():
-        base = name.split(", ")[0]
+        base = name.rpartition(", ")[0] or name  # a change of a base may be the base of others
         pairs = [
             (float(row["mean_loss"]), float(runs[base][seed]["mean_loss"]))
             for seed, row in seeds.items()
