@@ -1,1 +1,1 @@
-"""What a model is, as plain data: neither torch nor the models of transformers are imported, which takes seconds."""
+"""What a model is, as plain data. The models of transformers, which take seconds to import, are not needed for it."""

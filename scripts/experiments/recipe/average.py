@@ -30,7 +30,7 @@ from m6.training.loop import Trainer  # noqa: E402
 
 TABLE = HERE / "average.csv"
 BASE = "recipe again, lr 0.004"
-SCHEDULES = {"wsd": (), "no decay": ("m6.schedule.decay=constant", "m6.schedule.decay_share=null")}
+SCHEDULES = {"wsd": (), "no decay": ("m6.schedule.final_lr_ratio=1.0",)}
 INTERVAL = 20
 NUMBERS = (1, 2, 5, 10)
 """How many of the last checkpoints are averaged, which lie ``INTERVAL`` steps apart; 1 is the last one alone."""
