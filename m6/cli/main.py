@@ -269,11 +269,12 @@ def plot(
     """Plots a run's curves, the load of its experts, or its device memory."""
     if experts and memory:
         raise UserError("plot: give either --experts or --memory")
-    from m6.plots.experts import plot_experts
-    from m6.plots.memory import plot_memory
-    from m6.plots.run import plot_run
-
-    draw = plot_experts if experts else plot_memory if memory else plot_run
+    if experts:
+        from m6.plots.experts import plot_experts as draw
+    elif memory:  # needs the model, which takes seconds to import
+        from m6.plots.memory import plot_memory as draw
+    else:
+        from m6.plots.run import plot_run as draw
     print(draw(run, out))
 
 

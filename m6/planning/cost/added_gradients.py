@@ -20,6 +20,5 @@ def added_bytes(memory: MemoryModel, layout: ParallelLayout, steps: int, place: 
     used, held, model = memory.used_by_rank(layout, place), memory.counts_of_ranks(layout)[place], memory.config.model
     once = layout.pp_size > 1 or held.frozen  # in a pipeline the table lies on two ranks; adapters leave it alone
     table = 0 if once else model.vocab_size * model.hidden_size
-    parts = 1 if memory.config.m6.moe is None else model.moe_config().exchange_parts(layout.ep_size)
-    arriving = each * (used.local + (parts - 1) * used.experts + table)
+    arriving = each * (used.local + (memory.exchange_parts(layout) - 1) * used.experts + table)
     return 3 * memory.precision.weights * begun * (arriving - held.local) / layout.tp_size

@@ -89,7 +89,7 @@ class MemoryModel:
             place: of the rank in the pipeline.
             stages: the layers of each of its stages, in the order of the model.
         """
-        counts, pipeline = self._counts_of(layout, stages), layout.pipeline
+        counts, pipeline = self._counts_of(layout, self._part(layout, stages)), layout.pipeline
         states, under_way = self._states(layout, counts), 0
         if pipeline is not None and is_flushless(self.config, layout):
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
@@ -116,16 +116,13 @@ class MemoryModel:
 
     def counts_of_ranks(self, layout: ParallelLayout) -> list[ParameterCounts]:
         """The same of each rank of a pipeline."""
-        return [self._counts_of(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
+        return [self._counts_of(layout, part) for part in self._parts(layout)]
 
     def used_by_rank(self, layout: ParallelLayout, place: int) -> ParameterCounts:
         """The same of a rank of a pipeline, with a parameter counted once for each layer that uses it."""
-        return self._counts_in(layout, self._part(layout, self._stages(layout, place)).without_sharing())
+        return self._counts_of(layout, self._parts(layout)[place].without_sharing())
 
-    def _counts_of(self, layout: ParallelLayout, stages: Sequence[range]) -> ParameterCounts:
-        return self._counts_in(layout, self._part(layout, stages))
-
-    def _counts_in(self, layout: ParallelLayout, part: FoldedModel) -> ParameterCounts:
+    def _counts_of(self, layout: ParallelLayout, part: FoldedModel) -> ParameterCounts:
         key = (layout.ep_size, layout.stream_experts, part.blocks)
         if key not in self._counts:
             self._counts[key] = count_parameters(part, layout.ep_size, with_experts=not layout.stream_experts)
@@ -168,12 +165,15 @@ class MemoryModel:
         """What each rank of a pipeline has of the model."""
         return [self._part(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
 
+    def exchange_parts(self, layout: ParallelLayout) -> int:
+        """The parts in which the tokens of a micro-batch go to experts: each brings a gradient of every expert."""
+        return 1 if self.config.m6.moe is None else self.config.model.moe_config().exchange_parts(layout.ep_size)
+
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""
         key = layout.accumulation(self.config.deepspeed.train_batch_size), layout.ep_size
         if key not in self._expert_stores:
-            parts = self.config.model.moe_config().exchange_parts(layout.ep_size)
-            several = uses_of_experts(self.model) > 1 or parts > 1
+            several = uses_of_experts(self.model) > 1 or self.exchange_parts(layout) > 1
             self._expert_stores[key] = ExpertStore.of(self.config, key[0], several)
         return self._expert_stores[key]
 

@@ -63,7 +63,7 @@ class TimeModel:
         self.nodes: Nodes = cluster.slowest(self.dtype)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self.host = HostTime(self.nodes, profile)
-        self.store = StoreTime(config, memory)
+        self.store = StoreTime(memory)
         self.reduction = ReductionTime(config, memory, self.nodes, profile)
         self._works: dict[tuple[int, int, int, str], list[tuple[BlockWork, int]]] = {}
         self._computes: dict[tuple[int, int, int, bool, str], StepTime] = {}

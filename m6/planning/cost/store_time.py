@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from m6.config.run import RunConfig
 from m6.planning.cost.expert_store import uses_of_experts
 from m6.planning.cost.host_time import HostTime, Streaming, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
@@ -15,20 +14,17 @@ class StoreTime:
     """Prices the store of one run.
 
     Args:
-        config: the run.
-        memory: of the same run; it says what the device owns.
+        memory: of the run; it says what the device owns.
     """
 
-    def __init__(self, config: RunConfig, memory: MemoryModel) -> None:
+    def __init__(self, memory: MemoryModel) -> None:
         self._memory = memory
-        self._moe = None if config.m6.moe is None else config.model.moe_config()
         self._uses = uses_of_experts(memory.model)
 
     def num_gradients(self, layout: ParallelLayout, steps: int) -> int:
         """Gradients of an expert in ``steps`` micro-batches: one of each layer that uses it and each part of the
         exchange."""
-        parts = 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
-        return round(steps * parts * self._uses)
+        return round(steps * self._memory.exchange_parts(layout) * self._uses)
 
     def streaming(
         self, layout: ParallelLayout, steps: int, place: int, host: HostTime, forward_s: float, backward_s: float

@@ -19,7 +19,6 @@ from train import candidates  # noqa: E402
 
 from m6.checkpoints.discovery import complete_checkpoints  # noqa: E402
 from m6.checkpoints.format import CheckpointReader  # noqa: E402
-from m6.checkpoints.fragment import WEIGHT  # noqa: E402
 from m6.config.run import load_config  # noqa: E402
 from m6.formatting import markdown_table  # noqa: E402
 from m6.runs.directory import RunDirectory  # noqa: E402
@@ -67,7 +66,6 @@ def run(schedule: str, folder: Path, runtime: Runtime) -> None:
     checkpoints = complete_checkpoints(directory.checkpoints)
     for number in NUMBERS:
         mean = MeanWeights(checkpoints[-number:])
-        assert mean.names(WEIGHT)
         restore_weights(trainer.engine, mean)
         num_batches = config.m6.evaluation.num_batches
         losses = evaluate(trainer.engine, trainer.data, num_batches, trainer.places, runtime.device)["validation"]
