@@ -15,7 +15,7 @@ PLACES = (
     "pipeline 0, stage 1, layers 1-4",
     "pipeline 1, stage 1, layers 1-4",
 )
-POSITION = re.compile(r"^ +(\d)     rank_0000(\d)\.log \((.+)\): m6/\S+\.py:\d+ in \w+(, waits for other ranks)?$")
+POSITION = re.compile(r"^ +(\d)     rank_0000(\d)\.log \((.+)\): m6/\S+\.py:\d+ in [\w<>]+(, waits for other ranks)?$")
 
 
 @pytest.mark.scenario("pipeline_hang", "pipeline_left_alone")
