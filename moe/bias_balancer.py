@@ -53,8 +53,8 @@ class BiasBalancer:
         for router, total in totals.items():
             bias, config = router.balance_bias, router.config
             if bias is not None:
-                loads = total.view(config.num_prototypes, config.experts_per_prototype)
-                error = loads.mean(-1, keepdim=True) - loads
+                means = total.view(config.num_groups, config.num_prototypes, -1).mean((0, 2), keepdim=True)
+                error = means - total.view(config.num_groups, config.num_prototypes, -1)
                 bias += config.balance_bias_rate * error.sign().view(-1)
 
     def discard(self) -> None:

@@ -39,6 +39,10 @@ class MoEConfig:
         num_experts: E, the number of experts of the layer.
         num_prototypes: Z; has to divide E.
         top_k: the number of experts that a token is sent to in each prototype.
+        num_groups: G groups of experts, each with an equal part of every prototype. The experts of a group have
+            consecutive numbers, so that ranks of a node can hold whole groups. Has to divide M.
+        groups_per_token: from how many groups, its best ones, a token chooses its experts, so that it is sent to few
+            nodes: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), see ``moe.routing.best_groups``.
         gating: scores are the softmax over a prototype's experts ("softmax"), over all experts ("global_softmax"),
             or the sigmoid of each logit ("sigmoid", DeepSeek-V3, arXiv 2412.19437, equation 15).
         normalize_gates: divide a token's gates by their sum over its K choices.
@@ -80,6 +84,8 @@ class MoEConfig:
     num_experts: int
     num_prototypes: int = 1
     top_k: int = 1
+    num_groups: int = 1
+    groups_per_token: int = 1
     gating: Literal["softmax", "global_softmax", "sigmoid"] = "softmax"
     normalize_gates: bool = False
     capacity_factor: float | None = None
@@ -125,7 +131,7 @@ class MoEConfig:
                 raise ValueError(f"{name} is {value!r}; expected {expected}")
 
     def _check_ranges(self) -> None:
-        for name in ("num_experts", "num_prototypes", "top_k", "overlap_parts"):
+        for name in ("num_experts", "num_prototypes", "top_k", "num_groups", "groups_per_token", "overlap_parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name, largest in _LARGEST.items():
@@ -155,6 +161,23 @@ class MoEConfig:
             raise ValueError(
                 f"top_k {self.top_k} is more than the {self.experts_per_prototype} experts of a prototype "
                 f"(num_experts {self.num_experts} / num_prototypes {self.num_prototypes})"
+            )
+        if self.experts_per_prototype % self.num_groups:
+            raise ValueError(
+                f"num_groups {self.num_groups} does not divide the {self.experts_per_prototype} experts of a prototype"
+            )
+        if self.groups_per_token > self.num_groups:
+            raise ValueError(f"groups_per_token {self.groups_per_token} is more than num_groups {self.num_groups}")
+        choices = self.groups_per_token * self.experts_per_prototype // self.num_groups
+        if self.top_k > choices:
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} leaves {choices} experts of each prototype to a token; "
+                f"top_k {self.top_k} needs {-(-self.top_k * self.num_groups // self.experts_per_prototype)} groups"
+            )
+        if self.exchange == "prototype" and self.num_groups > 1:
+            raise ValueError(
+                f'exchange is "prototype", but each of num_groups {self.num_groups} has experts of all prototypes; '
+                'expected "auto" or "all_to_all"'
             )
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError("shared_expert_gate is true, but num_shared_experts is 0; expected at least 1")

@@ -1,6 +1,7 @@
 """The ways to experts on other ranks of an expert-parallel group.
 
-Experts are numbered prototype by prototype, and rank r of n holds the r-th of n equal parts of the numbers.
+Experts are numbered group by group, inside of a group prototype by prototype, and rank r of n holds the r-th of n equal
+parts of the numbers.
 ``AllToAllExchange`` brings tokens to the right rank by itself. The other two bring tokens to a part of the group, and
 an inner exchange brings them to the right rank of that part.
 """

@@ -84,7 +84,7 @@ def exchange_traffic(
                 sent_rows, reached = rows * others, float(size)
                 prototypes //= size
             else:
-                reached = nodes_of_token(size, experts, prototypes, config.experts_per_prototype, config.top_k, kept)
+                reached = nodes_of_token(config, prototypes, size, kept)
                 sent_rows = rows * reached * others / size
         other_bytes, number_bytes = gates * _GATE_BYTES, 0.0
         if not backward:
@@ -98,28 +98,40 @@ def exchange_traffic(
 
 
 @lru_cache(maxsize=1024)
-def nodes_of_token(
-    num_nodes: int, experts_per_node: int, prototypes: int, experts_per_prototype: int, top_k: int, kept: float
-) -> float:
+def nodes_of_token(config: MoEConfig, prototypes: int, num_nodes: int, kept: float) -> float:
     """Returns the expected number of nodes that have an expert for a token.
 
-    A token chooses ``top_k`` different experts of each prototype, all equally likely, and a capacity leaves each choice
-    over with probability ``kept``. The experts of a node are consecutive, prototype by prototype. With e_z experts of
-    prototype z on a node, the node is left out with probability
+    A token chooses its groups, all equally likely, then ``top_k`` different experts of each prototype in them, all
+    equally likely, and a capacity leaves each choice over with probability ``kept``. A node has consecutive experts: a
+    part of a group, or whole groups of which h are the token's with a hypergeometric probability. With e_z of the M'
+    experts of prototype z that the token may choose, the node is left out with probability
 
-        prod_z sum_i C(e_z, i) C(M - e_z, top_k - i) / C(M, top_k) * (1 - kept)^i
+        prod_z sum_i C(e_z, i) C(M' - e_z, top_k - i) / C(M', top_k) * (1 - kept)^i
+
+    Args:
+        prototypes: those of the nodes, all or, after an exchange by prototypes, some.
+        num_nodes: divides ``num_groups`` or is a multiple of it.
     """
-    expected = 0.0
-    for node in range(num_nodes):
-        first, left_out = node * experts_per_node, 1.0
-        end = first + experts_per_node
-        for prototype in range(first // experts_per_prototype, min(prototypes, -(-end // experts_per_prototype))):
-            begin = prototype * experts_per_prototype
-            own = min(end, begin + experts_per_prototype) - max(first, begin)
-            choices = math.comb(experts_per_prototype, top_k)
-            left_out *= sum(
-                math.comb(own, i) * math.comb(experts_per_prototype - own, top_k - i) / choices * (1 - kept) ** i
-                for i in range(top_k + 1)
-            )
-        expected += 1 - left_out
-    return expected
+    groups, chosen = config.num_groups, config.groups_per_token
+    in_group = config.experts_per_prototype // groups
+    allowed = chosen * in_group
+
+    def left_out(own: int) -> float:
+        """The probability that no choice of a prototype, of which a node has ``own`` allowed experts, is left over."""
+        ways = (math.comb(own, i) * math.comb(allowed - own, config.top_k - i) for i in range(config.top_k + 1))
+        return sum(way * (1 - kept) ** i for i, way in enumerate(ways)) / math.comb(allowed, config.top_k)
+
+    if groups >= num_nodes:
+        each = groups // num_nodes
+        of_nodes = 0.0
+        for own in range(max(0, chosen - groups + each), min(each, chosen) + 1):
+            probability = math.comb(each, own) * math.comb(groups - each, chosen - own) / math.comb(groups, chosen)
+            of_nodes += probability * (1 - left_out(own * in_group) ** prototypes)
+        return num_nodes * of_nodes
+    expected, experts = 0.0, prototypes * config.experts_per_prototype // num_nodes
+    for node in range(num_nodes // groups):  # of one group; the others are alike
+        first, end, none = node * experts, (node + 1) * experts, 1.0
+        for prototype in range(first // in_group, -(-end // in_group)):
+            none *= left_out(min(end, (prototype + 1) * in_group) - max(first, prototype * in_group))
+        expected += 1 - none
+    return chosen * expected

@@ -1,6 +1,7 @@
 """The router: which experts compute which tokens, the gates, the capacity, and the statistics of the choice."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class Router(nn.Module):
             noise = torch.empty_like(tokens, dtype=dtype).uniform_(1 - jitter, 1 + jitter)
         with without_autocast(tokens):
             logits = WideLinear.apply(tokens, self.weight, noise, dtype)
-        return logits.unflatten(-1, (self.config.num_prototypes, self.config.experts_per_prototype))
+        return by_prototype(logits, self.config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         # nn.Module converts buffers with the parameters. Keep the one from before, in float32, on the new device.
@@ -141,7 +142,7 @@ def route(
     Returns:
         The pairs to compute, the sum of the weighted auxiliary losses [], and the statistics.
     """
-    num_tokens, num_prototypes, _ = logits.shape
+    num_tokens = len(logits)
     scores = gating_scores(logits, config)
     # The losses need probabilities that sum to 1 in each prototype, which only "softmax" scores do. Scores are divided
     # by sums of scores as logarithms, because all scores of a sum may be 0 in float32.
@@ -151,7 +152,7 @@ def route(
 
     aux_loss = logits.new_zeros(())
     if config.aux_loss_weight:
-        choices = chosen_counts.view(num_prototypes, -1)
+        choices = by_prototype(chosen_counts, config)
         if part is None:
             balance = load_balancing_loss(distribution, choices, config.balance_scope)
         else:
@@ -167,12 +168,20 @@ def route(
         entropy = torch.special.entr(distribution).sum((0, 2)) / max(num_tokens, 1) + 0 * logits.sum((0, 2))
         stats = RoutingStats(
             expert_counts=routing.counts.float(),
-            dropped=(chosen_counts - routing.counts).view(num_prototypes, -1).sum(1).float(),
+            dropped=by_prototype(chosen_counts - routing.counts, config).sum(1).float(),
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
             router_entropy=entropy.float(),
             chosen_counts=chosen_counts.float(),
         )
     return routing, aux_loss, stats
+
+
+def by_prototype(values: Tensor, config: MoEConfig) -> Tensor:
+    """Maps [..., E], one for each expert by its number, to [..., Z, M].
+
+    Experts are numbered group by group, inside of a group prototype by prototype.
+    """
+    return values.unflatten(-1, (config.num_groups, config.num_prototypes, -1)).transpose(-3, -2).flatten(-2)
 
 
 def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
@@ -202,9 +211,10 @@ def log_scores(logits: Tensor, config: MoEConfig) -> Tensor:
 def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Chooses the ``top_k`` experts of each prototype for every token.
 
-    The bias is added to the scores for the choice only; the gates are the scores without it: auxiliary loss free
-    balancing (arXiv 2408.15664), equation 3. ``normalize_gates`` divides the gates by their sum over the token's K
-    choices (GShard, arXiv 2006.16668, algorithm 1; DeepSeek-V3, equation 13).
+    With groups, only those of the token's best groups can be chosen. The bias is added to the scores for the choice
+    only; the gates are the scores without it: auxiliary loss free balancing (arXiv 2408.15664), equation 3.
+    ``normalize_gates`` divides the gates by their sum over the token's K choices (GShard, arXiv 2006.16668,
+    algorithm 1; DeepSeek-V3, equation 13).
 
     Args:
         logits: [T, Z, M]; within a prototype they have the order of the scores, and fewer ties.
@@ -215,15 +225,49 @@ def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tens
         The gates and the experts' numbers in the whole layer, [T, Z, top_k] each, in descending order of the score.
     """
     with torch.no_grad():
-        biased = logits if balance_bias is None else scores + balance_bias.view(scores.shape[1:])
+        biased = logits if balance_bias is None else scores + by_prototype(balance_bias, config)
+        groups = None
+        if config.groups_per_token < config.num_groups:
+            groups = best_groups(scores if balance_bias is None else biased, config)
+            biased = _of_groups(biased, groups, config)
         # max takes one pass, topk sorts.
         choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
+        if groups is not None:
+            in_group = config.experts_per_prototype // config.num_groups
+            group = groups[:, None].expand(*choices.shape[:2], -1).gather(-1, choices // in_group)
+            choices = group * in_group + choices % in_group
     if config.normalize_gates:
         gates = log_scores(logits, config).gather(-1, choices).flatten(1).softmax(-1).view_as(choices)
     else:
         gates = scores.gather(-1, choices)
-    first_expert = torch.arange(0, config.num_experts, config.experts_per_prototype, device=scores.device)
-    return gates, choices + first_expert[:, None]
+    numbers = by_prototype(torch.arange(config.num_experts, device=scores.device), config)
+    return gates, numbers.expand_as(scores).gather(-1, choices)
+
+
+def best_groups(scores: Tensor, config: MoEConfig) -> Tensor:
+    """Finds the ``groups_per_token`` groups from which a token chooses its experts.
+
+    A group counts as much as the ceil(K / groups_per_token) highest scores among those K experts that the token would
+    choose in it, if it had no other: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), where the
+    experts of a group need not belong to prototypes.
+
+    Args:
+        scores: [T, Z, M], with the bias if there is one.
+
+    Returns:
+        int64 [T, groups_per_token], the numbers of the groups.
+    """
+    own = scores.unflatten(-1, (config.num_groups, -1))
+    best = own.topk(min(config.top_k, own.shape[-1])).values.transpose(1, 2).flatten(2)  # [T, G, up to K]
+    counted = min(math.ceil(config.experts_per_token / config.groups_per_token), best.shape[-1])
+    return best.topk(counted).values.sum(-1).topk(config.groups_per_token).indices
+
+
+def _of_groups(values: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
+    """Returns those of the values [T, Z, M] that belong to experts of each token's groups [T, groups_per_token]."""
+    own = values.unflatten(-1, (config.num_groups, -1))
+    index = groups[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[-1])
+    return own.gather(2, index).flatten(2)
 
 
 def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:

@@ -8,7 +8,9 @@ from torch import Tensor
 from moe import MoELayer
 from moe.exchange_traffic import exchange_traffic
 from moe.payload import CODECS
+from moe.routing import by_prototype
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
+from tests.fixtures.moe_reference import every_choice
 
 
 def forward(layer: MoELayer, x: Tensor) -> tuple[Tensor, int, int]:
@@ -121,11 +123,12 @@ def check_closed_form() -> None:
         (1, 8, 2, {"overlap_parts": 2}),
         (1, 8, 2, {"overlap_parts": 3, "ranks_per_node": 2}),
         (4, 2, 1, {"overlap_parts": 2, "ranks_per_node": 2}),
+        (2, 4, 1, {"num_groups": 2, "ranks_per_node": 2}),
+        (2, 4, 2, {"num_groups": 4, "groups_per_token": 2, "ranks_per_node": 2}),
     ):
         whole = config(num_experts=prototypes * experts, num_prototypes=prototypes, top_k=top_k, **settings)
-        of_each = torch.combinations(torch.arange(experts), top_k)  # [C, top_k]
-        index = torch.cartesian_prod(*[torch.arange(len(of_each))] * prototypes).view(-1, prototypes)
-        scores = torch.zeros(len(index), prototypes, experts).scatter(2, of_each[index], 1.0)  # [C^Z, Z, M]
+        chosen = torch.tensor(list(every_choice(whole)))  # [C, K]
+        scores = by_prototype(torch.zeros(len(chosen), whole.num_experts).scatter(1, chosen, 1.0), whole)
         layer = split(make_layer(whole), 4)
         layer.router.forward = lambda _, scores=scores: scores.requires_grad_()
         x = torch.randn(len(scores), HIDDEN, requires_grad=True)

@@ -165,13 +165,15 @@ def test_a_dry_run_needs_budgets():
         dry_plan.dry_plans(parse_config(offloaded(chunk_mib="auto")), 16, 5, None)
 
 
-def rows_to_other_nodes(ep_size: int, ranks_per_node: int | None) -> float:
+def rows_to_other_nodes(ep_size: int, ranks_per_node: int | None, **groups: int) -> float:
     """Rows a token and way that a layer of 10T sends to other nodes of 8, by its own count of bytes.
 
     Without ``ranks_per_node`` the layer knows of no nodes: all but 7 of a rank's peers are on others.
     """
     width, tokens = 1024, 4096
-    config = MoEConfig(num_experts=10240, num_prototypes=80, aux_loss_weight=0.0, ranks_per_node=ranks_per_node)
+    config = MoEConfig(
+        num_experts=10240, num_prototypes=80, aux_loss_weight=0.0, ranks_per_node=ranks_per_node, **groups
+    )
     with fake_process_group(7, 512), fake_tensors():
         with torch.device("meta"):
             model = torch.nn.ModuleList([MoELayer(width, 16, config)])
@@ -186,11 +188,13 @@ def rows_to_other_nodes(ep_size: int, ranks_per_node: int | None) -> float:
 
 
 def node_first_saves_what_few_nodes_allow(_: None) -> None:
-    """80 experts of a token lie on 16 nodes, and on nearly all of 64. Counts and positions are a part of the bytes."""
+    """80 experts of a token lie on 16 nodes, and on nearly all of 64 unless its choice is limited to 15. Counts and
+    positions are a part of the bytes."""
     assert rows_to_other_nodes(128, None) == pytest.approx(75, rel=2e-3)
     assert rows_to_other_nodes(128, 8) == pytest.approx(15, rel=5e-3)
     assert rows_to_other_nodes(512, None) == pytest.approx(78.75, rel=2e-3)
     assert rows_to_other_nodes(512, 8) == pytest.approx(63, rel=5e-3)
+    assert rows_to_other_nodes(512, 8, num_groups=64, groups_per_token=15) == pytest.approx(15, rel=0.03)
 
 
 @pytest.mark.slow

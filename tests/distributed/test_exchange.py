@@ -21,6 +21,7 @@ from tests.distributed.exchange_bytes import check_bytes_and_balance, check_payl
 from tests.distributed.exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split
 from tests.distributed.exchange_overlap import check_order, check_parts
 from tests.distributed.spawn import init_deepspeed, run_distributed
+from tests.fixtures.moe_reference import expert_numbers
 
 
 class Case(NamedTuple):
@@ -48,6 +49,13 @@ CASES = [
     Case("node 2, all_to_all 2", 4, config(num_prototypes=1, top_k=3, ranks_per_node=2)),
     Case("node 2, all_to_all 2", 4, config(exchange="all_to_all", ranks_per_node=2)),
     Case("node 2, all_to_all 2", 4, config(num_prototypes=1, top_k=2, capacity_factor=0.7, ranks_per_node=2)),
+    Case("all_to_all 4", 4, config(num_prototypes=2, num_groups=2, groups_per_token=2)),
+    Case("node 2, all_to_all 2", 4, config(num_prototypes=2, num_groups=2, ranks_per_node=2)),
+    Case(
+        "node 2, all_to_all 2",
+        4,
+        config(num_prototypes=2, top_k=2, num_groups=4, groups_per_token=2, ranks_per_node=2, overlap_parts=2),
+    ),
     Case("all_to_all 2", 2, config(num_prototypes=1, top_k=3, overlap_parts=2)),
     Case("prototype 2", 2, config(capacity_factor=0.5, min_capacity=1, overlap_parts=3)),
     Case("all_to_all 4", 4, config(num_prototypes=2, overlap_parts=2)),
@@ -147,7 +155,7 @@ def check_cases(world_size: int) -> None:
         with torch.no_grad():
             for each in (layer, whole):
                 each.router.weight.fill_(-1.0)
-                each.router.weight[1 :: case.config.experts_per_prototype] = 1.0
+                each.router.weight[[numbers[1 % len(numbers)] for numbers in expert_numbers(case.config)]] = 1.0
         compare(case, layer, whole, unequal, torch.rand)
 
     check_bytes_and_balance(world_size)

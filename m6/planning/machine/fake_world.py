@@ -220,13 +220,14 @@ def _makes_large_floats(function: Any, tensors: list[Tensor], args: Any, kwargs:
 
 
 def _with_even_choices(output: Any, scores: Tensor) -> Any:
-    """``output`` of topk or max with real indices: with k choices, row t chooses tk, tk + 1, ... modulo the number of
-    scores, in every prototype. So all experts get equally many rows."""
+    """``output`` of topk or max with real indices: with k choices, row t chooses tk + z, tk + z + 1, ... modulo the
+    number of scores in prototype z. So all experts get equally many rows, and a row other ones in each prototype."""
     values, indices = output if isinstance(output, (tuple, list)) else (None, output)
     rows, *between, num_choices = indices.shape if indices.dim() == scores.dim() else (*indices.shape, 1)
     with _disable_current_modes():
-        even = torch.arange(rows * num_choices).remainder(scores.shape[-1]).view(rows, *[1] * len(between), num_choices)
-        even = even.expand(rows, *between, num_choices).contiguous().view(tuple(indices.shape))
+        first = torch.arange(rows).view(rows, *[1] * len(between), 1) * num_choices
+        places = torch.arange(math.prod(between)).view(*between, 1) + torch.arange(num_choices)
+        even = (first + places).remainder(scores.shape[-1]).view(tuple(indices.shape))
     return even if values is None else (values, even)
 
 

@@ -47,6 +47,15 @@ def test_one_step_of_the_biases() -> None:
     assert layer.router.balance_bias[0] == -0.5
 
 
+def test_prototypes_whose_experts_lie_in_two_groups() -> None:
+    layer, x = skewed_layer(rate=0.5, num_groups=2)
+    balancer = BiasBalancer([layer])
+    # The first prototype has the experts 0, 1, 4 and 5 with a mean of 3, the second one the others with 6.
+    balancer.add([layer(x).stats._replace(chosen_counts=torch.tensor([9.0, 1, 6, 6, 1, 1, 5, 7]))])
+    balancer.step()
+    assert layer.router.balance_bias.tolist() == [-0.5, 0.5, 0, 0, 0.5, 0.5, 0.5, -0.5]
+
+
 def test_layers_of_different_sizes() -> None:
     layers = [MoELayer(8, 16, MoEConfig(num_experts=size, balance_bias_rate=0.5)) for size in (2, 4)]
     balancer = BiasBalancer(layers)

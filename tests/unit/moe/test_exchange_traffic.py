@@ -1,7 +1,7 @@
 """The closed form of what an exchange sends; against running exchanges: tests/distributed/test_exchange.py."""
 
 import itertools
-from collections.abc import Iterator
+import math
 
 import pytest
 import torch
@@ -9,40 +9,42 @@ import torch
 from moe import MoEConfig
 from moe.exchange_traffic import exchange_traffic, nodes_of_token
 from moe.payload import CODECS, Payload
-
-
-def choices(prototypes: int, experts: int, top_k: int) -> Iterator[tuple[int, ...]]:
-    """All sets of experts that a token may choose."""
-    of_each = [
-        [tuple(z * experts + e for e in chosen) for chosen in itertools.combinations(range(experts), top_k)]
-        for z in range(prototypes)
-    ]
-    for parts in itertools.product(*of_each):
-        yield tuple(itertools.chain.from_iterable(parts))
+from tests.fixtures.moe_reference import every_choice
 
 
 @pytest.mark.parametrize(
-    ("nodes", "prototypes", "experts", "top_k"), [(2, 1, 8, 2), (4, 2, 6, 1), (3, 2, 6, 2), (4, 3, 4, 1), (8, 1, 8, 3)]
+    ("nodes", "prototypes", "experts", "top_k", "groups"),
+    [
+        (2, 1, 8, 2, (1, 1)),
+        (4, 2, 6, 1, (1, 1)),
+        (3, 2, 6, 2, (1, 1)),
+        (4, 3, 4, 1, (1, 1)),
+        (8, 1, 8, 3, (1, 1)),
+        (4, 2, 8, 1, (4, 2)),
+        (4, 3, 4, 1, (4, 1)),
+        (2, 2, 8, 2, (4, 3)),
+        (8, 2, 8, 1, (2, 1)),
+        (4, 1, 8, 2, (2, 2)),
+    ],
 )
-def test_nodes_of_a_token_are_those_of_all_choices(nodes: int, prototypes: int, experts: int, top_k: int):
-    per_node = prototypes * experts // nodes
-    everything = list(choices(prototypes, experts, top_k))
-    mean = sum(len({expert // per_node for expert in chosen}) for chosen in everything) / len(everything)
-    assert nodes_of_token(nodes, per_node, prototypes, experts, top_k, 1.0) == pytest.approx(mean, rel=1e-12)
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.25, 0.9])
-def test_nodes_of_a_token_under_a_capacity(kept: float):
-    expected = 0.0
-    everything = list(choices(2, 4, 2))
+@pytest.mark.parametrize("kept", [0.0, 0.25, 1.0])
+def test_nodes_of_a_token_are_those_of_all_choices(
+    nodes: int, prototypes: int, experts: int, top_k: int, groups: tuple[int, int], kept: float
+):
+    config = MoEConfig(
+        num_experts=prototypes * experts,
+        num_prototypes=prototypes,
+        top_k=top_k,
+        num_groups=groups[0],
+        groups_per_token=groups[1],
+    )
+    per_node, expected = config.num_experts // nodes, 0.0
+    everything = list(every_choice(config))
     for chosen in everything:
         for survives in itertools.product((False, True), repeat=len(chosen)):
-            probability = 1.0
-            for one in survives:
-                probability *= kept if one else 1 - kept
-            left = {expert // 2 for expert, one in zip(chosen, survives, strict=True) if one}
-            expected += probability * len(left)
-    assert nodes_of_token(4, 2, 2, 4, 2, kept) == pytest.approx(expected / len(everything), rel=1e-12)
+            probability = math.prod(kept if one else 1 - kept for one in survives)
+            expected += probability * len({each // per_node for each, one in zip(chosen, survives, strict=True) if one})
+    assert nodes_of_token(config, prototypes, nodes, kept) == pytest.approx(expected / len(everything), rel=1e-12)
 
 
 def rows_between_nodes(config: MoEConfig, ep_size: int) -> float:
@@ -59,6 +61,24 @@ def test_node_first_sends_a_fifth_where_a_node_has_many_experts_of_a_token():
     assert [step.rows for step in exchange_traffic(first, 128, 1, 80, 8)] == [15, 80 * 7 / 8]
     assert rows_between_nodes(flat, 128) == pytest.approx(75)
     assert rows_between_nodes(first, 128) == pytest.approx(15)
+
+
+def test_node_limited_routing_sends_a_fifth_over_any_number_of_nodes():
+    """K = 80 on 64 nodes, each with two experts of every prototype, of which a token visits 15."""
+    settings = {"num_experts": 10240, "num_prototypes": 80, "exchange": "all_to_all"}
+    anywhere = MoEConfig(**settings, ranks_per_node=8)
+    limited = MoEConfig(**settings, ranks_per_node=8, num_groups=64, groups_per_token=15)
+    assert rows_between_nodes(MoEConfig(**settings), 512) == pytest.approx(80 * 504 / 512)
+    assert rows_between_nodes(anywhere, 512) == pytest.approx(59.06, abs=0.01)  # one or two of the 80 prototypes each
+    assert 14 < rows_between_nodes(limited, 512) < 15
+
+
+def test_nodes_that_share_one_prototype():
+    """Eight nodes, of which pairs share one of four prototypes: 3 rows to the others, and half of 4 to its partner."""
+    config = MoEConfig(num_experts=64, num_prototypes=4, exchange="prototype", ranks_per_node=1)
+    by_prototype, within = exchange_traffic(config, 8, 1, 4, 1)
+    assert by_prototype.rows == 3
+    assert within.rows == pytest.approx(4 * 1 / 2)
 
 
 def test_ranks_of_one_node_send_nothing_to_others():

@@ -42,6 +42,10 @@ def steps(ep_size: int, **settings: object) -> str:
         ("prototype 4", 4, {"num_prototypes": 4}),
         ("prototype 2, prototype 2, all_to_all 2", 8, {"num_prototypes": 4, "top_k": 4, "ranks_per_node": 4}),
         ("node 4, all_to_all 2", 8, {"num_prototypes": 2, "top_k": 16, "ranks_per_node": 2}),
+        # No rank has a whole prototype.
+        ("all_to_all 4", 4, {"num_prototypes": 4, "num_groups": 4}),
+        ("node 4, all_to_all 2", 8, {"num_prototypes": 8, "num_groups": 4, "ranks_per_node": 2}),
+        ("node 2, all_to_all 2", 4, {"num_prototypes": 8, "num_groups": 4, "ranks_per_node": 2}),
         # Room for 1.25 experts a token instead of 8 or 4, and for all that a balanced router chooses.
         ("all_to_all 8", 8, {"num_prototypes": 8, "capacity_rule": "1", "capacity_factor": 1.25}),
         ("prototype 8", 8, {"num_prototypes": 8, "capacity_factor": 1.25}),
@@ -116,6 +120,11 @@ def test_auto_never_moves_more_rows_than_another_exchange() -> None:
         ("ep_size 5 does not divide num_experts 96", 5, {}),
         ("num_prototypes 3 and ep_size 2 have no common divisor", 2, {"num_prototypes": 3, "exchange": "prototype"}),
         ("ep_size 6 and ranks_per_node 4: one must be a multiple of the other", 6, {"ranks_per_node": 4}),
+        (
+            "num_groups 4 and the 6 nodes of ep_size 12: one must be a multiple of the other",
+            12,
+            {"ranks_per_node": 2, "num_groups": 4},
+        ),
         ('exchange is "prototype", but num_prototypes is 1', 2, {"exchange": "prototype"}),
         ("exchange is 'both'; expected \"auto\"", 2, {"exchange": "both"}),
         ("payload is 'int8'; expected \"same\"", 2, {"payload": "int8"}),

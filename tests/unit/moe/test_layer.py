@@ -24,12 +24,16 @@ def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 1
 def cases(draw):
     prototypes = draw(st.sampled_from([1, 2, 3]))
     size = draw(st.integers(1, 4))
+    num_groups = draw(st.sampled_from([groups for groups in (1, 2, 3, 4) if size % groups == 0]))
+    groups_per_token = draw(st.integers(1, num_groups))
     factors = [0.3, 1.0, 1.1, 1.25, None, None]
     num_shared_experts = draw(st.integers(0, 2))
     config = MoEConfig(
         num_experts=prototypes * size,
         num_prototypes=prototypes,
-        top_k=draw(st.integers(1, size)),
+        top_k=draw(st.integers(1, groups_per_token * size // num_groups)),
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
         gating=draw(st.sampled_from(["softmax", "global_softmax", "sigmoid"])),
         normalize_gates=draw(st.booleans()),
         capacity_factor=draw(st.sampled_from(factors)),
