@@ -42,7 +42,7 @@ class MoEConfig:
         num_groups: G groups of experts, each with an equal part of every prototype. The experts of a group have
             consecutive numbers, so that ranks of a node can hold whole groups. Has to divide M.
         groups_per_token: from how many groups, its best ones, a token chooses its experts, so that it is sent to few
-            nodes: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), see ``moe.routing.best_groups``.
+            nodes: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), see ``moe.groups.best_groups``.
         gating: scores are the softmax over a prototype's experts ("softmax"), over all experts ("global_softmax"),
             or the sigmoid of each logit ("sigmoid", DeepSeek-V3, arXiv 2412.19437, equation 15).
         normalize_gates: divide a token's gates by their sum over its K choices.

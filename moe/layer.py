@@ -1,6 +1,7 @@
 """The mixture-of-experts layer."""
 
 import math
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.experts import Experts, SharedExperts
 from moe.parts import TokenPart
-from moe.routing import Router, RoutingStats, route
+from moe.routing import Router, Routing, RoutingStats, route
 
 
 class MoEOutput(NamedTuple):
@@ -94,23 +95,37 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: a shape, type or device does not fit the layer.
         """
+        tokens, real = self._enter(hidden_states, token_mask)
+        routing, aux_loss, stats = self._route(tokens, part)
+        output = self.dispatcher(tokens, routing, self.experts, self._beside())
+        return MoEOutput(_with_padding(output, real, hidden_states), aux_loss, stats)
+
+    def trip(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> Generator[None, None, MoEOutput]:
+        """The same call, which pauses whenever tokens are on their way to experts of other ranks or back.
+
+        The caller computes something else in the pauses, such as another micro-batch. Needs ``overlap_parts`` 1.
+        """
+        tokens, real = self._enter(hidden_states, token_mask)
+        routing, aux_loss, stats = self._route(tokens, None)
+        output = yield from self.dispatcher.trip(tokens, routing, self.experts, self._beside())
+        return MoEOutput(_with_padding(output, real, hidden_states), aux_loss, stats)
+
+    def _enter(self, hidden_states: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the tokens without padding [T, D], and their places among all; None: there is no padding."""
         self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if token_mask is None:
-            output, aux_loss, stats = self._forward(tokens, part)
-        else:
-            # Padding must not take part in the capacity or in the losses, so it is removed before routing.
-            real = token_mask.reshape(-1).nonzero().squeeze(-1)
-            output, aux_loss, stats = self._forward(tokens.index_select(0, real), part)
-            output = output.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)
-        return MoEOutput(output.reshape(hidden_states.shape), aux_loss, stats)
+            return tokens, None
+        # Padding must not take part in the capacity or in the losses, so it is removed before routing.
+        real = token_mask.reshape(-1).nonzero().squeeze(-1)
+        return tokens.index_select(0, real), real
 
-    def _forward(self, tokens: Tensor, part: TokenPart | None) -> tuple[Tensor, Tensor, RoutingStats]:
-        logits, bias = self.router(tokens), self.router.balance_bias
-        routing, aux_loss, stats = route(logits, self.config, self.training, bias, part)
+    def _route(self, tokens: Tensor, part: TokenPart | None) -> tuple[Routing, Tensor, RoutingStats]:
+        return route(self.router(tokens), self.config, self.training, self.router.balance_bias, part)
+
+    def _beside(self) -> Callable[[Tensor], Tensor] | None:
         shared = self.shared
-        beside = None if shared is None else lambda part: shared(part).to(part.dtype)
-        return self.dispatcher(tokens, routing, self.experts, beside), aux_loss, stats
+        return None if shared is None else lambda part: shared(part).to(part.dtype)
 
     def _check(self, hidden_states: Tensor, token_mask: Tensor | None) -> None:
         weight = self.router.weight
@@ -132,3 +147,10 @@ class MoELayer(nn.Module):
                 f"token_mask has the shape {tuple(token_mask.shape)} on {token_mask.device}; expected "
                 f"{tuple(hidden_states.shape[:-1])} on {hidden_states.device}, as hidden_states without its last"
             )
+
+
+def _with_padding(output: Tensor, real: Tensor | None, like: Tensor) -> Tensor:
+    """Brings outputs [T, D] of the tokens at ``real`` into the shape of ``like``, with zeros at padding."""
+    if real is not None:
+        output = output.new_zeros(like.shape[:-1].numel(), output.shape[1]).index_copy(0, real, output)
+    return output.reshape(like.shape)

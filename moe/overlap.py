@@ -80,6 +80,28 @@ class OverlappingDispatcher:
         results = [output + added[part] if added else output for part, output in enumerate(outputs)]
         return results[0] if self.num_parts == 1 else torch.cat(results)
 
+    def trip(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        experts: Experts,
+        beside: Callable[[Tensor], Tensor] | None = None,
+    ) -> Trip:
+        """See ``Dispatcher``; for one part: what the caller computes meanwhile takes the place of other parts.
+
+        It pauses for the outermost exchange alone, on the way there and back: those inside of a node are short, and a
+        computation beside them would only keep the experts from what has arrived.
+        """
+        assert self.num_parts == 1
+        trip, last = self.exchange.trip(tokens, routing, experts), 2 * self.exchange.num_hops - 1
+        for pause in range(last + 1):
+            next(trip)
+            if pause in (0, last):
+                yield
+        outputs: list[Tensor] = []
+        next(_collect(trip, outputs), None)
+        return outputs[0] if beside is None else outputs[0] + beside(tokens)
+
 
 def _collect(trip: Trip, outputs: list[Tensor]) -> Iterator[None]:
     """Runs a trip stage by stage and appends its value; parts end in their order."""

@@ -1,7 +1,6 @@
 """The router: which experts compute which tokens, the gates, the capacity, and the statistics of the choice."""
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
+from moe.groups import among_all, best_groups, by_prototype, of_groups
 from moe.losses import load_balancing_loss, z_loss
 from moe.parts import TokenPart, load_balancing_loss_of_part
 from moe.precision import without_autocast
@@ -176,14 +176,6 @@ def route(
     return routing, aux_loss, stats
 
 
-def by_prototype(values: Tensor, config: MoEConfig) -> Tensor:
-    """Maps [..., E], one for each expert by its number, to [..., Z, M].
-
-    Experts are numbered group by group, inside of a group prototype by prototype.
-    """
-    return values.unflatten(-1, (config.num_groups, config.num_prototypes, -1)).transpose(-3, -2).flatten(-2)
-
-
 def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
     """Computes the scores [T, Z, M] from logits [T, Z, M]; the gates are the scores of the chosen experts.
 
@@ -229,45 +221,17 @@ def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tens
         groups = None
         if config.groups_per_token < config.num_groups:
             groups = best_groups(scores if balance_bias is None else biased, config)
-            biased = _of_groups(biased, groups, config)
+            biased = of_groups(biased, groups, config)
         # max takes one pass, topk sorts.
         choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
         if groups is not None:
-            in_group = config.experts_per_prototype // config.num_groups
-            group = groups[:, None].expand(*choices.shape[:2], -1).gather(-1, choices // in_group)
-            choices = group * in_group + choices % in_group
+            choices = among_all(choices, groups, config)
     if config.normalize_gates:
         gates = log_scores(logits, config).gather(-1, choices).flatten(1).softmax(-1).view_as(choices)
     else:
         gates = scores.gather(-1, choices)
     numbers = by_prototype(torch.arange(config.num_experts, device=scores.device), config)
     return gates, numbers.expand_as(scores).gather(-1, choices)
-
-
-def best_groups(scores: Tensor, config: MoEConfig) -> Tensor:
-    """Finds the ``groups_per_token`` groups from which a token chooses its experts.
-
-    A group counts as much as the ceil(K / groups_per_token) highest scores among those K experts that the token would
-    choose in it, if it had no other: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), where the
-    experts of a group need not belong to prototypes.
-
-    Args:
-        scores: [T, Z, M], with the bias if there is one.
-
-    Returns:
-        int64 [T, groups_per_token], the numbers of the groups.
-    """
-    own = scores.unflatten(-1, (config.num_groups, -1))
-    best = own.topk(min(config.top_k, own.shape[-1])).values.transpose(1, 2).flatten(2)  # [T, G, up to K]
-    counted = min(math.ceil(config.experts_per_token / config.groups_per_token), best.shape[-1])
-    return best.topk(counted).values.sum(-1).topk(config.groups_per_token).indices
-
-
-def _of_groups(values: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
-    """Returns those of the values [T, Z, M] that belong to experts of each token's groups [T, groups_per_token]."""
-    own = values.unflatten(-1, (config.num_groups, -1))
-    index = groups[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[-1])
-    return own.gather(2, index).flatten(2)
 
 
 def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:

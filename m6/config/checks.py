@@ -10,6 +10,7 @@ from m6.architecture.configuration import M6Config
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
+from m6.config.turns import turns_refusal
 from m6.errors import UserError
 from moe.expert_parallel import exchange_steps
 
@@ -30,6 +31,9 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
             f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
         )
+    turn_refusal = turns_refusal(config.m6.training.micro_batches_at_once, accumulation)
+    if turn_refusal is not None:
+        raise UserError(turn_refusal)
     ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, config.data_size(world_size))
     if ramp_refusal is not None:
         raise UserError(ramp_refusal)

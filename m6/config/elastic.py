@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from m6.validation import Section
 
-Changeable = Literal["ep_size", "zero_stage", "checkpointing", "ranks_per_node", "pipeline"]
+Changeable = Literal["ep_size", "zero_stage", "checkpointing", "ranks_per_node", "micro_batches_at_once", "pipeline"]
 CHANGEABLE: tuple[Changeable, ...] = get_args(Changeable)
 
 

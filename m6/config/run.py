@@ -24,6 +24,7 @@ from m6.config.pipeline_sharing import check_sharing
 from m6.config.pseudo_to_real import check_pseudo_to_real
 from m6.config.sections import LoraSettings, M6Settings, ScheduleSettings
 from m6.config.tensor import TensorSettings, check_tensor
+from m6.config.turns import check_turns
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 from m6.shipped import shipped_file
@@ -177,6 +178,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         )
     if settings.moe is not None:
         _check_overlap(settings, deepspeed, model)
+    if settings.training.micro_batches_at_once > 1:
+        check_turns(settings, model)
     if settings.training.deterministic is not None:
         _check_deterministic(settings, deepspeed)
     check_communication(settings, deepspeed)

@@ -47,6 +47,14 @@ class TrainingSettings(Section):
     activation_checkpointing: bool = Field(
         False, description="recompute each block in the backward pass instead of keeping its activations"
     )
+    micro_batches_at_once: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="so many micro-batches take turns in forward and backward passes: one is computed while the tokens "
+        "of another are on their way to experts of other ranks. They give the numbers that they give one after the "
+        "other, and need the activations of all",
+    )
     max_skipped_steps: int = Field(
         3,
         ge=0,

@@ -1,6 +1,6 @@
 """The blocks of the transformer, and the loop over them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -79,15 +79,35 @@ class M6Block(GradientCheckpointingLayer):
             layer_index: the layer's number, see ``Attention.forward``.
             rotation: see ``Attention.forward``.
         """
-        normed = self.attention_norm(hidden_states)
-        attended = self.attention(normed, mask, past_key_values, layer_index, rotation)
-        hidden_states = hidden_states + self.dropout(attended)
-        normed = self.ffn_norm(hidden_states)
+        hidden_states, normed = self._attend(hidden_states, mask, layer_index, past_key_values, rotation)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
         part = past_key_values.part(layer_index) if isinstance(past_key_values, SliceCache) else None
         output, aux_loss, stats = self.ffn(normed, token_mask, part)
         return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
+
+    def trip(
+        self, hidden_states: Tensor, mask: Tensor, token_mask: Tensor, layer_index: int, rotation: Rotation | None
+    ) -> Generator[None, None, BlockOutput]:
+        """The same, without checkpointing; it pauses whenever tokens are on their way to experts of other ranks."""
+        hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
+        if isinstance(self.ffn, DenseFFN):
+            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
+        output, aux_loss, stats = yield from self.ffn.trip(normed, token_mask)
+        return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
+
+    def _attend(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor,
+        layer_index: int,
+        past_key_values: Cache | SliceCache | None,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states after the attention, and the input of the feed-forward."""
+        attended = self.attention(self.attention_norm(hidden_states), mask, past_key_values, layer_index, rotation)
+        hidden_states = hidden_states + self.dropout(attended)
+        return hidden_states, self.ffn_norm(hidden_states)
 
 
 def run_blocks(

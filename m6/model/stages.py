@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch.nn import functional as F
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.model.attention import prefix_lm_mask
-from m6.model.blocks import run_blocks, seed_layer
+from m6.model.blocks import BlockOutput, M6Block, run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration, cross_entropy
 from m6.model.outputs import M6Output
+from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
 from moe import MoEConfig, RoutingStats
+
+Routed = tuple[Tensor, RoutingStats]
+"""The balance loss and the statistics of a sparse block."""
 
 
 def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
@@ -77,23 +82,51 @@ class ModelStage(nn.Module):
             of its own layers, ``router_stats`` of all layers of the model, zero for those of other stages, and in the
             last stage ``target_losses``.
         """
+        hidden_states, mask, token_mask, rotation = self._enter(hidden_states, inputs, dropout_seed)
+        blocks = zip(self.numbers, self.layers, strict=True)
+        outputs = run_blocks(blocks, hidden_states, mask, token_mask, rotation, past, dropout_seed)
+        routed: list[Routed | None] = []
+        for output in outputs:
+            hidden_states = output.hidden_states
+            routed.append(_routed(output))
+        return self._leave(hidden_states, routed, labels)
+
+    def trip(
+        self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
+    ) -> Generator[None, None, M6Output]:
+        """Runs all layers of a model without checkpointing, and pauses whenever tokens are on their way to experts of
+        other ranks; see ``m6.model.turns``."""
+        hidden_states, mask, token_mask, rotation = self._enter(None, inputs, dropout_seed)
+        routed: list[Routed | None] = []
+        for index, block in zip(self.numbers, self.layers, strict=True):
+            seed_layer(dropout_seed, index + 1)
+            assert isinstance(block, M6Block)
+            output = yield from block.trip(hidden_states, mask, token_mask, index, rotation)
+            hidden_states = output.hidden_states
+            routed.append(_routed(output))
+        return self._leave(hidden_states, routed, labels)[1]
+
+    def _enter(
+        self, hidden_states: Tensor | None, inputs: dict[str, Tensor], dropout_seed: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
+        """The hidden states before the first block, and what all blocks get: masks and rotation."""
         types, samples = inputs["token_type_ids"], inputs["sample_ids"]
         if self.embeddings is not None:
             seed_layer(dropout_seed, 0)
             hidden_states = self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
         assert hidden_states is not None
         begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
-        mask = prefix_lm_mask(types, samples, begin)
         rotation = self._rotate(torch.arange(begin, end, device=samples.device))
+        return hidden_states, prefix_lm_mask(types, samples, begin), samples[:, begin:] != 0, rotation
+
+    def _leave(self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor) -> tuple[Tensor, M6Output]:
+        """What ``forward`` returns, from the hidden states after the blocks and what their routers say."""
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         stats: dict[int, RoutingStats] = {}
-        blocks = zip(self.numbers, self.layers, strict=True)
-        outputs = run_blocks(blocks, hidden_states, mask, samples[:, begin:] != 0, rotation, past, dropout_seed)
-        for index, output in zip(self.numbers, outputs, strict=True):
-            hidden_states = output.hidden_states
-            if output.aux_loss is not None:
-                aux_loss = aux_loss + output.aux_loss
-                (stats[index],) = output.router_stats
+        for index, of_block in zip(self.numbers, routed, strict=True):
+            if of_block is not None:
+                aux_loss = aux_loss + of_block[0]
+                stats[index] = of_block[1]
         all_stats: Any = ()
         if self._moe is not None:
             absent = no_statistics(self._moe, aux_loss.device)
@@ -106,6 +139,10 @@ class ModelStage(nn.Module):
             logits = F.linear(hidden_states[:, : targets.shape[1]][labelled], self.table)
             target_losses = cross_entropy(logits, targets[labelled])
         return hidden_states, M6Output(target_losses=target_losses, aux_loss=aux_loss, router_stats=all_stats)
+
+
+def _routed(output: BlockOutput) -> Routed | None:
+    return None if output.aux_loss is None else (output.aux_loss, output.router_stats[0])
 
 
 def no_statistics(config: MoEConfig, device: torch.device) -> RoutingStats:

@@ -84,7 +84,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         gpu_days=steps * time.total / _DAY_S * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
         host_gb=plan.footprint.host * per_node / 1e9,
-        mfu=planner.time.flops(plan.layout, recomputed=False) / (planner.time.peak_flops * time.total),
+        mfu=planner.time.compute.flops(plan.layout, recomputed=False) / (planner.time.peak_flops * time.total),
         exposed_s=time.exchange + time.reduction + time.host,
         hidden_s=planner.time.hidden_s(plan.layout),
         limited_by=_longest(time),

@@ -316,12 +316,12 @@ def _identity(document: dict[str, Any]) -> dict[str, Any]:
     # Of these sections, only the keys that change the layout of the run and not its results may change.
     m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
     training = m6.get("training", {}).items()
-    layout = ("ep_size", "total_steps", "activation_checkpointing")
+    layout = ("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once")
     m6["training"] = {key: value for key, value in training if key not in layout}
     m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
     if m6.get("moe"):
-        layout = ("exchange", "ranks_per_node", "overlap_parts")
-        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in layout}
+        exchange = ("exchange", "ranks_per_node", "overlap_parts")
+        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in exchange}
     if m6.get("pseudo_to_real"):
         m6["pseudo_to_real"] = {key: value for key, value in m6["pseudo_to_real"].items() if key != "stop_at_switch"}
     return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,7 +113,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     predicted = {name: getattr(footprint, name) for name in ("weights", "gradients", "optimizer_state", "peak")}
     activations = memory.activations_of(layout)
     # Recomputed activations exist only in the backward pass, and ``held`` is measured at the end of the forward pass.
-    predicted["activations"] = activations.total() - activations.recomputation()
+    predicted["activations"] = layout.micro_batches_at_once * (activations.total() - activations.recomputation())
     to_send = [0.0, 0.0]
     for work, count in work_of(config, memory.model, shape, layout):
         if work.routed is not None:
@@ -160,16 +161,16 @@ class _MeasuredEngine(Engine):
         self.activations = self.gradients = self.peak = 0
         self.ledger: dict[str, int] = {}
 
-    def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
-        """Measures the activations of one forward pass."""
+    def _forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
+        """Measures the activations of the forward passes before one backward pass."""
         world = self._world
         if world is None:
-            return super().forward(batch, seed)
+            return super()._forward_all(batches, seeds)
         before = world.total
         world.restart_peak()
-        output = super().forward(batch, seed)
+        outputs = super()._forward_all(batches, seeds)
         self.activations = max(self.activations, world.total - before)
-        return output
+        return outputs
 
     def backward(self, loss: Tensor) -> None:
         """Measures the gradients and the peak after one backward pass."""

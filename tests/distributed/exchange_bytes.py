@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moe import MoELayer
 from moe.exchange_traffic import exchange_traffic
+from moe.groups import by_prototype
 from moe.payload import CODECS
-from moe.routing import by_prototype
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 from tests.fixtures.moe_reference import every_choice
 

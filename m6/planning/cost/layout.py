@@ -36,6 +36,7 @@ class ParallelLayout:
             chunks.
         ranks_per_node: ranks of a node, to which the exchange of tokens sends a token once for all its experts there;
             0: the exchange knows no nodes.
+        micro_batches_at_once: micro-batches that take turns, one computing while tokens of another are exchanged.
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
         placement: how the matrices are divided over ``tp_size`` ranks.
@@ -52,6 +53,7 @@ class ParallelLayout:
     offload_params: bool = False
     stream_experts: bool = False
     ranks_per_node: int = 0
+    micro_batches_at_once: int = 1
     schedule: Schedule = "1f1b"
     cut: tuple[int, ...] = ()
     placement: LayoutPlacement = "1d"
@@ -98,6 +100,8 @@ class ParallelLayout:
             parts.append(f"pp {self.pp_size} {self.schedule}")
             parts += [f"stages of {'+'.join(map(str, self.cut))} layers"] if self.cut else []
         parts.append(f"micro-batch {self.micro_batch_size}")
+        if self.micro_batches_at_once > 1:
+            parts.append(f"{self.micro_batches_at_once} at once")
         names = ("checkpointing", "offload_optimizer", "offload_params", "stream_experts")
         parts += [name.replace("_", " ") for name in names if getattr(self, name)]
         if self.ranks_per_node:

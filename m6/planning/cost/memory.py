@@ -67,7 +67,7 @@ class MemoryModel:
         self.row = batch or full_row(config)
         self.model: FoldedModel = fold(config.model, sharing)
         self.precision = Precision.of(config)
-        self._activations: dict[tuple[int, bool, int], tuple[int, int, int]] = {}
+        self._activations: dict[tuple[int, bool, int, int], tuple[int, int, int]] = {}
         self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
         self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
         self._chunks: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], RankChunks] = {}
@@ -190,11 +190,12 @@ class MemoryModel:
             micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
             kept = self._pipelined(layout).bytes(layout.pipeline, place, stages, micro_batches)
             return math.ceil(kept * self.profile.activation_factor)
-        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size)
+        at_once = layout.micro_batches_at_once
+        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, at_once)
         if key not in self._activations:
             found = self.activations_of(layout)
-            total = found.total() + found.loss_backward()
-            self._activations[key] = (total, found.kept_by_blocks(), found.replicated())
+            total = at_once * found.total() + found.loss_backward()
+            self._activations[key] = (total, at_once * found.kept_by_blocks(), at_once * found.replicated())
         total, blocks, replicated = self._activations[key]
         kept = replicated + (blocks - replicated) // layout.tp_size
         outside = (total - blocks) // (layout.tp_size if layout.placement == "megatron" else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from m6.planning.cost.work import RoutedRows
 from m6.planning.machine.cluster import Nodes
@@ -10,7 +11,7 @@ from m6.planning.machine.collectives import latency_of, rate
 from m6.planning.machine.profile import Profile
 from moe import MoEConfig
 from moe.exchange_traffic import StepTraffic, exchange_traffic
-from moe.overlap_clock import span
+from moe.overlap_clock import span, span_of_turns
 
 # Libraries start the messages to all peers together: each further one is assumed to take a tenth of the first latency.
 _MESSAGE = 0.1
@@ -35,6 +36,22 @@ class RoutingTime:
         return RoutingTime(self.exposed * times, self.hidden * times)
 
 
+class _Hops(NamedTuple):
+    """Seconds of a layer's exchanges.
+
+    Attributes:
+        numbers: of all numbers.
+        there: of rows towards the experts, hop by hop.
+        back: of rows back.
+        links: 1 for hops to the experts through the network, 0 for those inside of a node.
+    """
+
+    numbers: float
+    there: list[float]
+    back: list[float]
+    links: list[int]
+
+
 class RoutingTimes:
     """Prices the exchanges of layers with the settings ``moe`` in groups of ``ep_size`` ranks.
 
@@ -56,11 +73,38 @@ class RoutingTimes:
         forward, backward = (self._pass(routed, experts, shared, backward) for backward in (False, True))
         return forward * (passes - 2) + backward
 
+    def in_turns(self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int) -> RoutingTime:
+        """Seconds of one micro-batch in all layers if ``at_once`` of them take turns, forward and backward.
+
+        Args:
+            experts: as above.
+            beside: seconds of all else that is computed for a layer in a forward pass, and twice in a backward pass.
+        """
+        total = RoutingTime()
+        for times, backward in ((1, False), (2, True)):
+            hops = self._hops(routed, backward, parts=1)
+            numbers = num_layers * hops.numbers
+            if self.nodes.links.host is None:
+                total += RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
+                continue
+            seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * beside)
+            found = span_of_turns(*seconds, backward, hops.links)
+            total += RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
+        return total
+
     def _pass(self, routed: RoutedRows, experts: float, shared: float, backward: bool) -> RoutingTime:
+        parts, once = self.moe.overlap_parts, (2 if backward else 1) / self.moe.overlap_parts
+        hops = self._hops(routed, backward, parts)
+        if self.nodes.links.host is None:  # a CPU: its cores also run the exchanges
+            return RoutingTime(hops.numbers + parts * (sum(hops.there) + sum(hops.back)))
+        found = span(hops.there, once * experts, hops.back, parts, once * shared, backward, hops.links)
+        return RoutingTime(hops.numbers + found.exposed, found.hidden)
+
+    def _hops(self, routed: RoutedRows, backward: bool, parts: int) -> _Hops:
+        """Seconds of the exchanges of one of ``parts`` parts, and of all their numbers."""
         steps = exchange_traffic(
             self.moe, self.ep_size, routed.tokens, routed.pairs, self.nodes.devices_per_domain, backward
         )
-        parts, once = self.moe.overlap_parts, (2 if backward else 1) / self.moe.overlap_parts
         numbers = sum(self._seconds(step, step.number_bytes, 0 if backward else parts) for step in steps)
         back = [self._seconds(step, step.rows * routed.from_experts, parts) / parts for step in reversed(steps)]
         there = [
@@ -72,10 +116,7 @@ class RoutingTimes:
             / parts
             for step in steps
         ]
-        if self.nodes.links.host is None:  # a CPU: its cores also run the exchanges
-            return RoutingTime(numbers + parts * (sum(there) + sum(back)))
-        found = span(there, once * experts, back, parts, once * shared, backward)
-        return RoutingTime(numbers + found.exposed, found.hidden)
+        return _Hops(numbers, there, back, [int(step.near_peers < step.peers) for step in steps])
 
     def _seconds(self, step: StepTraffic, num_bytes: float, collectives: int) -> float:
         """Seconds of a share of a step. What stays in the node and what leaves it are taken to follow each other."""

@@ -1,18 +1,19 @@
 """Seconds of one optimizer step of a layout, by part.
 
 Nothing overlaps, which is how the shipped configurations run DeepSpeed. The exceptions are streamed experts, whose
-transfers and host updates run during the computation, and exchanges of tokens with ``m6.moe.overlap_parts``.
+transfers and host updates run during the computation, and exchanges of tokens with ``m6.moe.overlap_parts`` or with
+micro-batches that take turns.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Literal
 
 from m6.config.run import RunConfig
-from m6.planning.cost import tensor_time
 from m6.planning.cost.added_gradients import added_bytes
+from m6.planning.cost.compute_time import ComputeTime
+from m6.planning.cost.exchange_time import ExchangeTime
 from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -20,10 +21,8 @@ from m6.planning.cost.muon import muon_products_s
 from m6.planning.cost.parameter_counts import ParameterCounts
 from m6.planning.cost.pipeline_time import PipelineTime
 from m6.planning.cost.reduction_time import ReductionTime, expert_replicas
-from m6.planning.cost.routing_time import RoutingTime, RoutingTimes
 from m6.planning.cost.step_parts import LayerTime, StepTime
 from m6.planning.cost.store_time import StoreTime
-from m6.planning.cost.work import BlockWork, Matmul, work_of
 from m6.planning.machine.cluster import Cluster, Nodes
 from m6.planning.machine.collectives import RankGroup, collective_s, send_s
 from m6.planning.machine.profile import Profile
@@ -38,7 +37,6 @@ _UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56, "Lamb": 104, "Lars": 
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
 # Operators of the fetch, the release and the gradient reduction of one parameter at stage 3.
 _STAGE_3_OPERATORS = 15
-_FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of the saved bytes
 
 
 class TimeModel:
@@ -61,13 +59,11 @@ class TimeModel:
         self.config, self.cluster, self.profile, self.memory = config, cluster, profile, memory
         self.dtype = config.deepspeed.product_dtype
         self.nodes: Nodes = cluster.slowest(self.dtype)
-        self._moe = None if config.m6.moe is None else config.model.moe_config()
         self.host = HostTime(self.nodes, profile)
         self.store = StoreTime(memory)
         self.reduction = ReductionTime(config, memory, self.nodes, profile)
-        self._works: dict[tuple[int, int, int, str], list[tuple[BlockWork, int]]] = {}
-        self._computes: dict[tuple[int, int, int, bool, str], StepTime] = {}
-        self._exchanges: dict[tuple[int, int, int], int] = {}
+        self.compute = ComputeTime(config, memory, self.nodes, profile)
+        self.exchange = ExchangeTime(config, memory, self.nodes, profile, self.compute, self._collective)
         sharing = config.planned_sharing
         self.pipeline = PipelineTime(
             config,
@@ -84,8 +80,8 @@ class TimeModel:
         if layout.pp_size > 1:
             parts = self.pipeline(layout, steps).parts()
         else:
-            parts = {name: value * steps for name, value in self._compute(layout).parts().items()}
-            parts["exchange"] = steps * self._exchange(layout)
+            parts = {name: value * steps for name, value in self.compute(layout).parts().items()}
+            parts["exchange"] = steps * self.exchange(layout)
         if layout.zero_stage == 3:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
@@ -142,21 +138,14 @@ class TimeModel:
         types = [block.type for block, count, _ in model.blocks if count]
         times = {
             block_type: LayerTime(
-                replace(self._block(work, layout), exchange=self._block_exchange(work, layout)),
-                self._passes(work, layout),
+                replace(self.compute.block(work, layout), exchange=self.exchange.of_block(work, layout)),
+                self.compute.passes(work, layout),
             )
-            for block_type, (work, _) in zip(types, self._work(layout), strict=True)
+            for block_type, (work, _) in zip(types, self.compute.work(layout), strict=True)
         }
         layers = range(model.config.num_layers)
         between = [times["sparse" if model.config.is_moe_layer(layer) else "dense"] for layer in layers]
         return [times["embeddings"], *between, times["norm"]]
-
-    def flops(self, layout: ParallelLayout, recomputed: bool) -> float:
-        """FLOPs of a rank's matrix products in a step, with or without those of recomputation."""
-        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        passes = [self._passes(work, layout) if recomputed else 3 for work, _ in self._work(layout)]
-        products = (work.flops * count for work, count in self._work(layout))
-        return steps / layout.pp_size * sum(map(operator.mul, products, passes))
 
     def lower_bound(self, layout: ParallelLayout) -> float:
         """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s; in a pipeline equal
@@ -164,7 +153,7 @@ class TimeModel:
         if layout.pp_size > 1:
             return self.pipeline.least(layout, layout.accumulation(self.config.deepspeed.train_batch_size))
         peak = max(self.nodes.device.matmul_flops.values())
-        return self.flops(layout, recomputed=True) / peak * self._fastest_factor()
+        return self.compute.flops(layout, recomputed=True) / peak * self._fastest_factor()
 
     @property
     def peak_flops(self) -> float:
@@ -176,102 +165,6 @@ class TimeModel:
         factor = min(1.0, self.profile.factor("matmul"), self.profile.factor("experts"))
         measured = max((point.flops for point in self.profile.matmul), default=0.0)
         return factor * min(1.0, max(self.nodes.device.matmul_flops.values()) / max(measured, 1.0))
-
-    def _work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
-        # The search visits thousands of layouts that share these sizes.
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.placement)
-        if key not in self._works:
-            batch = self.memory.batch_of(layout)
-            self._works[key] = work_of(self.config, self.memory.model, batch, layout)
-        return self._works[key]
-
-    def _passes(self, work: BlockWork, layout: ParallelLayout) -> int:
-        """The cost of a micro-batch in forward passes; a backward pass costs two."""
-        return 4 if layout.checkpointing and work.recomputed else 3
-
-    def _compute(self, layout: ParallelLayout) -> StepTime:
-        """Seconds of one micro-batch in all layers, without communication."""
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing, layout.placement)
-        if key not in self._computes:
-            self._computes[key] = self._compute_uncached(layout)
-        return self._computes[key]
-
-    def _compute_uncached(self, layout: ParallelLayout) -> StepTime:
-        blocks = [(self._block(work, layout), count) for work, count in self._work(layout)]
-        names = ("matmul", "experts", "elementwise", "launch")
-        return StepTime(*(sum(getattr(block, name) * count for block, count in blocks) for name in names))
-
-    def _block(self, work: BlockWork, layout: ParallelLayout) -> StepTime:
-        """Seconds of one micro-batch in one block."""
-        passes = self._passes(work, layout)
-        matmul = experts = 0.0
-        for product in work.matmuls:
-            seconds = passes * self._matmul_s(product)
-            if product.grouped:
-                experts += seconds
-            else:
-                matmul += seconds
-        # Elementwise operators write and read what is saved for the backward pass, so its bytes give their time.
-        saved = work.whole_bytes + (work.saved_bytes - work.whole_bytes) / layout.tp_size
-        moved = saved * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
-        elementwise = moved / device_bandwidth(self.nodes, self.profile)
-        launch = passes * work.operators * self.profile.kernel_s / core_share(self.nodes)
-        factor = self.profile.factor
-        return StepTime(
-            matmul * factor("matmul"),
-            experts * factor("experts"),
-            elementwise * factor("elementwise"),
-            launch * factor("launch"),
-        )
-
-    def _matmul_s(self, product: Matmul) -> float:
-        """Seconds of a product: FLOPs at the attained rate, or reading and writing of operands if that is more."""
-        m, n, k, count = product.m, product.n, product.k, product.count
-        peak = self.nodes.device.flops(product.dtype)
-        rate = self.profile.attained_flops(peak, m, n, k, product.dtype, count if product.grouped else 1)
-        reading = product.moved_bytes / device_bandwidth(self.nodes, self.profile)
-        return max(product.flops / (rate * core_share(self.nodes)), reading)
-
-    def _exchange(self, layout: ParallelLayout) -> float:
-        """Seconds of one micro-batch in all layers that computation does not hide."""
-        return sum(self._block_exchange(work, layout) * count for work, count in self._work(layout))
-
-    def _block_exchange(self, work: BlockWork, layout: ParallelLayout) -> float:
-        """The same of one block."""
-        seconds = 0.0
-        if layout.tp_size > 1 and work.recomputed:
-            batch, model = self.memory.batch_of(layout), self.config.model
-            tokens, width = batch.rows * batch.sequence_length, self.memory.precision.compute
-            sizes = (tokens, model.hidden_size, model.ffn_hidden_size, width)
-            seconds = tensor_time.block_s(layout, *sizes, self.nodes, self._collective)
-            seconds *= self.profile.factor("exchange")
-        return seconds + self._routing(work, layout).exposed
-
-    def _routing(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
-        """Seconds in which one block brings the tokens of a micro-batch to experts on other ranks and back."""
-        if self._moe is None or work.routed is None:
-            return RoutingTime()
-        factor = self.profile.factor
-        moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
-        price = RoutingTimes(moe, layout.ep_size, self.nodes, self.profile, factor("exchange") / core_share(self.nodes))
-        passes = self._passes(work, layout)
-        shared = sum(self._matmul_s(product) for product in work.shared) * factor("matmul")
-        return price(work.routed, self._block(work, layout).experts / passes, shared, passes)
-
-    def with_exchange(self, layout: ParallelLayout) -> ParallelLayout:
-        """The layout with the faster exchange of tokens, flat or node first. What the run's JSON says of it is kept."""
-        per_node = self.nodes.devices_per_domain
-        if self._moe is None or layout.ep_size == 1:
-            return layout
-        if self._moe.ranks_per_node is not None:
-            return replace(layout, ranks_per_node=self._moe.ranks_per_node)
-        if layout.ep_size <= per_node or layout.ep_size % per_node:
-            return layout
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size)
-        if key not in self._exchanges:
-            ways = [replace(layout, ranks_per_node=ranks) for ranks in (0, per_node)]
-            self._exchanges[key] = min(ways, key=self._exchange).ranks_per_node
-        return replace(layout, ranks_per_node=self._exchanges[key])
 
     def _stage_message_s(self, layout: ParallelLayout) -> float:
         """Seconds of the residual stream of a micro-batch from a rank of a pipeline to the next, or of its gradient."""
@@ -305,7 +198,7 @@ class TimeModel:
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
         copies = moved * counts.local / device_bandwidth(self.nodes, self.profile)
         by_muon = counts.muon if self.config.deepspeed.optimizer_type == "Muon" else ()
-        products = muon_products_s(by_muon, layout, self.dtype, self._matmul_s)
+        products = muon_products_s(by_muon, layout, self.dtype, self.compute.matmul_s)
         if not layout.offload_optimizer:
             optimizer = self.config.deepspeed.optimizer_type
             measured = self.profile.update_s_per_parameter.get(optimizer)
@@ -330,7 +223,7 @@ class TimeModel:
         if layout.pp_size > 1:
             windows = [(rank.compute, rank.exchange) for rank in self.pipeline.ranks(layout)]
         else:
-            windows = [(self._compute(layout).compute, self._exchange(layout))]
+            windows = [(self.compute(layout).compute, self.exchange(layout))]
         passes, found = 4 if layout.checkpointing else 3, []
         for place, (computing, exchange) in enumerate(windows):
             forward = computing / passes + exchange / (passes - 1)
@@ -341,8 +234,7 @@ class TimeModel:
     def hidden_s(self, layout: ParallelLayout) -> float:
         """Seconds a step in which tokens are exchanged, and streamed experts copied and updated, beside computation."""
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        hidden = sum(self._routing(work, layout).hidden * count for work, count in self._work(layout))
-        hidden *= steps / layout.pp_size
+        hidden = self.exchange.routing(layout).hidden * steps / layout.pp_size
         if layout.stream_experts:
             slowest = max(self._streamings(layout, steps), key=lambda streaming: streaming.exposed)
             hidden += slowest.hidden * self.profile.factor("host")

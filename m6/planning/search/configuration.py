@@ -46,6 +46,7 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
         "offload_params": _offloads(zero.get("offload_param")),
         "stream_experts": config.expert_store is not None,
         "ranks_per_node": 0 if moe is None else moe.ranks_per_node or 0,
+        "micro_batches_at_once": config.m6.training.micro_batches_at_once,
         "schedule": "1f1b" if pipeline is None else pipeline.schedule,
         "cut": cut,
         "placement": "1d" if config.tensor is None else config.tensor.placement,
@@ -86,6 +87,9 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     training = document["m6"]["training"]
     training["ep_size"] = layout.ep_size
     training["activation_checkpointing"] = layout.checkpointing
+    training.pop("micro_batches_at_once", None)
+    if layout.micro_batches_at_once > 1:
+        training["micro_batches_at_once"] = layout.micro_batches_at_once
     return document
 
 
@@ -113,7 +117,7 @@ def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
             raise UserError(f"--force {text}: expected NAME=VALUE{nearest(name, DIMENSIONS)}")
         try:
             forced[name] = _parsed(value, getattr(ParallelLayout(1), name), _NAMES.get(name, ()))
-            if name.endswith("_size") and forced[name] < 1:
+            if name.endswith(("_size", "_at_once")) and forced[name] < 1:
                 raise ValueError("a whole number above 0")
         except ValueError as error:
             raise UserError(f"--force {text}: expected {error}, found {value!r}") from None

@@ -16,6 +16,7 @@ from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
 from m6.config.slices import SLICED
 from m6.config.tensor import experts_reason
+from m6.config.turns import turns_refusal
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.planning.cost.layout import ParallelLayout
@@ -74,6 +75,8 @@ class Feasibility:
             layout.schedule if layout.pp_size > 1 else "",
             layout.tp_size > 1,
         )
+        if layout.micro_batches_at_once > 1:
+            key = (*key, "turns", layout.checkpointing)
         if layout.stream_experts:  # m6.offload has conditions of its own
             one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
             key = (*key, layout.checkpointing, one_micro_batch, layout.pp_size)
@@ -116,6 +119,9 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
         accumulation = layout.accumulation(config.deepspeed.train_batch_size)
     except UserError as error:
         return Refusal("batch", str(error))
+    turn_refusal = turns_refusal(layout.micro_batches_at_once, accumulation)
+    if turn_refusal is not None:
+        return Refusal("batch", turn_refusal)
     ramp_refusal = config.batch_sizes.refusal(layout.micro_batch_size, layout.dp_size)
     if ramp_refusal is not None:
         return Refusal("batch", ramp_refusal)

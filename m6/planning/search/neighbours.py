@@ -21,7 +21,7 @@ def neighbours(planner: Planner, plan: PricedLayout) -> list[Rejection]:
         for value in values:
             changed = replace(plan.layout, **{"cut": (), name: value})
             if name != "ranks_per_node":  # a choice of its own, which depends on the others
-                changed = planner.time.with_exchange(replace(changed, ranks_per_node=0))
+                changed = planner.time.exchange.faster(replace(changed, ranks_per_node=0))
             judged = planner.evaluate(changed)
             if isinstance(judged, PricedLayout):
                 ratio = judged.time.total / plan.time.total - 1
@@ -50,7 +50,7 @@ def _other_values(planner: Planner, layout: ParallelLayout) -> Iterator[tuple[st
         axes["schedule"] = list(SCHEDULES)
     axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
     if layout.ep_size > 1:
-        axes["stream_experts"] = [False, True]
+        axes |= {"stream_experts": [False, True], "micro_batches_at_once": [1, 2]}
     if layout.ep_size > per_domain:
         axes["ranks_per_node"] = [0, per_domain]
     for name, values in axes.items():

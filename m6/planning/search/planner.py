@@ -123,16 +123,19 @@ class Planner:
                 chosen = dict(zip(axes, values, strict=True))
                 # Streaming is considered where a rank holds a share of the experts.
                 streams = (False, True) if chosen["ep_size"] > 1 else (False,)
-                for stream in self._values("stream_experts", streams):
+                in_turns = chosen["ep_size"] > 1 and tp_size == pp_size == 1 and not chosen["checkpointing"]
+                at_once = self._values("micro_batches_at_once", (1, 2) if in_turns else (1,))
+                for stream, turns in itertools.product(self._values("stream_experts", streams), at_once):
                     sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}
                     layout = ParallelLayout(world, stream_experts=stream, **sizes, **chosen)
+                    layout = replace(layout, micro_batches_at_once=turns)
                     if pp_size > 1 and "cut" in self.forced:
                         layout = replace(layout, cut=self.forced["cut"])
                     if "ranks_per_node" in self.forced:
                         yield replace(layout, ranks_per_node=self.forced["ranks_per_node"])
                     else:
                         # Exchanges differ in their time alone, so that the slower one need not be visited.
-                        yield self.time.with_exchange(layout)
+                        yield self.time.exchange.faster(layout)
 
     def _tensor_groups(self) -> Iterator[tuple[int, PlacementName]]:
         """Sizes and placements of tensor groups that divide the matrices of the model; forced ones need not."""

@@ -30,7 +30,8 @@ class PricedLayout:
     def complexity(self) -> int:
         """A count of the techniques that the layout uses, to prefer simple ones."""
         layout = self.layout
-        parts = (layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer)
+        parts = [layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer]
+        parts.append(layout.micro_batches_at_once > 1)
         return layout.zero_stage + 2 * sum(parts) + 2 * layout.offload_params + (layout.ep_size > 1)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from m6.training.engine.clipping import clip_gradients, count_in_norm
 from m6.training.engine.fragments import fragments
 from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.loss_scale import LossScale
+from m6.training.engine.turns import forward_in_turns
 from m6.training.expert_groups import expert_group
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.reduction.residuals import load_residuals
@@ -96,6 +99,7 @@ class Engine:
         self.averaged_over = dist.get_world_size()
         self.replicas: dist.ProcessGroup | None = None
         self.module: M6ForConditionalGeneration = deepspeed.module
+        self._at_once = config.m6.training.micro_batches_at_once
         self.offloaded = offloaded
         self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
         self._late = None if config.m6.gradient_delay is None else LateGradients(deepspeed)
@@ -121,7 +125,7 @@ class Engine:
             loss: see ``LossFunction``.
             seeds: one seed per micro-batch, for dropout.
         """
-        last = len(micro_batches) - 1
+        last = len(micro_batches) // self._at_once - 1
         # DeepSpeed's own count of micro-batches knows no batch that grows.
         self._deepspeed.set_gradient_accumulation_boundary(last == 0)
         for index in self._each(micro_batches, loss, seeds):
@@ -130,12 +134,20 @@ class Engine:
                 self._deepspeed.set_gradient_accumulation_boundary(index + 1 == last)
 
     def _each(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Iterator[int]:
-        """Yields the index of each micro-batch after its backward pass."""
+        """Yields the index of each backward pass, of one micro-batch or of those that take turns, after it has run."""
         self._deepspeed.train()
-        for index, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            on_device = batch.to(self._device)
-            self.backward(loss(on_device, self.forward(on_device, seed)))
+        for index in range(len(micro_batches) // self._at_once):
+            own = slice(index * self._at_once, (index + 1) * self._at_once)
+            batches = [batch.to(self._device) for batch in micro_batches[own]]
+            losses = map(loss, batches, self._forward_all(batches, seeds[own]))
+            self.backward(functools.reduce(operator.add, losses))
             yield index
+
+    def _forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
+        """Runs the model on micro-batches that take turns, see ``m6.model.turns``, or on a single one."""
+        if len(batches) == 1:
+            return [self.forward(batches[0], seeds[0])]
+        return forward_in_turns(self._deepspeed, batches, seeds, self._device)
 
     def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """Runs the model on a micro-batch on the engine's device; the output has no logits.

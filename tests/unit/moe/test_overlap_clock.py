@@ -1,8 +1,10 @@
 """The virtual clock against cases by hand. Halves are exact in binary, so results are compared for equality."""
 
+import itertools
+
 import pytest
 
-from moe.overlap_clock import Span, operations, span
+from moe.overlap_clock import Operation, Span, operations, span, span_of_turns, turns
 
 
 def test_nothing_is_hidden_without_parts():
@@ -62,3 +64,52 @@ def test_the_backward_pass_is_mirrored(num_parts: int, num_hops: int):
 def test_the_backward_pass_of_two_halves():
     # Gradients: back 0-1, 1-2; experts of the second half 1-9, of the first 9-17; there 9-11, 17-19
     assert span([2.0], 8.0, [1.0], num_parts=2, backward=True) == Span(19.0, 16.0, 6.0)
+
+
+# Two passes through two layers, with one hop: "B" is computed while the tokens of "A" are on their way.
+TURNS = """
+beside A, start A, beside B, start B,
+wait A, experts A, start A, wait B, experts B, start B,
+wait A, beside A, start A, wait B, beside B, start B,
+wait A, experts A, start A, wait B, experts B, start B,
+wait A, wait B
+"""
+
+
+def named(order: list[Operation]) -> list[str]:
+    return [f"{each.kind} {'AB'[each.part]}" for each in order]
+
+
+def test_passes_take_turns():
+    expected = TURNS.replace("\n", " ").strip().split(", ")
+    assert named(list(turns(2, 2, 1))) == expected
+    mirror = {"start": "wait", "wait": "start"}
+    backward = [" ".join((mirror.get(kind, kind), whose)) for kind, whose in map(str.split, reversed(expected))]
+    assert named(list(turns(2, 2, 1, backward=True))) == backward
+
+
+def test_inner_hops_do_not_interrupt_a_pass():
+    order = [f"{each.kind} {each.hop}" for each in turns(1, 2, 2) if each.kind != "experts" and each.kind != "beside"]
+    assert order == [f"{kind} {hop}" for hop in range(8) for kind in ("start", "wait")]
+    switches = sum(a.part != b.part for a, b in itertools.pairwise(turns(2, 2, 2)))
+    assert switches == 2 * 5 - 1, "at the outer exchanges of two layers, there and back, and at the end"
+
+
+def test_turns_on_a_slow_and_on_a_fast_network():
+    # A: beside 0-1, there 1-3. B: beside 1-2, there 3-5. A: experts 3-4, back 5-7. B: experts 5-6, back 7-9.
+    assert span_of_turns([2.0], 1.0, [2.0], 2, 1, 1.0) == Span(9.0, 4.0, 8.0)
+    # All of A's exchanges are beside B: what is exposed is the way of B back.
+    assert span_of_turns([0.5], 1.0, [0.5], 2, 1, 1.0) == Span(4.5, 4.0, 2.0)
+    assert span_of_turns([0.5], 1.0, [0.5], 2, 10, 1.0).exposed == 0.5
+    one_by_one = span_of_turns([0.5], 1.0, [0.5], 1, 10, 1.0)
+    assert one_by_one == Span(30.0, 20.0, 10.0)
+
+
+def test_hops_inside_of_a_node_do_not_wait_for_the_network():
+    # A: beside 0-1, between nodes 1-5. B: beside 1-2, between nodes 5-9. A: inside 5-6, experts 6-7, back inside 7-8,
+    # between nodes 9-13. B: inside 9-10, experts 10-11, back 11-12 and 13-17.
+    hops = ([4.0, 1.0], 1.0, [1.0, 4.0], 2, 1, 1.0)
+    assert span_of_turns(*hops, links=[1, 0]) == Span(17.0, 4.0, 20.0)
+    # On one link A: inside 9-10, experts 10-11, back 11-12 and 12-16. B: inside 16-17, experts 17-18, back 18-23.
+    assert span_of_turns(*hops).total == 23.0
+    assert span([2.0, 1.0], 4.0, [1.0, 2.0], 2, links=[1, 0]).total == span([2.0, 1.0], 4.0, [1.0, 2.0], 2).total

@@ -42,7 +42,7 @@ def test_cost_of_planning_is_independent_of_depth():
     deep = Planner(small_base(8, num_layers=64), load_cluster(Path("a100_80g_x128")).first(2))
     assert len(shallow.memory.model.blocks) == len(deep.memory.model.blocks)
     layout = ParallelLayout(2, zero_stage=1, micro_batch_size=1)
-    assert len(shallow.time._work(layout)) == len(deep.time._work(layout))
+    assert len(shallow.time.compute.work(layout)) == len(deep.time.compute.work(layout))
 
 
 def on_the_device(name: str, cluster: str) -> Planner:

@@ -1,0 +1,57 @@
+"""Forward passes that take turns: a micro-batch is computed while the tokens of another one are on their way.
+
+As DeepSeek-V3 (arXiv 2412.19437, section 3.4) does for inference. The order of the backward pass is the mirrored one,
+since autograd runs backwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Pass = Generator[None, None, T]
+"""A pass that pauses whenever its tokens are on their way; its value is its output."""
+
+
+def take_turns(passes: Iterable[Pass[T]], device: torch.device) -> list[T]:
+    """Runs passes to their ends; each goes on until its tokens are on their way, then the next one does.
+
+    A pass draws the random numbers that it would draw alone, if it seeds the generators itself at its begin.
+
+    Args:
+        device: whose generator the passes use, beside that of the CPU.
+
+    Returns:
+        The values of the passes.
+    """
+    results: dict[int, T] = {}
+    waiting: deque[tuple[int, Pass[T], list[Tensor] | None]] = deque(
+        (number, each, None) for number, each in enumerate(passes)
+    )
+    while waiting:
+        number, one, state = waiting.popleft()
+        if state is not None:
+            _set_random_state(state, device)
+        try:
+            next(one)
+        except StopIteration as end:
+            results[number] = end.value
+        else:
+            waiting.append((number, one, _random_state(device)))
+    return [results[number] for number in sorted(results)]
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -1,0 +1,97 @@
+"""Seconds in which a rank computes a micro-batch, without communication."""
+
+from __future__ import annotations
+
+import operator
+
+from m6.config.run import RunConfig
+from m6.planning.cost.host_time import core_share, device_bandwidth
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.step_parts import StepTime
+from m6.planning.cost.work import BlockWork, Matmul, work_of
+from m6.planning.machine.cluster import Nodes
+from m6.planning.machine.profile import Profile
+
+_FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of the saved bytes
+Sizes = tuple[int, int, int, bool, str]
+
+
+def sizes_of(layout: ParallelLayout) -> Sizes:
+    """What the time of a micro-batch without communication depends on."""
+    return layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing, layout.placement
+
+
+class ComputeTime:
+    """Prices the products, elementwise operators and launches of a run's blocks on one type of devices.
+
+    Args:
+        memory: of the same run; it says what a micro-batch has in it.
+    """
+
+    def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
+        self.config, self.memory, self.nodes, self.profile = config, memory, nodes, profile
+        self._works: dict[tuple[int, int, int, str], list[tuple[BlockWork, int]]] = {}
+        self._wholes: dict[Sizes, StepTime] = {}
+
+    def __call__(self, layout: ParallelLayout) -> StepTime:
+        """Seconds of one micro-batch in all layers."""
+        key = sizes_of(layout)
+        if key not in self._wholes:
+            blocks = [(self.block(work, layout), count) for work, count in self.work(layout)]
+            names = ("matmul", "experts", "elementwise", "launch")
+            self._wholes[key] = StepTime(
+                *(sum(getattr(each, name) * count for each, count in blocks) for name in names)
+            )
+        return self._wholes[key]
+
+    def work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
+        """The distinct blocks, and how often each is computed."""
+        # The search visits thousands of layouts that share these sizes.
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.placement)
+        if key not in self._works:
+            batch = self.memory.batch_of(layout)
+            self._works[key] = work_of(self.config, self.memory.model, batch, layout)
+        return self._works[key]
+
+    def passes(self, work: BlockWork, layout: ParallelLayout) -> int:
+        """The cost of a micro-batch in forward passes; a backward pass costs two."""
+        return 4 if layout.checkpointing and work.recomputed else 3
+
+    def block(self, work: BlockWork, layout: ParallelLayout) -> StepTime:
+        """Seconds of one micro-batch in one block."""
+        passes = self.passes(work, layout)
+        matmul = experts = 0.0
+        for product in work.matmuls:
+            seconds = passes * self.matmul_s(product)
+            if product.grouped:
+                experts += seconds
+            else:
+                matmul += seconds
+        # Elementwise operators write and read what is saved for the backward pass, so its bytes give their time.
+        saved = work.whole_bytes + (work.saved_bytes - work.whole_bytes) / layout.tp_size
+        moved = saved * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
+        elementwise = moved / device_bandwidth(self.nodes, self.profile)
+        launch = passes * work.operators * self.profile.kernel_s / core_share(self.nodes)
+        factor = self.profile.factor
+        return StepTime(
+            matmul * factor("matmul"),
+            experts * factor("experts"),
+            elementwise * factor("elementwise"),
+            launch * factor("launch"),
+        )
+
+    def matmul_s(self, product: Matmul) -> float:
+        """Seconds of a product: FLOPs at the attained rate, or reading and writing of operands if that is more."""
+        m, n, k, count = product.m, product.n, product.k, product.count
+        peak = self.nodes.device.flops(product.dtype)
+        rate = self.profile.attained_flops(peak, m, n, k, product.dtype, count if product.grouped else 1)
+        reading = product.moved_bytes / device_bandwidth(self.nodes, self.profile)
+        return max(product.flops / (rate * core_share(self.nodes)), reading)
+
+    def flops(self, layout: ParallelLayout, recomputed: bool) -> float:
+        """FLOPs of a rank's matrix products in a step, with or without those of recomputation."""
+        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
+        passes = [self.passes(work, layout) if recomputed else 3 for work, _ in self.work(layout)]
+        products = (work.flops * count for work, count in self.work(layout))
+        return steps / layout.pp_size * sum(map(operator.mul, products, passes))

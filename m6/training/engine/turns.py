@@ -1,0 +1,38 @@
+"""Forward passes of micro-batches that take turns, inside of DeepSpeed's forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from m6.data.collate import MicroBatch
+from m6.model.outputs import M6Output
+from m6.model.stages import ModelStage
+from m6.model.turns import take_turns
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def forward_in_turns(
+    deepspeed: DeepSpeedEngine, batches: Sequence[MicroBatch], seeds: Sequence[int], device: torch.device
+) -> list[M6Output]:
+    """Runs the model on micro-batches that take turns.
+
+    Args:
+        batches: on ``device``.
+        seeds: for dropout, one for each micro-batch.
+    """
+    inner = deepspeed.module.model
+    layers = ModelStage(deepspeed.module, range(len(inner.layers)), inner.embeddings.tokens.weight)
+    trips = (layers.trip(batch.model_inputs(), batch.labels, seed) for batch, seed in zip(batches, seeds, strict=True))
+    # DeepSpeed's forward pass calls its module: in its autocast, and with the hooks that its backward pass needs.
+    vars(deepspeed.module)["forward"] = functools.partial(take_turns, trips, device)
+    try:
+        outputs: list[M6Output] = deepspeed()
+    finally:
+        del vars(deepspeed.module)["forward"]
+    return outputs

@@ -1,0 +1,155 @@
+"""Micro-batches that take turns: the numbers of one after the other, and what runs beside what."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from m6.config.run import parse_config
+from m6.data.collate import MicroBatch
+from m6.model.attention import Attention
+from m6.model.outputs import M6Output
+from m6.model.turns import take_turns
+from m6.runs.data import open_data
+from m6.runs.processes import start
+from m6.training.engine import turns as engine_turns
+from m6.training.engine.build import build_engine
+from moe import collectives
+from moe.expert_parallel import exchange_steps
+from moe.experts import Experts
+from moe.overlap_clock import turns
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_offloading import OFFLOAD
+from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train
+
+__all__ = ["folder", "reference"]  # fixtures
+
+TURNS = {"m6__training__micro_batches_at_once": 2}
+
+
+def test_losses_are_those_of_one_after_the_other(folder: Path, reference: Path):
+    """With dropout, whose random numbers belong to a micro-batch; and a checkpoint goes on without turns."""
+    root = folder / "turns"
+    run_distributed(train, 2, layout(folder, 2, 1, 2, **TURNS), str(root), 2)
+    run_distributed(train, 2, layout(folder, 2, 1, 2), str(root))
+    assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(reference), rel=10 * TOLERANCE)
+
+
+HARDER: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "m6__moe": {
+        "num_experts": 4,
+        "num_prototypes": 2,
+        "num_groups": 2,
+        "capacity_factor": 1.0,
+        "min_capacity": 1,
+        "router_jitter": 0.1,
+        "num_shared_experts": 1,
+        "ranks_per_node": 2,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"m6__offload": OFFLOAD}], ids=["on the device", "offloaded"])
+def test_exchange_between_nodes_first_with_a_capacity(folder: Path, changes: dict[str, Any]):
+    """Random numbers on both sides of a pause: jitter and dropout before it, dropout after it."""
+    roots = []
+    for name, at_once in (("one", {}), ("two", TURNS)):
+        roots.append(folder / f"{name} {bool(changes)}")
+        run_distributed(
+            train, 4, layout(folder, 4, 2, 4, **HARDER, **at_once, **changes), str(roots[-1]), timeout_s=280
+        )
+    one, two = roots
+    assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
+    assert norms(two) == pytest.approx(norms(one), rel=10 * TOLERANCE)
+
+
+def check_order(document: dict[str, Any]) -> None:
+    """Records attention, experts, and starts and ends of exchanges of rows: in the order of the planner's clock."""
+    config, runtime = parse_config(document), start()
+    engine, data = build_engine(config, runtime), open_data(config)
+    events: list[str] = []
+    running = ["A"]
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, event: str) -> Tensor:
+            ctx.event = event
+            events.append(event)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            events.append(ctx.event)
+            return grads[0], None
+
+    class Noted(collectives._Exchange):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.whose = running[0]
+
+        def start(self, collective: Any, rows: Tensor) -> Tensor:
+            self.kind = "rows" if rows.shape[1] == config.model.hidden_size else "gates"
+            return self._note("start", super().start(collective, rows))
+
+        def finish(self) -> Tensor:
+            return self._note("wait", super().finish())
+
+        def _note(self, name: str, result: Tensor) -> Tensor:
+            if self.kind == "rows":
+                events.append(f"{name} {self.whose}")
+            return result
+
+    def numbered(trips: Iterable[Any], device: torch.device) -> Any:
+        return take_turns([said(trip, "AB"[number]) for number, trip in enumerate(trips)], device)
+
+    def said(trip: Any, whose: str) -> Any:
+        while True:
+            running[0] = whose
+            try:
+                next(trip)
+            except StopIteration as end:
+                return end.value
+            yield
+
+    def watch(module_type: type[torch.nn.Module], name: str) -> None:
+        forward = module_type.forward
+        inside = lambda *inputs: Watched.apply(forward(*inputs), f"{name} {running[0]}")  # noqa: E731
+        patch.setattr(module_type, "forward", inside)
+
+    def loss(_: MicroBatch, output: M6Output) -> Tensor:
+        if not passes:
+            passes.append([*events])
+            events.clear()
+        return output.target_losses.sum()
+
+    passes: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        watch(Attention, "beside")
+        watch(Experts, "experts")
+        patch.setattr(collectives, "_Exchange", Noted)
+        patch.setattr(engine_turns, "take_turns", numbered)
+        engine.begin_step(0.1)
+        engine.accumulate([data.micro_batch(number) for number in range(2)], loss, [1, 2])
+    num_hops = len(exchange_steps(config.model.moe_config(), config.m6.training.ep_size))
+    for found, backward in zip([*passes, events], (False, True), strict=True):
+        order = turns(2, config.model.num_layers, num_hops, backward)
+        expected = [f"{each.kind} {'AB'[each.part]}" for each in order]
+        assert found == expected, f"backward {backward}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "moe"),
+    [
+        (2, {"m6__moe__exchange": "all_to_all"}),
+        pytest.param(4, {"m6__moe__exchange": "all_to_all", "m6__moe__ranks_per_node": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_is_computed_while_the_other_is_on_its_way(folder: Path, ranks: int, moe: dict[str, Any]):
+    changes = {**moe, **TURNS, "train_micro_batch_size_per_gpu": 4 // ranks}
+    run_distributed(check_order, ranks, layout(folder, ranks, 1, ranks, **changes))
