@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from moe.config import MoEConfig
 from moe.expert_parallel import exchange_steps
@@ -102,36 +104,61 @@ def nodes_of_token(config: MoEConfig, prototypes: int, num_nodes: int, kept: flo
     """Returns the expected number of nodes that have an expert for a token.
 
     A token chooses its groups, all equally likely, then ``top_k`` different experts of each prototype in them, all
-    equally likely, and a capacity leaves each choice over with probability ``kept``. A node has consecutive experts: a
-    part of a group, or whole groups of which h are the token's with a hypergeometric probability. With e_z of the M'
-    experts of prototype z that the token may choose, the node is left out with probability
+    equally likely, and a capacity leaves each choice over with probability ``kept``. Of the M' experts of prototype z
+    that the token may choose, a node has e_z. It is left out with the probability
 
         prod_z sum_i C(e_z, i) C(M' - e_z, top_k - i) / C(M', top_k) * (1 - kept)^i
 
+    A node has consecutive experts: whole groups and parts of up to two. Its e_z are those of the groups among them that
+    the token has chosen; the number of the whole ones has a hypergeometric distribution.
+
     Args:
         prototypes: those of the nodes, all or, after an exchange by prototypes, some.
-        num_nodes: divides ``num_groups`` or is a multiple of it.
     """
-    groups, chosen = config.num_groups, config.groups_per_token
+    in_group = config.experts_per_prototype // config.num_groups
+    group_size = in_group * prototypes
+    size = group_size * config.num_groups // num_nodes
+    contents = Counter(
+        _groups_of_node(node * size, (node + 1) * size, in_group, prototypes) for node in range(num_nodes)
+    )
+    return sum(count * (1 - _left_out(config, prototypes, each, kept)) for each, count in contents.items())
+
+
+def _groups_of_node(first: int, end: int, in_group: int, prototypes: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """How many whole groups the experts from ``first`` to ``end`` are, and how many experts of each prototype they have
+    in groups that are not whole."""
+    whole, parts = 0, []
+    group_size = in_group * prototypes
+    for begin in range(first // group_size * group_size, end, group_size):
+        starts = range(begin, begin + group_size, in_group)
+        own = tuple(max(0, min(end, start + in_group) - max(first, start)) for start in starts)
+        if sum(own) == group_size:
+            whole += 1
+        else:
+            parts.append(own)
+    return whole, tuple(parts)
+
+
+def _left_out(
+    config: MoEConfig, prototypes: int, of_node: tuple[int, tuple[tuple[int, ...], ...]], kept: float
+) -> float:
+    """The probability that a token has no expert on a node with these groups, see ``_groups_of_node``."""
+    groups, chosen, top_k = config.num_groups, config.groups_per_token, config.top_k
     in_group = config.experts_per_prototype // groups
-    allowed = chosen * in_group
+    allowed, (whole, parts) = chosen * in_group, of_node
 
-    def left_out(own: int) -> float:
-        """The probability that no choice of a prototype, of which a node has ``own`` allowed experts, is left over."""
-        ways = (math.comb(own, i) * math.comb(allowed - own, config.top_k - i) for i in range(config.top_k + 1))
-        return sum(way * (1 - kept) ** i for i, way in enumerate(ways)) / math.comb(allowed, config.top_k)
+    @cache
+    def none_of(own: int) -> float:
+        ways = (math.comb(own, i) * math.comb(allowed - own, top_k - i) for i in range(top_k + 1))
+        return sum(way * (1 - kept) ** i for i, way in enumerate(ways)) / math.comb(allowed, top_k)
 
-    if groups >= num_nodes:
-        each = groups // num_nodes
-        of_nodes = 0.0
-        for own in range(max(0, chosen - groups + each), min(each, chosen) + 1):
-            probability = math.comb(each, own) * math.comb(groups - each, chosen - own) / math.comb(groups, chosen)
-            of_nodes += probability * (1 - left_out(own * in_group) ** prototypes)
-        return num_nodes * of_nodes
-    expected, experts = 0.0, prototypes * config.experts_per_prototype // num_nodes
-    for node in range(num_nodes // groups):  # of one group; the others are alike
-        first, end, none = node * experts, (node + 1) * experts, 1.0
-        for prototype in range(first // in_group, -(-end // in_group)):
-            none *= left_out(min(end, (prototype + 1) * in_group) - max(first, prototype * in_group))
-        expected += 1 - none
-    return chosen * expected
+    probability, others = 0.0, groups - whole - len(parts)
+    for taken in itertools.product((False, True), repeat=len(parts)):
+        own_parts = [part for part, is_taken in zip(parts, taken, strict=True) if is_taken]
+        for number in range(min(whole, chosen - len(own_parts)) + 1):
+            rest = chosen - len(own_parts) - number
+            likely = math.comb(whole, number) * math.comb(others, rest) / math.comb(groups, chosen)
+            if likely:
+                own = [number * in_group + sum(part[z] for part in own_parts) for z in range(prototypes)]
+                probability += likely * math.prod(map(none_of, own))
+    return probability

@@ -54,16 +54,9 @@ def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
         raise ValueError(f"ep_size {ep_size} and ranks_per_node {ranks_per_node}: one must be a multiple of the other")
     ranks_per_node = min(ep_size, ranks_per_node)
 
-    num_nodes = ep_size // ranks_per_node
-    if max(num_nodes, config.num_groups) % min(num_nodes, config.num_groups):
-        raise ValueError(
-            f"num_groups {config.num_groups} and the {num_nodes} nodes of ep_size {ep_size}: one must be a multiple of "
-            "the other"
-        )
-
     steps = []
     prototypes = config.num_prototypes if config.num_groups == 1 else 1
-    for kind, size in (("node", num_nodes), ("all_to_all", ranks_per_node)):
+    for kind, size in (("node", ep_size // ranks_per_node), ("all_to_all", ranks_per_node)):
         parts = math.gcd(size, prototypes)
         pairs = prototypes * config.top_k * config.kept_share
         if kind == "node":

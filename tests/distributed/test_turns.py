@@ -55,12 +55,20 @@ HARDER: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"m6__offload": OFFLOAD}], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="on the device"),
+        pytest.param({"m6__offload": OFFLOAD}, id="offloaded"),
+        pytest.param({"m6__pseudo_to_real": {"num_groups": 1, "switch": "step", "switch_step": 2}}, id="shared layers"),
+        pytest.param({"m6__gradient_delay": {"accept_loss": True}}, id="late gradients"),
+    ],
+)
 def test_exchange_between_nodes_first_with_a_capacity(folder: Path, changes: dict[str, Any]):
     """Random numbers on both sides of a pause: jitter and dropout before it, dropout after it."""
     roots = []
     for name, at_once in (("one", {}), ("two", TURNS)):
-        roots.append(folder / f"{name} {bool(changes)}")
+        roots.append(folder / f"{name} {''.join(changes)}")
         run_distributed(
             train, 4, layout(folder, 4, 2, 4, **HARDER, **at_once, **changes), str(roots[-1]), timeout_s=280
         )

@@ -25,6 +25,9 @@ from tests.fixtures.moe_reference import every_choice
         (2, 2, 8, 2, (4, 3)),
         (8, 2, 8, 1, (2, 1)),
         (4, 1, 8, 2, (2, 2)),
+        (4, 2, 6, 1, (3, 2)),
+        (2, 2, 6, 2, (3, 1)),
+        (3, 1, 12, 2, (4, 2)),
     ],
 )
 @pytest.mark.parametrize("kept", [0.0, 0.25, 1.0])

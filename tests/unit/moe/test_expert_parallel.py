@@ -120,11 +120,6 @@ def test_auto_never_moves_more_rows_than_another_exchange() -> None:
         ("ep_size 5 does not divide num_experts 96", 5, {}),
         ("num_prototypes 3 and ep_size 2 have no common divisor", 2, {"num_prototypes": 3, "exchange": "prototype"}),
         ("ep_size 6 and ranks_per_node 4: one must be a multiple of the other", 6, {"ranks_per_node": 4}),
-        (
-            "num_groups 4 and the 6 nodes of ep_size 12: one must be a multiple of the other",
-            12,
-            {"ranks_per_node": 2, "num_groups": 4},
-        ),
         ('exchange is "prototype", but num_prototypes is 1', 2, {"exchange": "prototype"}),
         ("exchange is 'both'; expected \"auto\"", 2, {"exchange": "both"}),
         ("payload is 'int8'; expected \"same\"", 2, {"payload": "int8"}),
