@@ -92,7 +92,8 @@ class OverlappingDispatcher:
         It pauses for the outermost exchange alone, on the way there and back: those inside of a node are short, and a
         computation beside them would only keep the experts from what has arrived.
         """
-        assert self.num_parts == 1
+        if self.num_parts > 1:
+            raise ValueError(f"a trip has no parts, but overlap_parts is {self.num_parts}; expected 1")
         trip, last = self.exchange.trip(tokens, routing, experts), 2 * self.exchange.num_hops - 1
         for pause in range(last + 1):
             next(trip)

@@ -1,5 +1,6 @@
 """Micro-batches that take turns: the numbers of one after the other, and what runs beside what."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine import turns as engine_turns
 from m6.training.engine.build import build_engine
+from m6.training.offloading.report import MEMORY_RECORD
 from moe import collectives
 from moe.expert_parallel import exchange_steps
 from moe.experts import Experts
 from moe.overlap_clock import turns
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_offloading import OFFLOAD
+from tests.distributed.test_pipelines import offload_as_planned
 from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train
 
 __all__ = ["folder", "reference"]  # fixtures
@@ -161,3 +164,18 @@ def check_order(document: dict[str, Any]) -> None:
 def test_one_is_computed_while_the_other_is_on_its_way(folder: Path, ranks: int, moe: dict[str, Any]):
     changes = {**moe, **TURNS, "train_micro_batch_size_per_gpu": 4 // ranks}
     run_distributed(check_order, ranks, layout(folder, ranks, 1, ranks, **changes))
+
+
+@pytest.mark.slow
+def test_plans_of_offloaded_experts_know_the_turns(folder: Path):
+    """With a budget that holds some of the chunks. Micro-batches use the experts of a layer one after the other."""
+    runs = []
+    for name, at_once, budget in (("turns", TURNS, 6.0), ("alone", {}, 4.0)):
+        offload = {"device_budget_mib": budget, "chunk_mib": 0.02}
+        document = layout(folder, 2, 0, 2, m6__offload=offload, m6__model__num_layers=5, **at_once)
+        runs.append((document, folder / f"planned {name}"))
+    run_distributed(offload_as_planned, 2, runs)
+    records = [json.loads((root / MEMORY_RECORD).read_text()) for _, root in runs]
+    in_turns, alone = ([moment["chunk"] for moment in record["planned"]] for record in records)
+    assert sorted(in_turns) == sorted(alone)
+    assert in_turns != alone

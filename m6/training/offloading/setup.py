@@ -22,7 +22,7 @@ from m6.planning.prediction import predict_memory
 from m6.runs.processes import ranks_of_this_node
 from m6.training.fake_batch import fake_batch
 from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
-from m6.training.offloading.pipeline_passes import model_of_rank, own_places, run_passes
+from m6.training.offloading.passes import model_of_rank, own_places, run_in_turns, run_pipeline
 from offload import (
     CudaDevice,
     Device,
@@ -262,21 +262,24 @@ def dry_trace(
         torch.nn.Module.to(model, dtype)
         model.train()
         batch = fake_batch(config, shape, world)
-        # The second micro-batch differs from the first, since gradients exist already; all later ones equal the second.
-        accumulation = config.accumulation_steps(world_size)
-        traced = min(2, accumulation) if config.pipeline is None else accumulation
+        # The second pass differs from the first, since gradients exist already; all later ones equal the second.
+        at_once = config.m6.training.micro_batches_at_once
+        passes = config.accumulation_steps(world_size) // at_once
+        traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:
-            run_passes(model, config, places, batch)
-        else:
-            for _ in range(traced):
-                output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-                (output.target_losses.sum() + output.aux_loss).backward()
-                del output
+            run_pipeline(model, config, places, batch)
+        for _ in range(traced if config.pipeline is None else 0):
+            if at_once > 1:
+                run_in_turns(model, at_once, batch)
+                continue
+            output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+            (output.target_losses.sum() + output.aux_loss).backward()
+            del output
         trace = dry.trace()
         saved = dry.activations
-        down, up = (accumulation * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))
+        down, up = (passes * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))
         traffic = ActivationTraffic(saved.host_bytes, down, up)
-        return trace.repeat_last(len(trace.moments) // 2, accumulation - traced), traffic
+        return trace.repeat_last(len(trace.moments) // 2, passes - traced), traffic
 
 
 def _device(settings: OffloadSettings, torch_device: torch.device, world_size: int) -> Device:

@@ -42,3 +42,32 @@ def test_the_output_is_put_together_in_the_order_of_the_tokens(num_tokens: int, 
     routing = Routing(torch.arange(num_tokens), torch.ones(num_tokens), torch.tensor([num_tokens, 0]))
     output = OverlappingDispatcher(Identity(), num_parts)(tokens, routing, None, beside=lambda part: 2 * part)
     assert torch.equal(output, 3 * tokens)
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 3])
+def test_a_trip_pauses_for_the_outermost_exchange_alone(num_hops: int):
+    stages: list[int] = []
+
+    class Counted:
+        traffic = None
+
+        def __init__(self) -> None:
+            self.num_hops = num_hops
+
+        def trip(self, tokens: torch.Tensor, routing: Routing, experts: None) -> Trip:
+            for stage in range(2 * num_hops):
+                stages.append(stage)
+                yield
+            return tokens
+
+    tokens, routing = torch.ones(3, 4), Routing(torch.arange(3), torch.ones(3), torch.tensor([3, 0]))
+    trip = OverlappingDispatcher(Counted()).trip(tokens, routing, None, beside=lambda part: 2 * part)
+    next(trip)
+    assert stages == [0], "on the way to other nodes"
+    next(trip)
+    assert stages == list(range(2 * num_hops)), "on the way back from them"
+    with pytest.raises(StopIteration) as end:
+        next(trip)
+    assert torch.equal(end.value.value, 3 * tokens)
+    with pytest.raises(ValueError, match="overlap_parts is 2; expected 1"):
+        next(OverlappingDispatcher(Counted(), num_parts=2).trip(tokens, routing, None))

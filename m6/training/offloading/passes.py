@@ -1,4 +1,4 @@
-"""What a rank holds of a model, and its passes in a step of a pipeline on fake tensors, in the order of the engine."""
+"""What a rank holds of a model, and its passes in a step on fake tensors, in the order of the engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import ModelStage, keep_layers
+from m6.model.turns import take_turns
 from m6.planning.cost.schedules import orders_of
 from m6.training.meta_model import build_meta_model
 from m6.training.places import Places, layers_of
@@ -37,8 +38,21 @@ def own_places(config: RunConfig) -> Places:
     return Places(dist.get_rank(), dist.get_world_size(), config.pipeline_size)
 
 
-def run_passes(model: M6ForConditionalGeneration, config: RunConfig, places: Places, batch: MicroBatch) -> None:
-    """Runs the forward and backward passes of a step.
+def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBatch) -> None:
+    """Runs the forward and the backward pass of micro-batches that take turns.
+
+    Args:
+        batch: stands for every micro-batch.
+    """
+    layers = ModelStage(model, range(len(model.model.layers)), model.model.embeddings.tokens.weight)
+    trips = (layers.trip(batch.model_inputs(), batch.labels, None) for _ in range(at_once))
+    outputs = take_turns(trips, torch.device("cpu"))
+    losses = [loss for output in outputs for loss in (output.target_losses, output.aux_loss) if loss is not None]
+    torch.stack([loss.sum() for loss in losses]).sum().backward()
+
+
+def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, places: Places, batch: MicroBatch) -> None:
+    """Runs the forward and backward passes of a step of a pipeline.
 
     Args:
         model: has the layers of this rank alone.
