@@ -25,7 +25,7 @@ from moe.experts import Experts
 from moe.overlap_clock import turns
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_offloading import OFFLOAD
-from tests.distributed.test_pipelines import offload_as_planned
+from tests.distributed.test_pipelines import offload_as_planned, train_all
 from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train
 
 __all__ = ["folder", "reference"]  # fixtures
@@ -52,32 +52,33 @@ HARDER: dict[str, Any] = {
         "min_capacity": 1,
         "router_jitter": 0.1,
         "num_shared_experts": 1,
-        "ranks_per_node": 2,
     },
 }
 
 
+WITH: dict[str, dict[str, Any]] = {
+    "offloaded": {"m6__offload": OFFLOAD},
+    "shared layers": {"m6__pseudo_to_real": {"num_groups": 1, "switch": "step", "switch_step": 2}},
+    "late gradients": {"m6__gradient_delay": {"accept_loss": True}},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="on the device"),
-        pytest.param({"m6__offload": OFFLOAD}, id="offloaded"),
-        pytest.param({"m6__pseudo_to_real": {"num_groups": 1, "switch": "step", "switch_step": 2}}, id="shared layers"),
-        pytest.param({"m6__gradient_delay": {"accept_loss": True}}, id="late gradients"),
-    ],
-)
-def test_exchange_between_nodes_first_with_a_capacity(folder: Path, changes: dict[str, Any]):
+@pytest.mark.parametrize(("ranks", "kinds"), [(4, {"two hops": {}}), (2, WITH)], ids=["4 ranks", "2 ranks"])
+def test_exchange_between_nodes_first_with_a_capacity(folder: Path, ranks: int, kinds: dict[str, dict[str, Any]]):
     """Random numbers on both sides of a pause: jitter and dropout before it, dropout after it."""
-    roots = []
-    for name, at_once in (("one", {}), ("two", TURNS)):
-        roots.append(folder / f"{name} {''.join(changes)}")
-        run_distributed(
-            train, 4, layout(folder, 4, 2, 4, **HARDER, **at_once, **changes), str(roots[-1]), timeout_s=280
-        )
-    one, two = roots
-    assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
-    assert norms(two) == pytest.approx(norms(one), rel=10 * TOLERANCE)
+    moe = {**HARDER["m6__moe"], "ranks_per_node": ranks // 2}
+    runs = {
+        (name, bool(at_once)): layout(folder, ranks, 2, ranks, **{**HARDER, "m6__moe": moe}, **at_once, **changes)
+        for name, changes in kinds.items()
+        for at_once in ({}, TURNS)
+    }
+    roots = {key: folder / f"{key}" for key in runs}
+    run_distributed(train_all, ranks, [(document, roots[key]) for key, document in runs.items()], timeout_s=280)
+    for name in kinds:
+        one, two = roots[name, False], roots[name, True]
+        assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE), name
+        assert norms(two) == pytest.approx(norms(one), rel=10 * TOLERANCE), name
 
 
 def check_order(document: dict[str, Any]) -> None:
