@@ -48,10 +48,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fp16, rows in float8 both ways": {"bf16": {}, "fp16": ENABLED, "payload": "float8_both"},
     "stage 2, late gradients": {"late": True},
     "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},
+    "two micro-batches in turns": {"turns": True},
 }
 
 
-def small(nodes_of: int | None = None, payload: str = "same", late: bool = False, **changes: Any) -> dict[str, Any]:
+def small(
+    nodes_of: int | None = None, payload: str = "same", late: bool = False, turns: bool = False, **changes: Any
+) -> dict[str, Any]:
     document = load_config(CONFIGS / "m6_10b.json").document
     document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     document["m6"]["training"]["activation_checkpointing"] = False
@@ -59,6 +62,9 @@ def small(nodes_of: int | None = None, payload: str = "same", late: bool = False
     document["m6"]["gradient_delay"] = {"accept_loss": True} if late else None
     if nodes_of is not None:
         document["m6"]["moe"] |= {"ranks_per_node": nodes_of, "overlap_parts": 2}
+    if turns:
+        document["m6"]["training"]["micro_batches_at_once"] = 2
+        document["train_batch_size"] = 2 * 16 * document["train_micro_batch_size_per_gpu"]
     return {**document, **changes}
 
 
