@@ -40,13 +40,7 @@ class Dispatcher(Protocol):
             [T, D] in the type of ``tokens``.
         """
 
-    def trip(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
-    ) -> "Trip":
+    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> "Trip":
         """Returns the same call as a trip, which the caller can interrupt while rows are on their way."""
 
 
@@ -96,16 +90,10 @@ class LocalDispatcher:
         output = experts(tokens, routing.counts, Pairs(routing.tokens, routing.gates, *by_token)).to(tokens.dtype)
         return output if beside is None else output + beside(tokens)
 
-    def trip(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
-    ) -> Trip:
+    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
         """See ``Dispatcher`` and ``Exchange``."""
         yield from ()  # it never pauses
-        return self(tokens, routing, experts, beside)
+        return self(tokens, routing, experts)
 
 
 def combine(rows: Tensor, routing: Routing, tokens: Tensor) -> Tensor:

@@ -107,7 +107,9 @@ class MoELayer(nn.Module):
         """
         tokens, real = self._enter(hidden_states, token_mask)
         routing, aux_loss, stats = self._route(tokens, None)
-        output = yield from self.dispatcher.trip(tokens, routing, self.experts, self._beside())
+        output, beside = (yield from self.dispatcher.trip(tokens, routing, self.experts)), self._beside()
+        if beside is not None:
+            output = output + beside(tokens)
         return MoEOutput(_with_padding(output, real, hidden_states), aux_loss, stats)
 
     def _enter(self, hidden_states: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

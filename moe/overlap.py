@@ -80,13 +80,7 @@ class OverlappingDispatcher:
         results = [output + added[part] if added else output for part, output in enumerate(outputs)]
         return results[0] if self.num_parts == 1 else torch.cat(results)
 
-    def trip(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
-    ) -> Trip:
+    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
         """See ``Dispatcher``; for one part: what the caller computes meanwhile takes the place of other parts.
 
         It pauses for the outermost exchange alone, on the way there and back: those inside of a node are short, and a
@@ -99,9 +93,7 @@ class OverlappingDispatcher:
             next(trip)
             if pause in (0, last):
                 yield
-        outputs: list[Tensor] = []
-        next(_collect(trip, outputs), None)
-        return outputs[0] if beside is None else outputs[0] + beside(tokens)
+        return (yield from trip)  # it pauses no more
 
 
 def _collect(trip: Trip, outputs: list[Tensor]) -> Iterator[None]:

@@ -36,9 +36,13 @@ def check_turns(settings: M6Settings, model: M6Config) -> None:
         (
             "m6.parallel.pipeline",
             settings.parallel.pipeline is not None,
-            "its schedule gives micro-batches their turns",
+            "its schedule gives micro-batches their turns; leave one of them out",
         ),
-        ("m6.parallel.tensor", settings.parallel.tensor is not None, "its ranks sum up one micro-batch at a time"),
+        (
+            "m6.parallel.tensor",
+            settings.parallel.tensor is not None,
+            "its ranks sum up one micro-batch at a time; leave one of them out",
+        ),
         (
             "m6.training.batch_ramp",
             bool(training.batch_ramp),
@@ -49,7 +53,10 @@ def check_turns(settings: M6Settings, model: M6Config) -> None:
             raise UserError(f"{name}, {key}: {reason}")
     places = None if offload is None else resolve_activation_rules(offload.rules, model, checkpointing=False)
     if places is not None and places.host | places.auto:
-        raise UserError(f"{name}, m6.offload.rules: activations are offloaded block by block of one micro-batch")
+        raise UserError(
+            f"{name}, m6.offload.rules: activations are offloaded block by block of one micro-batch; keep them on the "
+            "device, or leave one of them out"
+        )
 
 
 def turns_refusal(at_once: int, accumulation: int) -> str | None:

@@ -60,6 +60,12 @@ class ModelStage(nn.Module):
         self._moe = None if config.moe is None else config.moe_config()
         self._sparse = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
 
+    @classmethod
+    def whole(cls, model: M6ForConditionalGeneration) -> ModelStage:
+        """All layers of a model as one stage."""
+        inner = model.model
+        return cls(model, range(len(inner.layers)), inner.embeddings.tokens.weight)
+
     def forward(
         self,
         hidden_states: Tensor | None,

@@ -26,8 +26,7 @@ def forward_in_turns(
         batches: on ``device``.
         seeds: for dropout, one for each micro-batch.
     """
-    inner = deepspeed.module.model
-    layers = ModelStage(deepspeed.module, range(len(inner.layers)), inner.embeddings.tokens.weight)
+    layers = ModelStage.whole(deepspeed.module)
     trips = (layers.trip(batch.model_inputs(), batch.labels, seed) for batch, seed in zip(batches, seeds, strict=True))
     # DeepSpeed's forward pass calls its module: in its autocast, and with the hooks that its backward pass needs.
     vars(deepspeed.module)["forward"] = functools.partial(take_turns, trips, device)

@@ -44,7 +44,7 @@ def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBa
     Args:
         batch: stands for every micro-batch.
     """
-    layers = ModelStage(model, range(len(model.model.layers)), model.model.embeddings.tokens.weight)
+    layers = ModelStage.whole(model)
     trips = (layers.trip(batch.model_inputs(), batch.labels, None) for _ in range(at_once))
     outputs = take_turns(trips, torch.device("cpu"))
     losses = [loss for output in outputs for loss in (output.target_losses, output.aux_loss) if loss is not None]

@@ -268,13 +268,14 @@ def dry_trace(
         traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:
             run_pipeline(model, config, places, batch)
-        for _ in range(traced if config.pipeline is None else 0):
-            if at_once > 1:
+        elif at_once > 1:
+            for _ in range(traced):
                 run_in_turns(model, at_once, batch)
-                continue
-            output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-            (output.target_losses.sum() + output.aux_loss).backward()
-            del output
+        else:
+            for _ in range(traced):
+                output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+                (output.target_losses.sum() + output.aux_loss).backward()
+                del output
         trace = dry.trace()
         saved = dry.activations
         down, up = (passes * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))
