@@ -25,15 +25,17 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     if config.tensor is not None:
         _check_tensor(config.tensor, world_size)
     accumulation = config.accumulation_steps(world_size)
-    # An update in the backward pass uses a gradient at once, so it cannot add up those of several micro-batches.
-    if config.expert_store is not None and config.expert_store.update == "backward" and accumulation > 1:
-        raise UserError(
-            'm6.offload: "update": "backward" needs one micro-batch a step, but train_batch_size '
-            f"{config.deepspeed.train_batch_size} makes {accumulation} on {world_size} ranks"
-        )
     turn_refusal = turns_refusal(config.m6.training.micro_batches_at_once, accumulation)
     if turn_refusal is not None:
         raise UserError(turn_refusal)
+    # An update in the backward pass uses a gradient at once, so it cannot add up those of several passes.
+    updates_at_once = config.expert_store is not None and config.expert_store.update == "backward"
+    if updates_at_once and config.backward_passes(world_size) > 1:
+        raise UserError(
+            'm6.offload: "update": "backward" needs one micro-batch a step, or m6.training.micro_batches_at_once of '
+            f"all of them, but train_batch_size {config.deepspeed.train_batch_size} makes {accumulation} on "
+            f"{world_size} ranks"
+        )
     ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, config.data_size(world_size))
     if ramp_refusal is not None:
         raise UserError(ramp_refusal)

@@ -98,6 +98,6 @@ class OffloadSettings(Section):
         "next_forward",
         description="when the host updates experts. next_forward: during the next forward pass, after the norm of all "
         "gradients is known; backward: as soon as the gradient of an expert is computed, which saves the memory of "
-        "gradients (2 bytes per parameter). backward needs gradient_clipping 0, one micro-batch per step and no fp16; "
+        "gradients (2 bytes per parameter). backward needs gradient_clipping 0, one backward pass a step and no fp16; "
         "a non-finite gradient then ends the run, since the step cannot be skipped",
     )

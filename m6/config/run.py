@@ -101,6 +101,10 @@ class RunConfig:
         """Micro-batches of a rank in one step; UserError if the batch is not divisible by all of them."""
         return self.deepspeed.accumulation_steps(self.data_size(world_size))
 
+    def backward_passes(self, world_size: int) -> int:
+        """Backward passes of a rank in one step: of micro-batches, or of those that take turns."""
+        return self.accumulation_steps(world_size) // self.m6.training.micro_batches_at_once
+
     @property
     def ranks_per_part(self) -> int:
         """Neighbouring ranks that share a contiguous part of a step, see ``m6.training.train_step``."""

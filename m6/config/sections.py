@@ -53,7 +53,7 @@ class TrainingSettings(Section):
         le=8,
         description="so many micro-batches take turns in forward and backward passes: one is computed while the tokens "
         "of another are on their way to experts of other ranks. They give the numbers that they give one after the "
-        "other, and need the activations of all",
+        "other, need the activations of all, and have one backward pass",
     )
     max_skipped_steps: int = Field(
         3,

@@ -24,11 +24,6 @@ def check_turns(settings: M6Settings, model: M6Config) -> None:
             "each of them computes something beside the exchange; use overlap_parts 1",
         ),
         (
-            "m6.training.activation_checkpointing",
-            training.activation_checkpointing,
-            "the backward pass computes one block of one micro-batch again at a time; leave one of them out",
-        ),
-        (
             'm6.training.deterministic "any_world"',
             training.deterministic is not None,
             "the gradients of each micro-batch are added up in a tree of their own; leave one of them out",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.model.attention import prefix_lm_mask
@@ -16,10 +17,26 @@ from m6.model.modeling import M6ForConditionalGeneration, cross_entropy
 from m6.model.outputs import M6Output
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
+from m6.model.turns import take_turns
 from moe import MoEConfig, RoutingStats
 
 Routed = tuple[Tensor, RoutingStats]
 """The balance loss and the statistics of a sparse block."""
+
+
+class _Around(NamedTuple):
+    """What all blocks get of a micro-batch beside the hidden states."""
+
+    mask: Tensor
+    token_mask: Tensor
+    rotation: Rotation | None
+    dropout_seed: int | None
+
+    def trip(self, index: int, block: nn.Module, hidden_states: Tensor) -> Generator[None, None, BlockOutput]:
+        """Runs a block; see ``M6Block.trip``."""
+        seed_layer(self.dropout_seed, index + 1)
+        assert isinstance(block, M6Block)
+        return (yield from block.trip(hidden_states, self.mask, self.token_mask, index, self.rotation))
 
 
 def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
@@ -88,34 +105,67 @@ class ModelStage(nn.Module):
             of its own layers, ``router_stats`` of all layers of the model, zero for those of other stages, and in the
             last stage ``target_losses``.
         """
-        hidden_states, mask, token_mask, rotation = self._enter(hidden_states, inputs, dropout_seed)
+        hidden_states, around = self._enter(hidden_states, inputs, dropout_seed)
         blocks = zip(self.numbers, self.layers, strict=True)
-        outputs = run_blocks(blocks, hidden_states, mask, token_mask, rotation, past, dropout_seed)
+        masks = around.mask, around.token_mask
+        outputs = run_blocks(blocks, hidden_states, *masks, around.rotation, past, dropout_seed)
         routed: list[Routed | None] = []
         for output in outputs:
             hidden_states = output.hidden_states
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)
 
-    def trip(
+    def in_turns(
+        self,
+        batches: Sequence[tuple[dict[str, Tensor], Tensor]],
+        dropout_seeds: Sequence[int | None],
+        device: torch.device,
+    ) -> list[M6Output]:
+        """Runs all layers of a model on micro-batches that take turns, see ``m6.model.turns``.
+
+        With activation checkpointing they do so in each block, which then runs again for all of them in the backward
+        pass: a block's last tokens are back before the next block begins.
+
+        Args:
+            batches: inputs and labels of each micro-batch, see ``forward``.
+            dropout_seeds: of each micro-batch.
+            device: of the model.
+        """
+        if not any(isinstance(block, M6Block) and block.gradient_checkpointing for block in self.layers):
+            trips = (self._trip(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
+            return take_turns(trips, device)
+        entered = [self._enter(None, inputs, seed) for (inputs, _), seed in zip(batches, dropout_seeds, strict=True)]
+        states, routed = [hidden_states for hidden_states, _ in entered], [list[Routed | None]() for _ in batches]
+
+        def run(index: int, block: nn.Module, *states: Tensor) -> list[BlockOutput]:
+            each = zip(states, entered, strict=True)
+            return take_turns((around.trip(index, block, hidden) for hidden, (_, around) in each), device)
+
+        for index, block in zip(self.numbers, self.layers, strict=True):
+            # An early stop would leave exchanges of the other micro-batches without their ends.
+            outputs: list[BlockOutput] = checkpoint(run, index, block, *states, use_reentrant=False, early_stop=False)
+            states = [output.hidden_states for output in outputs]
+            for own, output in zip(routed, outputs, strict=True):
+                own.append(_routed(output))
+        ends = zip(states, routed, batches, strict=True)
+        return [self._leave(hidden_states, own, labels)[1] for hidden_states, own, (_, labels) in ends]
+
+    def _trip(
         self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
     ) -> Generator[None, None, M6Output]:
-        """Runs all layers of a model without checkpointing, and pauses whenever tokens are on their way to experts of
-        other ranks; see ``m6.model.turns``."""
-        hidden_states, mask, token_mask, rotation = self._enter(None, inputs, dropout_seed)
+        """Runs all layers, and pauses whenever tokens are on their way to experts of other ranks."""
+        hidden_states, around = self._enter(None, inputs, dropout_seed)
         routed: list[Routed | None] = []
         for index, block in zip(self.numbers, self.layers, strict=True):
-            seed_layer(dropout_seed, index + 1)
-            assert isinstance(block, M6Block)
-            output = yield from block.trip(hidden_states, mask, token_mask, index, rotation)
+            output = yield from around.trip(index, block, hidden_states)
             hidden_states = output.hidden_states
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)[1]
 
     def _enter(
         self, hidden_states: Tensor | None, inputs: dict[str, Tensor], dropout_seed: int | None
-    ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
-        """The hidden states before the first block, and what all blocks get: masks and rotation."""
+    ) -> tuple[Tensor, _Around]:
+        """The hidden states before the first block, and what all blocks get beside them."""
         types, samples = inputs["token_type_ids"], inputs["sample_ids"]
         if self.embeddings is not None:
             seed_layer(dropout_seed, 0)
@@ -123,7 +173,8 @@ class ModelStage(nn.Module):
         assert hidden_states is not None
         begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
         rotation = self._rotate(torch.arange(begin, end, device=samples.device))
-        return hidden_states, prefix_lm_mask(types, samples, begin), samples[:, begin:] != 0, rotation
+        mask = prefix_lm_mask(types, samples, begin)
+        return hidden_states, _Around(mask, samples[:, begin:] != 0, rotation, dropout_seed)
 
     def _leave(self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor) -> tuple[Tensor, M6Output]:
         """What ``forward`` returns, from the hidden states after the blocks and what their routers say."""

@@ -52,7 +52,7 @@ def predict_times(plan: PlacementPlan, sizes: Sequence[ChunkBytes], rates: Rates
         start = max(clock, ready.get(number, 0.0))
         exposed += start - clock
         clock = start + moment.seconds
-        if moment.backward and moment.chunk not in plan.owned:
+        if moment.sends_gradient and moment.chunk not in plan.owned:
             seconds = LATENCY_S + sizes[moment.chunk].gradient / rates.download
             downloads += seconds
             begin = max(clock, staging_free[0])

@@ -16,6 +16,7 @@ class Moment:
         pinned: other chunks in use at this time. Reentrant activation checkpointing nests uses.
         nonmodel_bytes: the peak of all other memory on the device: activations, dense parameters, workspace.
         seconds: how long the computation took; 0 if it was not measured.
+        adds_up: whether the use's gradients stay on the device, to be added to those of the chunk's next use.
     """
 
     chunk: int
@@ -23,6 +24,12 @@ class Moment:
     pinned: tuple[int, ...] = ()
     nonmodel_bytes: int = 0
     seconds: float = 0.0
+    adds_up: bool = False
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether gradients leave the computation after this use."""
+        return self.backward and not self.adds_up
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,6 @@ class Trace:
         """Returns how many gradients each chunk gets in a step; chunks without any are missing."""
         counts: dict[int, int] = {}
         for moment in self.moments:
-            if moment.backward:
+            if moment.sends_gradient:
                 counts[moment.chunk] = counts.get(moment.chunk, 0) + 1
         return counts

@@ -16,6 +16,7 @@ from offload.devices.meter import Meter
 from offload.memory.chunks import Chunk, Stack, cut
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
+from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.recorder import StepRecorder
 
 
@@ -28,6 +29,7 @@ class DryRuntime:
         chunk_bytes: see ``cut``.
         meter: counts the bytes of tensors. It may count this object's weights, too, which are then subtracted.
         constant_bytes: bytes that the meter does not count and the device will always hold.
+        uses_at_once: see ``OffloadRuntime``.
 
     Attributes:
         activations: drops the activations that would be moved to the host, makes new tensors when they are needed, and
@@ -35,7 +37,13 @@ class DryRuntime:
     """
 
     def __init__(
-        self, stacks: Sequence[Stack], dtype: torch.dtype, chunk_bytes: int, meter: Meter, constant_bytes: int = 0
+        self,
+        stacks: Sequence[Stack],
+        dtype: torch.dtype,
+        chunk_bytes: int,
+        meter: Meter,
+        constant_bytes: int = 0,
+        uses_at_once: int = 1,
     ) -> None:
         self._chunks = cut(stacks, chunk_bytes, dtype)
         before = meter.total
@@ -43,7 +51,8 @@ class DryRuntime:
         storages = {weight.untyped_storage()._cdata for weights in self._weights for weight in weights}
         self.activations = ActivationOffload(_NullDevice(storages), _NullBlock)
         self._pinned: list[int] = []
-        self._recorder = StepRecorder(_DryProbe(meter, constant_bytes - (meter.total - before)))
+        self._sums = GradientSums(uses_at_once)
+        self._recorder = StepRecorder(_DryProbe(meter, constant_bytes - (meter.total - before)), uses_at_once)
 
     def chunks_of(self, stack: str) -> list[Chunk]:
         """Returns a stack's chunks."""
@@ -64,6 +73,7 @@ class DryRuntime:
 
     def end_backward(self, chunk: Chunk, gradients: Sequence[Tensor]) -> None:
         """Ends the use in the backward pass."""
+        self._sums.add(chunk.number, gradients)
         self._pinned.remove(chunk.number)
 
     def _arrive(self, chunk: Chunk, backward: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.devices.device import Buffer, Device, Event
 from offload.memory.host_memory import HostBlock
 from offload.memory.layout import plane_tensors, plane_values
+from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.slots import WEIGHT, Slot, accumulate
 from offload.runtime.workers import HostWorkers, Job
 
@@ -30,6 +31,7 @@ class GradientOffload:
         num_bytes: the size of the largest chunk's gradient.
         direct: whether the chunks' gradients are stored in ``dtype``.
         reduce: see ``OffloadRuntime``.
+        sums: adds up gradients before they leave the device.
 
     Attributes:
         update: updates a slot with its gradients, for runs that update chunks in the backward pass; None otherwise.
@@ -45,19 +47,25 @@ class GradientOffload:
         num_bytes: int,
         direct: bool,
         reduce: Callable[[Tensor], None] | None,
+        sums: GradientSums,
     ) -> None:
         self._device, self._workers, self._dtype, self._direct = device, workers, dtype, direct
-        self._reduce = reduce
+        self._reduce, self._sums = reduce, sums
         self._pairs = [_StagingPair(device, num_bytes) for _ in range(2)]
         self.update: Callable[[Slot, Sequence[Tensor]], None] | None = None
         self.expected: dict[int, int] = {}
 
     def take(self, slot: Slot, gradients: Sequence[Tensor]) -> None:
-        """Starts to move the gradients of one use; the caller may free the tensors on return.
+        """Takes the gradients of one use, and starts to move them or their sum; the caller gives the tensors away.
 
         Raises:
             RuntimeError: the chunk was already updated in this step, or its weights' memory already has a gradient.
         """
+        total = self._sums.add(slot.number, gradients)
+        if total is not None:
+            self._take_sum(slot, total)
+
+    def _take_sum(self, slot: Slot, gradients: Sequence[Tensor]) -> None:
         if slot.rotates:
             self._take_place_of_weights(slot)
         if self.update is not None:
@@ -214,14 +222,23 @@ class GradientOffload:
         """The bytes of device buffers that are not present yet."""
         return sum(staging.buffer.num_bytes for staging in self._pairs if not staging.buffer.present)
 
-    def free(self) -> None:
-        """Releases the buffers on the device."""
+    def end_step(self) -> None:
+        """Releases the buffers on the device.
+
+        Raises:
+            RuntimeError: gradients wait for those of later uses.
+        """
+        if self._sums.unfinished:
+            raise RuntimeError(f"the step ends, but the gradients of chunks {self._sums.unfinished} are not complete")
+        self._free_buffers()
+
+    def _free_buffers(self) -> None:
         for staging in self._pairs:
             staging.free(self._device)
 
     def close(self) -> None:
         """Frees all memory on the device and on the host."""
-        self.free()
+        self._free_buffers()
         for staging in self._pairs:
             staging.host_block.free()
 

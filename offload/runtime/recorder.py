@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,10 +24,14 @@ class StepProbe(Protocol):
 
 
 class StepRecorder:
-    """Records the moments of the running step, with their memory and times."""
+    """Records the moments of the running step, with their memory and times.
 
-    def __init__(self, probe: StepProbe) -> None:
-        self._probe = probe
+    Args:
+        uses_at_once: see ``OffloadRuntime``.
+    """
+
+    def __init__(self, probe: StepProbe, uses_at_once: int) -> None:
+        self._probe, self._uses_at_once = probe, uses_at_once
         self._restart()
 
     def _restart(self) -> None:
@@ -35,12 +40,15 @@ class StepRecorder:
         self._arrivals: list[Event] = []
         self._starts: list[Event] = []
         self._outside_bytes = 0
+        self._backward_uses: Counter[int] = Counter()
 
     def arrive(self, chunk: int, backward: bool, pinned: tuple[int, ...]) -> None:
         """Records that a use of a chunk begins; its weights need not be on the device yet."""
         self._arrivals.append(self._probe.mark())
         self._note_peaks()
-        self._moments.append(Moment(chunk, backward, pinned))
+        self._backward_uses[chunk] += backward
+        adds_up = backward and self._backward_uses[chunk] % self._uses_at_once > 0
+        self._moments.append(Moment(chunk, backward, pinned, adds_up=adds_up))
 
     def start(self) -> None:
         """Records that the weights are on the device, so the computation starts."""

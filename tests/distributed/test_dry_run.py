@@ -49,15 +49,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stage 2, late gradients": {"late": True},
     "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},
     "two micro-batches in turns": {"turns": True},
+    "two micro-batches in turns, recomputed": {"turns": True, "recomputed": True},
 }
 
 
 def small(
-    nodes_of: int | None = None, payload: str = "same", late: bool = False, turns: bool = False, **changes: Any
+    nodes_of: int | None = None,
+    payload: str = "same",
+    late: bool = False,
+    turns: bool = False,
+    recomputed: bool = False,
+    **changes: Any,
 ) -> dict[str, Any]:
     document = load_config(CONFIGS / "m6_10b.json").document
     document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
-    document["m6"]["training"]["activation_checkpointing"] = False
+    document["m6"]["training"]["activation_checkpointing"] = recomputed
     document["m6"]["moe"]["payload"] = payload
     document["m6"]["gradient_delay"] = {"accept_loss": True} if late else None
     if nodes_of is not None:
@@ -140,6 +146,14 @@ def plans_follow_the_budgets(_: None) -> None:
     formula = MemoryModel(config, Profile(), device_bytes=room)(layout)
     assert formula.store + formula.owned_experts == tight.host_bytes + tight.owned_bytes
     assert formula.owned_experts == pytest.approx(tight.owned_bytes, abs=2 * tight.expert_bytes / tight.chunks)
+    # Micro-batches that take turns send one gradient of 16 bits, and their sums are in the memory of the activations.
+    in_turns = offloaded()
+    in_turns["m6"]["training"]["micro_batches_at_once"] = 2
+    in_turns["train_batch_size"] *= 2
+    [_, together] = dry_plan.dry_plans(parse_config(in_turns), 16, 5, nodes)
+    assert together.expert_bytes == real.expert_bytes
+    assert together.setup.trace.gradients_per_chunk() == real.setup.trace.gradients_per_chunk()
+    assert len(together.setup.trace.moments) == 2 * len(real.setup.trace.moments)
     # A rank of a pipeline holds the experts of its stages.
     piped = offloaded()
     del piped["m6"]["pseudo_to_real"]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
+from m6.model import stages
 from m6.model.attention import Attention
 from m6.model.outputs import M6Output
 from m6.model.turns import take_turns
 from m6.runs.data import open_data
 from m6.runs.processes import start
-from m6.training.engine import turns as engine_turns
 from m6.training.engine.build import build_engine
 from m6.training.offloading.report import MEMORY_RECORD
 from moe import collectives
@@ -31,6 +31,7 @@ from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, l
 __all__ = ["folder", "reference"]  # fixtures
 
 TURNS = {"m6__training__micro_batches_at_once": 2}
+CHECKPOINTING = {"m6__training__activation_checkpointing": True}
 
 
 def test_losses_are_those_of_one_after_the_other(folder: Path, reference: Path):
@@ -60,6 +61,8 @@ WITH: dict[str, dict[str, Any]] = {
     "offloaded": {"m6__offload": OFFLOAD},
     "shared layers": {"m6__pseudo_to_real": {"num_groups": 1, "switch": "step", "switch_step": 2}},
     "late gradients": {"m6__gradient_delay": {"accept_loss": True}},
+    "recomputed": {**CHECKPOINTING},
+    "recomputed and offloaded": {**CHECKPOINTING, "m6__offload": OFFLOAD},
 }
 
 
@@ -84,6 +87,7 @@ def test_exchange_between_nodes_first_with_a_capacity(folder: Path, ranks: int, 
 def check_order(document: dict[str, Any]) -> None:
     """Records attention, experts, and starts and ends of exchanges of rows: in the order of the planner's clock."""
     config, runtime = parse_config(document), start()
+    ranks = config.m6.training.ep_size
     engine, data = build_engine(config, runtime), open_data(config)
     events: list[str] = []
     running = ["A"]
@@ -145,20 +149,24 @@ def check_order(document: dict[str, Any]) -> None:
         watch(Attention, "beside")
         watch(Experts, "experts")
         patch.setattr(collectives, "_Exchange", Noted)
-        patch.setattr(engine_turns, "take_turns", numbered)
+        patch.setattr(stages, "take_turns", numbered)
         engine.begin_step(0.1)
         engine.accumulate([data.micro_batch(number) for number in range(2)], loss, [1, 2])
-    num_hops = len(exchange_steps(config.model.moe_config(), config.m6.training.ep_size))
-    for found, backward in zip([*passes, events], (False, True), strict=True):
-        order = turns(2, config.model.num_layers, num_hops, backward)
+    num_layers, num_hops = config.model.num_layers, len(exchange_steps(config.model.moe_config(), ranks))
+    forward, backward = ([*turns(2, num_layers, num_hops, is_backward)] for is_backward in (False, True))
+    if config.m6.training.activation_checkpointing:  # layer by layer, and forward once more before each way back
+        once, back = ([*turns(2, 1, num_hops, is_backward)] for is_backward in (False, True))
+        forward, backward = once * num_layers, (once + back) * num_layers
+    for found, order in zip([*passes, events], (forward, backward), strict=True):
         expected = [f"{each.kind} {'AB'[each.part]}" for each in order]
-        assert found == expected, f"backward {backward}: {found}"
+        assert found == expected, f"{order is backward}: {found}"
 
 
 @pytest.mark.parametrize(
     ("ranks", "moe"),
     [
         (2, {"m6__moe__exchange": "all_to_all"}),
+        (2, {"m6__moe__exchange": "all_to_all", **CHECKPOINTING}),
         pytest.param(4, {"m6__moe__exchange": "all_to_all", "m6__moe__ranks_per_node": 2}, marks=pytest.mark.slow),
     ],
 )

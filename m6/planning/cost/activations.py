@@ -66,10 +66,11 @@ class Activations:
         vectors = 1 if self.config.m6.training.activation_checkpointing else 5
         return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
 
-    def loss_backward(self) -> int:
-        """Bytes on top of ``total`` when the backward pass begins: gradients of log-probabilities and of logits."""
+    def loss_backward(self, at_once: int = 1) -> int:
+        """Bytes on top of ``at_once`` times ``total`` when the backward pass begins: gradients of log-probabilities and
+        of logits."""
         gradients = 2 * self.batch.targets * self.model.vocab_size * FP32
-        return max(0, gradients - self.recomputation())
+        return max(0, gradients - at_once * self.recomputation())
 
     def recomputation(self) -> int:
         """Bytes by which the largest recomputed block exceeds the head, whose activations are freed before."""

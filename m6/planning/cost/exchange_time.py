@@ -75,10 +75,13 @@ class ExchangeTime:
         sparse, count = next((work, count) for work, count in blocks if work.routed is not None)
         assert sparse.routed is not None
         passes, experts = self._compute.passes(sparse, layout), self._compute.block(sparse, layout).experts
+        router, at_once = self._router(layout), layout.micro_batches_at_once
+        if layout.checkpointing:
+            beside = self._compute.block(sparse, layout).compute - experts
+            return router.in_turns_of_layers(sparse.routed, experts / passes, beside / passes, count, at_once)
         # Dense blocks between sparse ones are computed beside exchanges, too.
-        computed = sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count
-        seconds = experts / passes, (computed - experts) / passes
-        return self._router(layout).in_turns(sparse.routed, *seconds, count, layout.micro_batches_at_once)
+        beside = sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count - experts
+        return router.in_turns(sparse.routed, experts / passes, beside / passes, count, at_once)
 
     def _routing_of(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
         """The same of one block, for a micro-batch that takes no turns."""

@@ -54,14 +54,14 @@ class ExpertStore:
     next_weights: NextWeights | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, accumulation: int, shared: bool) -> ExpertStore:
+    def of(cls, config: RunConfig, passes: int, shared: bool) -> ExpertStore:
         """The store of a run; without a section ``m6.offload`` that of the section's defaults.
 
         ``m6.offload`` refuses autocast. Such a run is priced as the bf16 run that it would have to become.
 
         Args:
             config: the run.
-            accumulation: micro-batches of a step.
+            passes: backward passes of a step.
             shared: whether layers share experts.
         """
         settings = config.expert_store or OffloadSettings()
@@ -70,8 +70,8 @@ class ExpertStore:
             precision = "bf16"
         dtype = _DTYPES[precision]
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
-        gradient = gradient_dtype_of(settings, dtype, accumulation, shared)
-        place = next_weights_of(config, accumulation, shared)
+        gradient = gradient_dtype_of(settings, dtype, passes, shared)
+        place = next_weights_of(config, passes, shared)
         return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB), settings.num_threads, place)
 
     @property
@@ -118,6 +118,20 @@ class ExpertStore:
         # The first one of the same type arrives where it stays. A device squares for the norm in double precision.
         first = width if self.gradient_dtype == self.dtype and not on_device else copied
         return first + (number - 1) * (copied + total) + total + (_DEVICE_NORM_BYTES if on_device else 0)
+
+    def sum_bytes(self, at_once: int) -> int:
+        """Bytes of the sum of a parameter's gradients that waits on the device, see ``offload.runtime.gradient_sums``.
+
+        Args:
+            at_once: micro-batches that take turns.
+        """
+        return {1: 0, 2: self.weight_bytes}.get(at_once, FP32)
+
+    def summing_bytes(self, at_once: int) -> int:
+        """Bytes that the device reads and writes for the sum of ``at_once`` gradients of a parameter."""
+        each, width = self.sum_bytes(at_once), self.weight_bytes
+        rounded = width + each if each > width else 0  # once to a wider type, and once back
+        return (at_once - 1) * (width + 2 * each) + 2 * rounded
 
     def chunks(self, model: FoldedModel, ep_size: int) -> RankChunks:
         """The chunks of one rank."""
@@ -176,20 +190,18 @@ def uses_of_experts(model: FoldedModel) -> float:
     return sum(computed for computed, _ in counts) / max(1, sum(stored for _, stored in counts))
 
 
-def gradient_dtype_of(
-    settings: OffloadSettings, dtype: torch.dtype, accumulation: int, shared: bool
-) -> torch.dtype | None:
+def gradient_dtype_of(settings: OffloadSettings, dtype: torch.dtype, passes: int, shared: bool) -> torch.dtype | None:
     """The type in which the host keeps gradients: fp32 where several add up, otherwise that of the weights."""
     if settings.update == "backward":
         return None
-    return dtype if accumulation == 1 and not shared else torch.float32
+    return dtype if passes == 1 and not shared else torch.float32
 
 
-def next_weights_of(config: RunConfig, accumulation: int, shared: bool) -> NextWeights | None:
+def next_weights_of(config: RunConfig, passes: int, shared: bool) -> NextWeights | None:
     """Where late updates put new weights: in the place of a gradient, unless several ones of a step add up there."""
     if config.m6.gradient_delay is None:
         return None
-    return "gradient" if accumulation == 1 and not shared else "copy"
+    return "gradient" if passes == 1 and not shared else "copy"
 
 
 def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:

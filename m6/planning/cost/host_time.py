@@ -73,7 +73,7 @@ class HostTime:
         self,
         numel: int,
         store: ExpertStore,
-        micro_batches: int,
+        backward_passes: int,
         num_gradients: int,
         uses: float,
         forward_s: float,
@@ -89,16 +89,16 @@ class HostTime:
         Args:
             num_gradients: of a parameter in the step.
             uses: layers that compute with the same experts.
-            forward_s: seconds of the forward pass of a micro-batch.
-            backward_s: the same of the backward pass, with recomputation.
+            forward_s: seconds of a forward pass.
+            backward_s: seconds of a backward pass, with recomputation.
         """
         weights, update = uses * store.weight_bytes * numel, self.store_update_s(numel, store)
-        copied = num_gradients * store.weight_bytes * numel / micro_batches
-        added = store.gradient_bytes(num_gradients, on_device=False) * numel / micro_batches
+        copied = num_gradients * store.weight_bytes * numel / backward_passes
+        added = store.gradient_bytes(num_gradients, on_device=False) * numel / backward_passes
         link, memory = 1 / self.copy_bytes_per_s, 1 / self._memory_rate
         forward = weights * max(link, memory)
         backward = max(weights * link, copied * link, (weights + added) * memory)
-        passes = [(forward, forward_s)] * micro_batches + [(backward, backward_s)] * micro_batches
+        passes = [(forward, forward_s)] * backward_passes + [(backward, backward_s)] * backward_passes
         if store.next_weights is None:
             # The update reads and writes the memory from which the weights are copied.
             passes[0] = max(weights * link, update, (store.update_bytes * numel + weights) * memory), forward_s

@@ -92,6 +92,10 @@ class ParallelLayout:
             )
         return global_batch // per_pass
 
+    def backward_passes(self, global_batch: int) -> int:
+        """Backward passes of a step: of micro-batches, or of those that take turns."""
+        return self.accumulation(global_batch) // self.micro_batches_at_once
+
     def __str__(self) -> str:
         parts = [f"world {self.world_size}", f"ep {self.ep_size}", f"zero {self.zero_stage}"]
         if self.tp_size > 1:

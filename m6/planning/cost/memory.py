@@ -171,7 +171,7 @@ class MemoryModel:
 
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""
-        key = layout.accumulation(self.config.deepspeed.train_batch_size), layout.ep_size
+        key = layout.backward_passes(self.config.deepspeed.train_batch_size), layout.ep_size
         if key not in self._expert_stores:
             several = uses_of_experts(self.model) > 1 or self.exchange_parts(layout) > 1
             self._expert_stores[key] = ExpertStore.of(self.config, key[0], several)
@@ -194,7 +194,7 @@ class MemoryModel:
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, at_once)
         if key not in self._activations:
             found = self.activations_of(layout)
-            total = at_once * found.total() + found.loss_backward()
+            total = at_once * found.total() + found.loss_backward(at_once)
             self._activations[key] = (total, at_once * found.kept_by_blocks(), at_once * found.replicated())
         total, blocks, replicated = self._activations[key]
         kept = replicated + (blocks - replicated) // layout.tp_size
@@ -240,7 +240,7 @@ class MemoryModel:
         bucket = self._bucket(counts.local)
         weights = padded * width + counts.fixed(width)
         if layout.offload_optimizer:
-            kind = "one" if layout.accumulation(self.config.deepspeed.train_batch_size) == 1 else "many"
+            kind = "one" if layout.backward_passes(self.config.deepspeed.train_batch_size) == 1 else "many"
             host = owned * (_HOST_BYTES[kind] + 2 * (width - 2))  # two of the buffers have the width of the weights
             device_gradients = counts.local * width if stage == 1 else 0
             return MemoryFootprint(weights=weights, gradients=device_gradients, buckets=bucket, host=host)
@@ -320,12 +320,15 @@ class MemoryModel:
 
     def _with_store(self, rest: MemoryFootprint, layout: ParallelLayout, part: FoldedModel) -> MemoryFootprint:
         """``rest`` with the experts of ``m6.offload``: all on the device if they fit beside the rest; otherwise two
-        layers' weights, one layer's gradients and as many whole chunks as fit, and the other chunks on the host."""
+        layers' weights, one layer's gradients and as many whole chunks as fit, and the other chunks on the host. Where
+        micro-batches take turns, sums of one layer's gradients lie beside them either way."""
         chunks, share = self._chunks_of(layout, part), layout.tp_size
+        store, numel = self.expert_store(layout), math.ceil(layer_numel(self.model, layout.ep_size) / share)
+        rest = replace(rest, gradients=rest.gradients + numel * store.sum_bytes(layout.micro_batches_at_once))
         room = -1 if self.device_bytes is None else self.device_bytes - rest.peak
         if chunks.total <= room * share:
             return replace(rest, owned_experts=math.ceil(chunks.total / share))
-        layer = math.ceil(layer_numel(self.model, layout.ep_size) / share) * self.expert_store(layout).weight_bytes
+        layer = numel * store.weight_bytes
         owned = chunks.fitting((room - (_STREAM_WINDOW_LAYERS + 1) * layer) * share)
         on_host = math.ceil(chunks.on_host(owned) / share)
         return replace(

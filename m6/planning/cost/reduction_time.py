@@ -29,7 +29,7 @@ class ReductionTime:
         self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
         self._tensors: dict[bool, list[GradientTensor]] = {}
 
-    def __call__(self, layout: ParallelLayout, steps: int, counts: ParameterCounts | None = None) -> float:
+    def __call__(self, layout: ParallelLayout, passes: int, counts: ParameterCounts | None = None) -> float:
         """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8).
 
         Args:
@@ -41,9 +41,9 @@ class ReductionTime:
         parts = ((counts.local - counts.experts, everyone), (counts.experts, replicas))
         if stage == 3:
             # Weights are gathered for the forward and for the backward pass; a reduce-scatter costs as much.
-            return sum(3 * steps * self._collective("all_gather", numel * width, group) for numel, group in parts)
-        seconds = self.gradients(layout, steps, self._settings, counts)
-        seconds += self._summed(counts.experts, replicas, stage, steps)
+            return sum(3 * passes * self._collective("all_gather", numel * width, group) for numel, group in parts)
+        seconds = self.gradients(layout, passes, self._settings, counts)
+        seconds += self._summed(counts.experts, replicas, stage, passes)
         if stage > 0:
             seconds += sum(self._collective("all_gather", numel * width, group) for numel, group in parts)
         return seconds
@@ -51,7 +51,7 @@ class ReductionTime:
     def gradients(
         self,
         layout: ParallelLayout,
-        steps: int,
+        passes: int,
         settings: CommunicationSettings,
         counts: ParameterCounts | None = None,
     ) -> float:
@@ -63,7 +63,7 @@ class ReductionTime:
         everyone = all_replicas(layout, self._nodes)
         if not settings.compresses:
             counts = counts or self._memory.counts(layout).divided(layout)
-            return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, steps)
+            return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, passes)
         ranks, tensors = layout.dp_size, self._gradients_of(layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
         moved = sum(tensor.numel for tensor in tensors if is_compressed(tensor, settings))
@@ -73,10 +73,10 @@ class ReductionTime:
         copies = moved * _MOVED_BYTES[settings.gradients] / device_bandwidth(self._nodes, self._profile)
         return (sent + copies) / layout.tp_size
 
-    def _summed(self, numel: int, group: RankGroup, stage: int, steps: int) -> float:
+    def _summed(self, numel: int, group: RankGroup, stage: int, passes: int) -> float:
         # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.
         width = FP32 if stage == 0 else self._memory.precision.weights
-        return (steps if stage == 2 else 1) * self._collective("all_reduce", numel * width, group)
+        return (passes if stage == 2 else 1) * self._collective("all_reduce", numel * width, group)
 
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self._nodes, self._profile) / core_share(self._nodes)

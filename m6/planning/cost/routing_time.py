@@ -80,17 +80,28 @@ class RoutingTimes:
             experts: as above.
             beside: seconds of all else that is computed for a layer in a forward pass, and twice in a backward pass.
         """
-        total = RoutingTime()
-        for times, backward in ((1, False), (2, True)):
-            hops = self._hops(routed, backward, parts=1)
-            numbers = num_layers * hops.numbers
-            if self.nodes.links.host is None:
-                total += RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
-                continue
-            seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * beside)
-            found = span_of_turns(*seconds, backward, hops.links)
-            total += RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
-        return total
+        passes = (self._turns(routed, experts, beside, num_layers, at_once, backward) for backward in (False, True))
+        return sum(passes, RoutingTime())
+
+    def in_turns_of_layers(
+        self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int
+    ) -> RoutingTime:
+        """The same with activation checkpointing: they take turns in each layer alone, and forward passes run twice."""
+        forward, backward = (
+            self._turns(routed, experts, beside, 1, at_once, is_backward) for is_backward in (False, True)
+        )
+        return (forward * 2 + backward) * num_layers
+
+    def _turns(
+        self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int, backward: bool
+    ) -> RoutingTime:
+        hops, times = self._hops(routed, backward, parts=1), 2 if backward else 1
+        numbers = num_layers * hops.numbers
+        if self.nodes.links.host is None:
+            return RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
+        seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * beside)
+        found = span_of_turns(*seconds, backward, hops.links)
+        return RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
 
     def _pass(self, routed: RoutedRows, experts: float, shared: float, backward: bool) -> RoutingTime:
         parts, once = self.moe.overlap_parts, (2 if backward else 1) / self.moe.overlap_parts

@@ -85,13 +85,14 @@ class TimeModel:
         if layout.zero_stage == 3:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
+        passes = layout.backward_passes(self.config.deepspeed.train_batch_size)
         ranks = [
-            self._on(nodes)._after(layout, steps, place, counts, streaming)
+            self._on(nodes)._after(layout, passes, place, counts, streaming)
             for place, (nodes, counts, streaming) in enumerate(
                 zip(
                     self.pipeline.slowest_of(layout),
                     self.memory.counts_of_ranks(layout),
-                    self._streamings(layout, steps),
+                    self._streamings(layout, passes),
                     strict=True,
                 )
             )
@@ -99,16 +100,16 @@ class TimeModel:
         return StepTime(**parts | max(ranks, key=lambda rank: sum(rank.values())))
 
     def _after(
-        self, layout: ParallelLayout, steps: int, place: int, counts: ParameterCounts, streaming: Streaming
+        self, layout: ParallelLayout, passes: int, place: int, counts: ParameterCounts, streaming: Streaming
     ) -> dict[str, float]:
         """Seconds by part of a rank with ``counts`` after the passes of a step, and those in which it waits for
         streamed experts."""
-        update, host = self._update(layout, steps, counts)
-        update += added_bytes(self.memory, layout, steps, place) / device_bandwidth(self.nodes, self.profile)
+        update, host = self._update(layout, passes, counts)
+        update += added_bytes(self.memory, layout, passes, place) / device_bandwidth(self.nodes, self.profile)
         if layout.stream_experts:
-            update += self.store.owned_s(layout, steps, place, self.host)
+            update += self.store.device_s(layout, passes, place, self.host)
         return {
-            "reduction": self.profile.factor("reduction") * self._reduction(layout, steps, place, counts),
+            "reduction": self.profile.factor("reduction") * self._reduction(layout, passes, place, counts),
             "update": self.profile.factor("update") * update,
             "host": self.profile.factor("host") * (host + streaming.exposed),
         }
@@ -176,16 +177,16 @@ class TimeModel:
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
-    def _reduction(self, layout: ParallelLayout, steps: int, place: int, counts: ParameterCounts) -> float:
+    def _reduction(self, layout: ParallelLayout, passes: int, place: int, counts: ParameterCounts) -> float:
         """Seconds of a step in which gradients are summed and weights gathered."""
-        seconds = self.reduction(layout, steps, counts)
+        seconds = self.reduction(layout, passes, counts)
         if layout.stream_experts:
             replicas = expert_replicas(layout, self.nodes)
             each = self._collective("all_reduce", self.store.reduced_bytes(layout, place), replicas)
-            seconds += self.store.num_gradients(layout, steps) * each
+            seconds += self.store.num_gradients(layout, passes) * each
         return seconds
 
-    def _update(self, layout: ParallelLayout, steps: int, counts: ParameterCounts) -> tuple[float, float]:
+    def _update(self, layout: ParallelLayout, passes: int, counts: ParameterCounts) -> tuple[float, float]:
         """Seconds of the update on the device, and of transfers and updates in host memory."""
         counts = counts.divided(layout)
         stage, width = layout.zero_stage, self.memory.precision.weights
@@ -194,8 +195,8 @@ class TimeModel:
             owned /= layout.dp_size
             owned_experts /= layout.dp_size // layout.ep_size
         owned += owned_experts
-        # Stage 1 fills the bucket once a step, stages 2 and 3 for each micro-batch.
-        moved = _PARTITION_BYTES + _BUCKET_BYTES * (steps if stage > 1 else 1) if stage > 0 else 0
+        # Stage 1 fills the bucket once a step, stages 2 and 3 in each backward pass.
+        moved = _PARTITION_BYTES + _BUCKET_BYTES * (passes if stage > 1 else 1) if stage > 0 else 0
         copies = moved * counts.local / device_bandwidth(self.nodes, self.profile)
         by_muon = counts.muon if self.config.deepspeed.optimizer_type == "Muon" else ()
         products = muon_products_s(by_muon, layout, self.dtype, self.compute.matmul_s)
@@ -208,15 +209,15 @@ class TimeModel:
                 else measured / core_share(self.nodes)
             )
             return owned * each + products + copies, 0.0
-        down = owned * (4 if steps == 1 else 2 * steps + 4)
-        up = owned * (width if steps == 1 else width + 2 * steps)
+        down = owned * (4 if passes == 1 else 2 * passes + 4)
+        up = owned * (width if passes == 1 else width + 2 * passes)
         if layout.offload_params:
-            up += owned * 4 * steps
+            up += owned * 4 * passes
         update = self.host.update_s(owned, self.config.deepspeed.optimizer_type)
         copies += products  # of partitions in host memory, too, the device computes them
         return copies, (down + up) / self.host.copy_bytes_per_s + update
 
-    def _streamings(self, layout: ParallelLayout, steps: int) -> list[Streaming]:
+    def _streamings(self, layout: ParallelLayout, passes: int) -> list[Streaming]:
         """The copies and updates of streamed experts in a step, on each rank of a pipeline."""
         if not layout.stream_experts:
             return [Streaming()] * layout.pp_size
@@ -224,11 +225,12 @@ class TimeModel:
             windows = [(rank.compute, rank.exchange) for rank in self.pipeline.ranks(layout)]
         else:
             windows = [(self.compute(layout).compute, self.exchange(layout))]
-        passes, found = 4 if layout.checkpointing else 3, []
+        forwards, at_once, found = 4 if layout.checkpointing else 3, layout.micro_batches_at_once, []
         for place, (computing, exchange) in enumerate(windows):
-            forward = computing / passes + exchange / (passes - 1)
+            forward = computing / forwards + exchange / (forwards - 1)
+            seconds = at_once * forward, at_once * (computing + exchange - forward)
             host = self._on(self.pipeline.slowest_of(layout)[place]).host
-            found.append(self.store.streaming(layout, steps, place, host, forward, computing + exchange - forward))
+            found.append(self.store.streaming(layout, passes, place, host, *seconds))
         return found
 
     def hidden_s(self, layout: ParallelLayout) -> float:
@@ -236,6 +238,7 @@ class TimeModel:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
         hidden = self.exchange.routing(layout).hidden * steps / layout.pp_size
         if layout.stream_experts:
-            slowest = max(self._streamings(layout, steps), key=lambda streaming: streaming.exposed)
+            passes = layout.backward_passes(self.config.deepspeed.train_batch_size)
+            slowest = max(self._streamings(layout, passes), key=lambda streaming: streaming.exposed)
             hidden += slowest.hidden * self.profile.factor("host")
         return hidden

@@ -21,32 +21,34 @@ class StoreTime:
         self._memory = memory
         self._uses = uses_of_experts(memory.model)
 
-    def num_gradients(self, layout: ParallelLayout, steps: int) -> int:
-        """Gradients of an expert in ``steps`` micro-batches: one of each layer that uses it and each part of the
-        exchange."""
-        return round(steps * self._memory.exchange_parts(layout) * self._uses)
+    def num_gradients(self, layout: ParallelLayout, passes: int) -> int:
+        """Gradients of an expert in ``passes`` backward passes: one of each layer that uses it and each part of the
+        exchange; those of micro-batches that take turns are one."""
+        return round(passes * self._memory.exchange_parts(layout) * self._uses)
 
     def streaming(
-        self, layout: ParallelLayout, steps: int, place: int, host: HostTime, forward_s: float, backward_s: float
+        self, layout: ParallelLayout, passes: int, place: int, host: HostTime, forward_s: float, backward_s: float
     ) -> Streaming:
         """The copies and updates of streamed experts in a step.
 
         Args:
-            steps: micro-batches of the step.
+            passes: backward passes of the step.
             place: of the rank in the pipeline.
             host: of the rank.
-            forward_s: seconds of the forward pass of a micro-batch.
+            forward_s: seconds of a forward pass.
             backward_s: the same of the backward pass, with recomputation.
         """
         numel = math.ceil((1 - self._owned_share(layout, place)) * self._numel(layout, place))
-        store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, steps)
-        return host.streaming(numel, store, steps, gradients, self._uses, forward_s, backward_s)
+        store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
+        return host.streaming(numel, store, passes, gradients, self._uses, forward_s, backward_s)
 
-    def owned_s(self, layout: ParallelLayout, steps: int, place: int, host: HostTime) -> float:
-        """Seconds of a step in which a device adds up the gradients of experts that it owns, and updates them."""
-        numel = self._owned_share(layout, place) * self._numel(layout, place)
-        store = self._memory.expert_store(layout)
-        moved = store.gradient_bytes(self.num_gradients(layout, steps), on_device=True) + store.device_update_bytes
+    def device_s(self, layout: ParallelLayout, passes: int, place: int, host: HostTime) -> float:
+        """Seconds of a step in which a device adds up the gradients of micro-batches that take turns, and those of
+        experts that it owns, which it also updates."""
+        numel, owned = self._numel(layout, place), self._owned_share(layout, place)
+        store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
+        summed = gradients * store.summing_bytes(layout.micro_batches_at_once)
+        moved = summed + owned * (store.gradient_bytes(gradients, on_device=True) + store.device_update_bytes)
         return numel * moved / device_bandwidth(host.nodes, host.profile)
 
     def reduced_bytes(self, layout: ParallelLayout, place: int) -> int:

@@ -28,10 +28,11 @@ def compression_line(planner: Planner, best: PricedLayout) -> str:
         or planner.config.m6.communication.compresses
     ):
         return ""
-    steps, factor = layout.accumulation(planner.config.deepspeed.train_batch_size), planner.profile.factor("reduction")
+    passes = layout.backward_passes(planner.config.deepspeed.train_batch_size)
+    factor = planner.profile.factor("reduction")
 
     def seconds(settings: CommunicationSettings) -> float:
-        return factor * planner.time.reduction.gradients(layout, steps, settings)
+        return factor * planner.time.reduction.gradients(layout, passes, settings)
 
     whole = seconds(CommunicationSettings())
     fastest = min(_CHOICES, key=seconds)

@@ -123,7 +123,7 @@ class Planner:
                 chosen = dict(zip(axes, values, strict=True))
                 # Streaming is considered where a rank holds a share of the experts.
                 streams = (False, True) if chosen["ep_size"] > 1 else (False,)
-                in_turns = chosen["ep_size"] > 1 and tp_size == pp_size == 1 and not chosen["checkpointing"]
+                in_turns = chosen["ep_size"] > 1 and tp_size == pp_size == 1
                 at_once = self._values("micro_batches_at_once", (1, 2) if in_turns else (1,))
                 for stream, turns in itertools.product(self._values("stream_experts", streams), at_once):
                     sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}

@@ -11,7 +11,6 @@ import torch
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.model.stages import ModelStage
-from m6.model.turns import take_turns
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -27,9 +26,9 @@ def forward_in_turns(
         seeds: for dropout, one for each micro-batch.
     """
     layers = ModelStage.whole(deepspeed.module)
-    trips = (layers.trip(batch.model_inputs(), batch.labels, seed) for batch, seed in zip(batches, seeds, strict=True))
+    inputs = [(batch.model_inputs(), batch.labels) for batch in batches]
     # DeepSpeed's forward pass calls its module: in its autocast, and with the hooks that its backward pass needs.
-    vars(deepspeed.module)["forward"] = functools.partial(take_turns, trips, device)
+    vars(deepspeed.module)["forward"] = functools.partial(layers.in_turns, inputs, seeds, device)
     try:
         outputs: list[M6Output] = deepspeed()
     finally:

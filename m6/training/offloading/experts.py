@@ -86,6 +86,7 @@ class OffloadedExperts:
                 next_weights=setup.next_weights,
                 plan=setup.plan,
                 reduce=None if by_engine or copies == 1 else self._sum,
+                uses_at_once=config.m6.training.micro_batches_at_once,
             )
         except ValueError as error:
             raise UserError(f"m6.offload: {error}") from None

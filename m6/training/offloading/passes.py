@@ -11,7 +11,6 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import ModelStage, keep_layers
-from m6.model.turns import take_turns
 from m6.planning.cost.schedules import orders_of
 from m6.training.meta_model import build_meta_model
 from m6.training.places import Places, layers_of
@@ -45,8 +44,7 @@ def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBa
         batch: stands for every micro-batch.
     """
     layers = ModelStage.whole(model)
-    trips = (layers.trip(batch.model_inputs(), batch.labels, None) for _ in range(at_once))
-    outputs = take_turns(trips, torch.device("cpu"))
+    outputs = layers.in_turns([(batch.model_inputs(), batch.labels)] * at_once, [None] * at_once, torch.device("cpu"))
     losses = [loss for output in outputs for loss in (output.target_losses, output.aux_loss) if loss is not None]
     torch.stack([loss.sum() for loss in losses]).sum().backward()
 

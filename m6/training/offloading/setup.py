@@ -136,9 +136,9 @@ def plan_offload(
     # Of the layers that share experts, and of the parts of a layer's tokens, each gives a gradient.
     parts = config.model.moe_config().exchange_parts(config.m6.training.ep_size)
     several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())
-    accumulation = config.accumulation_steps(world_size)
-    gradient_dtype = gradient_dtype_of(settings, dtype, accumulation, several)
-    next_weights = next_weights_of(config, accumulation, several)
+    passes = config.backward_passes(world_size)
+    gradient_dtype = gradient_dtype_of(settings, dtype, passes, several)
+    next_weights = next_weights_of(config, passes, several)
     optimizer, scale = expert_optimizer(config)
     places = resolve_activation_rules(settings.rules, config.model, config.m6.training.activation_checkpointing)
 
@@ -253,7 +253,8 @@ def dry_trace(
     uses = experts_of(model)
     with fake_tensors() as world:
         stacks = [use.stack(name) for name, use in uses.items()]
-        dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant)
+        at_once = config.m6.training.micro_batches_at_once
+        dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant, at_once)
         for name, use in uses.items():
             stream(use, dry, name)
         offload_activations(model, dry.activations, activations)
@@ -263,8 +264,7 @@ def dry_trace(
         model.train()
         batch = fake_batch(config, shape, world)
         # The second pass differs from the first, since gradients exist already; all later ones equal the second.
-        at_once = config.m6.training.micro_batches_at_once
-        passes = config.accumulation_steps(world_size) // at_once
+        passes = config.backward_passes(world_size)
         traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:
             run_pipeline(model, config, places, batch)

@@ -23,7 +23,6 @@ def turns(folder: Path, **changes: Any) -> dict[str, Any]:
     [
         ("ep_size 1: all experts are on this rank", {"m6__training__ep_size": 1}),
         ("m6.moe.overlap_parts 2: each of them computes", {"m6__moe__overlap_parts": 2}),
-        ("activation_checkpointing: the backward pass computes", {"m6__training__activation_checkpointing": True}),
         (
             'deterministic "any_world": the gradients of each micro-batch',
             {"m6__training__deterministic": "any_world"},
@@ -45,5 +44,9 @@ def test_the_micro_batches_of_a_rank_are_divided(tmp_path: Path) -> None:
     check_world_size(config, 2)  # 8 rows: 2 micro-batches of 2 on each of 2 ranks
     with pytest.raises(UserError, match=r"micro_batches_at_once 2 does not divide the 1 micro-batches .* use 1, or a"):
         check_world_size(config, 4)
+    once = {"m6__offload": {**OFFLOAD, "rules": [], "update": "backward"}, "gradient_clipping": 0.0}
+    check_world_size(parse_config(turns(tmp_path, **once)), 2)  # one gradient of both micro-batches
+    with pytest.raises(UserError, match=r"backward.* needs one micro-batch a step, .* but train_batch_size 16 makes 4"):
+        check_world_size(parse_config(turns(tmp_path, **once, train_batch_size=16)), 2)
     with pytest.raises(UserError, match=r"m6\.training\.micro_batches_at_once"):
         parse_config(turns(tmp_path, m6__training__micro_batches_at_once=0))

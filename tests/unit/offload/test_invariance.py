@@ -27,7 +27,8 @@ def toys(draw: st.DrawFn) -> Toy:
     update_in_backward = draw(st.sampled_from([False, False, True]))
     late = None if update_in_backward else draw(st.sampled_from([None, "gradient", "copy"]))
     one_gradient = update_in_backward or late == "gradient"
-    num_micro_batches = 1 if one_gradient else draw(st.sampled_from([1, 1, 3]))
+    at_once = draw(st.sampled_from([1, 1, 2, 3]))
+    num_micro_batches = at_once if one_gradient else at_once * draw(st.sampled_from([1, 1, 2]))
     return Toy(
         num_layers=draw(st.integers(1, 4)),
         num_experts=draw(st.integers(1, 6)),
@@ -35,6 +36,7 @@ def toys(draw: st.DrawFn) -> Toy:
         shared=not one_gradient and draw(st.sampled_from([False, False, True])),
         recompute=draw(st.sampled_from(["none", "reentrant", "non_reentrant"])),
         num_micro_batches=num_micro_batches,
+        at_once=at_once,
         num_steps=4,
         dtype=dtype,
         gradient_dtype=dtype if one_gradient else draw(st.sampled_from([dtype, torch.float32])),

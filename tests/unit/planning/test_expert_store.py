@@ -24,6 +24,7 @@ from m6.planning.search.requirements import with_offload
 from m6.planning.search.stages import pseudo_sharing
 from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack, remainder_dtype
 from offload.optimizer import update as update_module
+from offload.runtime.gradient_sums import GradientSums
 from tests.fixtures.tiny_run import tiny_document
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization__stage": 1}
@@ -168,6 +169,21 @@ def test_bytes_of_an_update_on_the_device(
         update_module.update(optimizer, 1, 1e-3, 1.0, weights, rest, gradients, states)
     store = ExpertStore(dtype, gradient, optimizer, 2**20, 1)
     assert store.device_update_bytes == pytest.approx(moved.num_bytes / (64 * 256), rel=0.2)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_bytes_of_sums_of_gradients_that_wait_on_the_device(dtype: torch.dtype, at_once: int):
+    sums, store = GradientSums(at_once), ExpertStore(dtype, dtype, OptimizerSettings("sgd"), 2**20, 1)
+    waiting = 0
+    with _Moved() as moved:
+        for _ in range(at_once):
+            total = sums.add(0, [torch.ones(1000, dtype=dtype)])
+            waiting = max(waiting, sum(part.nbytes for _, parts in sums._begun.values() for part in parts))
+    assert total is not None
+    made = at_once * dtype.itemsize * 1000
+    assert moved.num_bytes - made == 1000 * store.summing_bytes(at_once)
+    assert waiting == 1000 * store.sum_bytes(at_once)
 
 
 def test_the_host_has_no_more_than_its_memory():

@@ -62,6 +62,16 @@ def test_recomputation_is_one_more_forward_pass():
     assert four.hidden > three.hidden
 
 
+def test_turns_hide_less_where_they_end_with_each_layer():
+    """With one layer recomputation is one more forward pass; with more, each layer exposes a beginning and an end."""
+    one, layers = ((ROUTED, 1e-2, 1e-2, number, 2) for number in (1, 6))
+    whole, apart = price().in_turns(*one), price().in_turns_of_layers(*one)
+    forward = apart.exposed - whole.exposed
+    assert 0 < forward < whole.exposed
+    assert price().in_turns_of_layers(*layers).exposed == pytest.approx(6 * apart.exposed)
+    assert price().in_turns(*layers).exposed < 6 * whole.exposed / 2
+
+
 def test_a_cpu_hides_nothing():
     host = NODES.links.model_copy(update={"host": None})
     cpu = NODES.model_copy(update={"links": host})

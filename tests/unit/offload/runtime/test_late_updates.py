@@ -33,13 +33,13 @@ def test_the_next_forward_pass_does_not_wait_for_the_update(place: NextWeights, 
         assert forward_is_over.wait(60)
         update(self, *arguments)
 
-    def watched(*arguments: Any) -> torch.Tensor:
-        loss = Toy.loss(*arguments)
+    def watched(*arguments: Any) -> list[torch.Tensor]:
+        losses = Toy.losses(*arguments)
         forward_is_over.set()
-        return loss
+        return losses
 
     monkeypatch.setattr(Slot, "update", blocked)
-    run.toy.__dict__["loss"] = lambda *arguments: watched(run.toy, *arguments)
+    run.toy.__dict__["losses"] = lambda *arguments: watched(run.toy, *arguments)
     for number in range(1, TOY.num_steps):
         forward_is_over.clear()
         run.step(number)

@@ -18,6 +18,7 @@ from offload import (
     StreamedExperts,
     solve,
 )
+from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.slots import Slot
 from offload.runtime.workers import WorkerFailure
 from tests.fixtures.toy_experts import OffloadedRun, Toy, compute, train_offloaded, train_plainly
@@ -266,11 +267,12 @@ def test_pageable_memory_gives_the_same_results():
     assert runs[0].finish() == runs[1].finish()
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "reentrant", "non_reentrant"])
-def test_the_dry_trace_equals_that_of_the_real_step(recompute: str):
+def test_the_dry_trace_equals_that_of_the_real_step(recompute: str, at_once: int):
     """The same uses in the same order, the same pinned chunks, and non-model memory within 5 % of the real one:
     what the toy's tensors that are no experts occupy on the CPU."""
-    toy = replace(TOY, recompute=recompute, num_micro_batches=2)
+    toy = replace(TOY, recompute=recompute, num_micro_batches=2 * at_once, at_once=at_once)
     device = SimulatedDevice(10**9)
     real = OffloadedRun(toy, device, CHUNK_BYTES)
     device.meter = meter = StorageMeter([], device.storages)
@@ -278,10 +280,10 @@ def test_the_dry_trace_equals_that_of_the_real_step(recompute: str):
         real.step(0)
     dry_meter = StorageMeter([], set())
     with dry_meter:
-        dry = DryRuntime(toy.stacks, toy.dtype, CHUNK_BYTES, dry_meter)
+        dry = DryRuntime(toy.stacks, toy.dtype, CHUNK_BYTES, dry_meter, uses_at_once=at_once)
         layers = [StreamedExperts(compute, dry, stack.name) for stack in toy.stacks]
-        for micro_batch in range(toy.num_micro_batches):
-            toy.loss(layers, 0, micro_batch).backward()
+        for first in range(0, toy.num_micro_batches, at_once):
+            torch.stack(toy.losses(layers, 0, range(first, first + at_once))).sum().backward()
         trace = dry.trace()
     found = real.runtime.trace
     assert [replace(m, nonmodel_bytes=0, seconds=0) for m in trace.moments] == [
@@ -290,6 +292,38 @@ def test_the_dry_trace_equals_that_of_the_real_step(recompute: str):
     peaks = [max(m.nonmodel_bytes for m in each.moments) for each in (trace, found)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
     assert all(moment.seconds > 0 for moment in found.moments)
+    assert set(found.gradients_per_chunk().values()) == {2}
+
+
+def test_one_gradient_leaves_the_device_for_uses_at_once():
+    toy = replace(TOY, num_micro_batches=6, at_once=3)
+    device = SimulatedDevice(10**9)
+    run = OffloadedRun(toy, device, CHUNK_BYTES)
+    run.step(0)
+    assert device.downloaded_bytes == 2 * sum(size.gradient for size in run.runtime.sizes)
+    assert run.finish() == train_plainly(replace(toy, num_steps=1))
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_sums_of_gradients_are_rounded_once(number: int):
+    """Against sums in fp64; those of four round in 16 bits three times if each is made in 16 bits, and then differ."""
+    parts = torch.randn(number, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sums = GradientSums(number)
+    for part in parts[:-1]:
+        assert sums.add(0, [part]) is None
+    assert sums.unfinished == [0]
+    (total,) = sums.add(0, [parts[-1]])
+    assert sums.unfinished == []
+    assert total.dtype == torch.bfloat16
+    assert torch.equal(total, parts.double().sum(0).bfloat16())
+
+
+def test_a_step_cannot_end_with_half_a_sum():
+    toy = replace(TOY, at_once=2)
+    run = OffloadedRun(toy, SimulatedDevice(10**9), CHUNK_BYTES)
+    toy.loss(run.layers, 0, 0).backward()
+    with pytest.raises(RuntimeError, match=r"the gradients of chunks \[0, 1, 2"):
+        run.runtime.skip()
 
 
 @pytest.mark.slow
