@@ -31,7 +31,7 @@ class GradientOffload:
         num_bytes: the size of the largest chunk's gradient.
         direct: whether the chunks' gradients are stored in ``dtype``.
         reduce: see ``OffloadRuntime``.
-        sums: adds up gradients before they leave the device.
+        uses_at_once: see ``OffloadRuntime``.
 
     Attributes:
         update: updates a slot with its gradients, for runs that update chunks in the backward pass; None otherwise.
@@ -47,10 +47,10 @@ class GradientOffload:
         num_bytes: int,
         direct: bool,
         reduce: Callable[[Tensor], None] | None,
-        sums: GradientSums,
+        uses_at_once: int,
     ) -> None:
         self._device, self._workers, self._dtype, self._direct = device, workers, dtype, direct
-        self._reduce, self._sums = reduce, sums
+        self._reduce, self._sums = reduce, GradientSums(uses_at_once)
         self._pairs = [_StagingPair(device, num_bytes) for _ in range(2)]
         self.update: Callable[[Slot, Sequence[Tensor]], None] | None = None
         self.expected: dict[int, int] = {}

@@ -19,7 +19,6 @@ from offload.plan.sizes import in_mib, sizes_of, staging_bytes, window_bytes
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
 from offload.runtime.cursor import Statistics
-from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.gradients import GradientOffload
 from offload.runtime.recorder import StepRecorder
 from offload.runtime.slots import LATE_GRADIENT, WEIGHT, Slot
@@ -61,9 +60,8 @@ class OffloadRuntime:
             are not late.
         plan: the plan for the first step and later ones, if it is known. Chunks that the device owns then never take
             memory on the host.
-        reduce: combines a gradient [N, ...] on the device in place with those of other ranks. It is called for every
-            gradient that leaves the computation, in the order of the backward pass, which is the same on all ranks
-            whatever their plans are.
+        reduce: combines each gradient [N, ...] that leaves the computation, in place with those of other ranks, in the
+            order of the backward pass, which is the same on all ranks whatever their plans are.
         uses_at_once: the gradients of so many uses of a chunk, one after the other, are added up on the device and
             count as one. Sums that wait for their next use are non-model memory.
 
@@ -118,17 +116,15 @@ class OffloadRuntime:
         self._stacks = {stack.name: [slot for slot in self._slots if slot.chunk.stack is stack] for stack in stacks}
         self._workers = HostWorkers(device, num_threads)
         largest = max(size.gradient for size in self.sizes)
-        direct, sums = gradient_dtype == dtype, GradientSums(uses_at_once)
-        self._gradients = GradientOffload(device, self._workers, dtype, largest, direct, reduce, sums)
+        direct = gradient_dtype == dtype
+        self._gradients = GradientOffload(device, self._workers, dtype, largest, direct, reduce, uses_at_once)
         self.statistics = Statistics()
-        late = next_weights is not None
-        self._updates = Updates(device, self._workers, optimizer, self._slots, late)
+        self._updates = Updates(device, self._workers, optimizer, self._slots, next_weights is not None)
         self.trace = Trace(())
         self.peaks: tuple[Peaks, ...] = ()
         self._recorder = StepRecorder(device, uses_at_once)
-        self._weights = WeightCache(
-            device, self._slots, self._workers, self._gradients, self._recorder, self.statistics, late
-        )
+        shared = self._workers, self._gradients, self._recorder, self.statistics
+        self._weights = WeightCache(device, self._slots, *shared, self._updates.late)
         if plan is not None:
             self._follow(plan)
         self.activations = ActivationOffload(device, partial(HostBlock, device=device))
