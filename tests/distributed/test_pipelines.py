@@ -272,9 +272,10 @@ def offload_as_planned(runs: list[tuple[dict[str, Any], Path]]) -> None:
     for each, root in runs:
         trainer = open_trainer(each, root)
         runtime = trainer.engine.offloaded.runtime
-        planned = [(moment.chunk, moment.backward) for moment in runtime.plan.trace.moments]
+        planned = [(moment.chunk, moment.backward, moment.adds_up) for moment in runtime.plan.trace.moments]
         trainer.train(stop_after=2)
-        assert [(moment.chunk, moment.backward) for moment in runtime.trace.moments] == planned
+        found = [(moment.chunk, moment.backward, moment.adds_up) for moment in runtime.trace.moments]
+        assert found == planned
         assert len(planned) > 0
         assert runtime.statistics.num_misses == runtime.statistics.num_evictions == 0
 

@@ -179,12 +179,14 @@ def test_one_is_computed_while_the_other_is_on_its_way(folder: Path, ranks: int,
 def test_plans_of_offloaded_experts_know_the_turns(folder: Path):
     """With a budget that holds some of the chunks. Micro-batches use the experts of a layer one after the other."""
     runs = []
-    for name, at_once, budget in (("turns", TURNS, 6.0), ("alone", {}, 4.0)):
+    recomputed = {**TURNS, **CHECKPOINTING}
+    for name, changes, budget in (("turns", TURNS, 6.0), ("alone", {}, 4.0), ("recomputed", recomputed, 4.0)):
         offload = {"device_budget_mib": budget, "chunk_mib": 0.02}
-        document = layout(folder, 2, 0, 2, m6__offload=offload, m6__model__num_layers=5, **at_once)
+        document = layout(folder, 2, 0, 2, m6__offload=offload, m6__model__num_layers=5, **changes)
         runs.append((document, folder / f"planned {name}"))
     run_distributed(offload_as_planned, 2, runs)
     records = [json.loads((root / MEMORY_RECORD).read_text()) for _, root in runs]
-    in_turns, alone = ([moment["chunk"] for moment in record["planned"]] for record in records)
+    in_turns, alone, again = ([moment["chunk"] for moment in record["planned"]] for record in records)
     assert sorted(in_turns) == sorted(alone)
     assert in_turns != alone
+    assert len(again) == 1.5 * len(alone)
