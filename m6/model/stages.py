@@ -24,7 +24,7 @@ Routed = tuple[Tensor, RoutingStats]
 """The balance loss and the statistics of a sparse block."""
 
 
-class _Around(NamedTuple):
+class _BlockInputs(NamedTuple):
     """What all blocks get of a micro-batch beside the hidden states."""
 
     mask: Tensor
@@ -105,10 +105,9 @@ class ModelStage(nn.Module):
             of its own layers, ``router_stats`` of all layers of the model, zero for those of other stages, and in the
             last stage ``target_losses``.
         """
-        hidden_states, around = self._enter(hidden_states, inputs, dropout_seed)
+        hidden_states, given = self._enter(hidden_states, inputs, dropout_seed)
         blocks = zip(self.numbers, self.layers, strict=True)
-        masks = around.mask, around.token_mask
-        outputs = run_blocks(blocks, hidden_states, *masks, around.rotation, past, dropout_seed)
+        outputs = run_blocks(blocks, hidden_states, given.mask, given.token_mask, given.rotation, past, dropout_seed)
         routed: list[Routed | None] = []
         for output in outputs:
             hidden_states = output.hidden_states
@@ -139,7 +138,7 @@ class ModelStage(nn.Module):
 
         def run(index: int, block: nn.Module, *states: Tensor) -> list[BlockOutput]:
             each = zip(states, entered, strict=True)
-            return take_turns((around.trip(index, block, hidden) for hidden, (_, around) in each), device)
+            return take_turns((given.trip(index, block, hidden) for hidden, (_, given) in each), device)
 
         for index, block in zip(self.numbers, self.layers, strict=True):
             # An early stop would leave exchanges of the other micro-batches without their ends.
@@ -154,17 +153,17 @@ class ModelStage(nn.Module):
         self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
     ) -> Generator[None, None, M6Output]:
         """Runs all layers, and pauses whenever tokens are on their way to experts of other ranks."""
-        hidden_states, around = self._enter(None, inputs, dropout_seed)
+        hidden_states, given = self._enter(None, inputs, dropout_seed)
         routed: list[Routed | None] = []
         for index, block in zip(self.numbers, self.layers, strict=True):
-            output = yield from around.trip(index, block, hidden_states)
+            output = yield from given.trip(index, block, hidden_states)
             hidden_states = output.hidden_states
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)[1]
 
     def _enter(
         self, hidden_states: Tensor | None, inputs: dict[str, Tensor], dropout_seed: int | None
-    ) -> tuple[Tensor, _Around]:
+    ) -> tuple[Tensor, _BlockInputs]:
         """The hidden states before the first block, and what all blocks get beside them."""
         types, samples = inputs["token_type_ids"], inputs["sample_ids"]
         if self.embeddings is not None:
@@ -174,7 +173,7 @@ class ModelStage(nn.Module):
         begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
         rotation = self._rotate(torch.arange(begin, end, device=samples.device))
         mask = prefix_lm_mask(types, samples, begin)
-        return hidden_states, _Around(mask, samples[:, begin:] != 0, rotation, dropout_seed)
+        return hidden_states, _BlockInputs(mask, samples[:, begin:] != 0, rotation, dropout_seed)
 
     def _leave(self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor) -> tuple[Tensor, M6Output]:
         """What ``forward`` returns, from the hidden states after the blocks and what their routers say."""

@@ -123,8 +123,9 @@ class OffloadRuntime:
         self.trace = Trace(())
         self.peaks: tuple[Peaks, ...] = ()
         self._recorder = StepRecorder(device, uses_at_once)
-        shared = self._workers, self._gradients, self._recorder, self.statistics
-        self._weights = WeightCache(device, self._slots, *shared, self._updates.late)
+        self._weights = WeightCache(
+            device, self._slots, self._workers, self._gradients, self._recorder, self.statistics, self._updates.late
+        )
         if plan is not None:
             self._follow(plan)
         self.activations = ActivationOffload(device, partial(HostBlock, device=device))
