@@ -80,6 +80,8 @@ class RunDirectory:
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{self.root} is a file; --run-dir takes a folder")
         recorded = self.root / "config.json"
+        # Listed before config.json is looked for: an attempt that starts now writes that file before others.
+        foreign = self.root.is_dir() and not all(_precedes_config(path.name) for path in self.root.iterdir())
         if recorded.exists():
             old = _read_document(recorded)
             difference = _difference(_identity(old), _identity(config.document))
@@ -90,8 +92,7 @@ class RunDirectory:
                 )
             if difference and self._has_trained():
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
-        # The job scripts write RUN/slurm before the first attempt, and a second process finds the lock of the first.
-        elif self.root.is_dir() and any(path.name not in ("slurm", "lock") for path in self.root.iterdir()):
+        elif foreign:
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
         # The folder may not exist yet: its first existing parent decides whether it can be created.
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
@@ -308,6 +309,11 @@ def _without_nonfinite(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nonfinite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _precedes_config(name: str) -> bool:
+    """Whether the job scripts, or an attempt that is starting or was killed then, write this before config.json."""
+    return name in ("slurm", "lock", "config.json") or (name.startswith(".config.json.") and name.endswith(".tmp"))
 
 
 def _identity(document: dict[str, Any]) -> dict[str, Any]:

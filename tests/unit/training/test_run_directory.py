@@ -40,6 +40,36 @@ def test_an_attempt_is_recorded(run: RunDirectory, config: RunConfig):
     assert json.loads((attempt / "config.json").read_text()) == config.document
 
 
+def test_what_a_starting_attempt_writes_first_is_no_other_run(run: RunDirectory, config: RunConfig):
+    """A second process looks while the first writes config.json, or after it was killed there."""
+    run.root.mkdir(parents=True)
+    (run.root / "lock").touch()
+    (run.root / ".config.json.x7.tmp").touch()
+    run.check(config)
+    (run.root / ".other.json.x7.tmp").touch()
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        run.check(config)
+
+
+def test_a_run_that_begins_during_the_check_is_no_other_run(
+    run: RunDirectory, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """The owner writes config.json between a second process's two looks, and its attempt directly after it."""
+    listed = Path.iterdir
+    opened = RunDirectory(run.root)
+    run.root.mkdir(parents=True)
+
+    def iterdir(folder: Path) -> list[Path]:
+        found = list(listed(folder))
+        monkeypatch.setattr(Path, "iterdir", listed)
+        opened.open(config, 1)
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    run.check(config)
+    assert (run.root / "provenance").is_dir()
+
+
 def test_the_commit_and_what_is_not_committed(run: RunDirectory, config: RunConfig):
     root = Path(__file__).resolve().parents[3]
     git = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
