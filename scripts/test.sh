@@ -35,7 +35,12 @@ say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"
 # In the order of the folders: files with few and long tests would otherwise come last, when one core is idle.
-run_tests --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not slurm$marks" "$@"
+run_tests --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+    -m "not slurm and not gpu$marks" "$@"
+if command -v nvidia-smi >/dev/null; then
+    say "tests on a GPU"
+    run_tests --numprocesses 4 -m "gpu$marks" "$@"
+fi
 [ -n "$fast" ] && exit
 wait "$slurm"
 # By themselves: several nodes with real jobs leave no core to other tests.

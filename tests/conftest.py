@@ -5,15 +5,23 @@ import tempfile
 
 # Before anything imports torch or datasets, which read these once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="m6-tests-hf-")
 # scripts/mutation.py names a cache of its own, so that not every mutant compiles the kernels again.
 os.environ["XDG_CACHE_HOME"] = os.environ.get("M6_TESTS_CACHE") or tempfile.mkdtemp(prefix="m6-tests-cache-")
 os.environ["WANDB_MODE"] = "offline"
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No test fails because a machine is busy.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from all tests but those of ``-m gpu``: the others start several ranks, for which one is too few."""
+    chosen = config.option.markexpr
+    if "gpu" not in chosen or "not gpu" in chosen:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["DS_ACCELERATOR"] = "cpu"

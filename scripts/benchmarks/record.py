@@ -18,6 +18,7 @@ import torch
 from m6.files import write_json, write_text
 from m6.formatting import markdown_table
 from m6.runs.hardware import hardware
+from m6.runs.processes import default_device
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,7 +35,7 @@ class Recorder:
             # A path into this repository stands as in the README, whatever folder the repository lies in.
             "command": shlex.join(["python", str(script), *sys.argv[1:]]).replace(f"{ROOT}/", ""),
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "hardware": hardware(torch.device("cpu")),
+            "hardware": hardware(default_device()),
             "threads": torch.get_num_threads(),
             "load_average_before": round(os.getloadavg()[0], 2),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},

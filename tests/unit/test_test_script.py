@@ -29,15 +29,15 @@ def calls(folder: Path, *arguments: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("arguments", "first", "second"),
     [
-        ([], [*OWN, "-m", "not slurm"], ["-rs", "-m", "slurm", "tests/slurm"]),
+        ([], [*OWN, "-m", "not slurm and not gpu"], ["-rs", "-m", "slurm", "tests/slurm"]),
         (
             ["-m", "not slow"],
-            [*OWN, "-m", "not slurm and (not slow)"],
+            [*OWN, "-m", "not slurm and not gpu and (not slow)"],
             ["-rs", "-m", "slurm and (not slow)", "tests/slurm"],
         ),
         (
             ["tests/unit", "-mgpu or slow", "-k", "a b"],
-            [*OWN, "-m", "not slurm and (gpu or slow)", "tests/unit", "-k", "a b"],
+            [*OWN, "-m", "not slurm and not gpu and (gpu or slow)", "tests/unit", "-k", "a b"],
             ["-rs", "-m", "slurm and (gpu or slow)", "tests/unit", "-k", "a b"],
         ),
     ],
@@ -49,5 +49,12 @@ def test_a_choice_of_marks_narrows_that_of_the_script(
     assert calls(tmp_path, *arguments) == [first, second]
 
 
+def test_a_machine_with_a_gpu_runs_the_tests_of_a_gpu_too(tmp_path: Path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    found = calls(tmp_path, "--fast", "tests/gpu")
+    assert found[1:] == [["--numprocesses", "4", "-m", "gpu and not slow", "tests/gpu"]]
+
+
 def test_the_fast_lane_leaves_out_slow_tests_and_slurm(tmp_path: Path):
-    assert calls(tmp_path, "--fast", "tests/unit") == [[*OWN, "-m", "not slurm and not slow", "tests/unit"]]
+    assert calls(tmp_path, "--fast", "tests/unit") == [[*OWN, "-m", "not slurm and not gpu and not slow", "tests/unit"]]

@@ -9,50 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
+from tests.fixtures.moe_layers import cases, make_layer
 from tests.fixtures.moe_reference import reference_moe
-
-
-def make_layer(config: MoEConfig, hidden_size: int = 8, ffn_hidden_size: int = 12, dtype=torch.float64):
-    layer = MoELayer(hidden_size, ffn_hidden_size, config).to(dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():  # large and uneven
-            parameter.normal_(std=0.5)
-    return layer
-
-
-@st.composite
-def cases(draw):
-    prototypes = draw(st.sampled_from([1, 2, 3]))
-    size = draw(st.integers(1, 4))
-    num_groups = draw(st.sampled_from([groups for groups in (1, 2, 3, 4) if size % groups == 0]))
-    groups_per_token = draw(st.integers(1, num_groups))
-    factors = [0.3, 1.0, 1.1, 1.25, None, None]
-    num_shared_experts = draw(st.integers(0, 2))
-    config = MoEConfig(
-        num_experts=prototypes * size,
-        num_prototypes=prototypes,
-        top_k=draw(st.integers(1, groups_per_token * size // num_groups)),
-        num_groups=num_groups,
-        groups_per_token=groups_per_token,
-        gating=draw(st.sampled_from(["softmax", "global_softmax", "sigmoid"])),
-        normalize_gates=draw(st.booleans()),
-        capacity_factor=draw(st.sampled_from(factors)),
-        eval_capacity_factor=draw(st.sampled_from([factors[-1], 0.5])),
-        capacity_rule=draw(st.sampled_from(["k", "1"])),
-        min_capacity=draw(st.integers(0, 2)),
-        drop_order=draw(st.sampled_from(["position", "probability"])),
-        activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
-        bias=draw(st.booleans()),
-        num_shared_experts=num_shared_experts,
-        shared_expert_gate=num_shared_experts > 0 and draw(st.booleans()),
-        aux_loss_weight=draw(st.sampled_from([0.0, 0.1])),
-        z_loss_weight=draw(st.sampled_from([0.0, 0.1])),
-        balance_bias_rate=draw(st.sampled_from([0.0, 0.1])),
-        recompute_activation=draw(st.booleans()),
-    )
-    num_tokens = draw(st.integers(1, 9))
-    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
-    return config, mask, draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.booleans())
 
 
 @settings(max_examples=150)
