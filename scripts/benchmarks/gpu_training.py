@@ -27,7 +27,7 @@ PROFILE = RESULTS / "gpu_profile.json"
 COMMON = {
     "m6.data.path": "data/smoke",
     "m6.data.tokenizer": "data/smoke/tokenizer",
-    "m6.data.num_workers": 12,
+    "m6.data.num_workers": 8,
     "m6.model.text_vocab_size": 6000,
     "m6.model.image_vocab_size": 256,
     "m6.training.ep_size": 1,
@@ -38,6 +38,7 @@ COMMON = {
     "m6.logging.wandb": "off",
     "zero_optimization.stage": 1,
 }
+SERIES = ("step_time_s", "data_wait_s", "tokens_per_second", "mfu", "memory_bytes", "loss")
 OFFLOADED = {"m6.offload.num_threads": 12, "m6.offload.chunk_mib": "auto"}
 LARGE = {"m6.moe.num_experts": 32}  # m6_10b with 2.8 B parameters
 
@@ -116,9 +117,13 @@ def train(case: Case, folder: Path) -> str:
     return log.read_text()
 
 
-def row(name: str, folder: Path, calibrated: Profile) -> list[str]:
+def steps_of(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    warm = [line for line in lines if "step_time_s" in line][3:]
+    return [line for line in lines if "step_time_s" in line]
+
+
+def row(name: str, folder: Path, calibrated: Profile) -> list[str]:
+    warm = steps_of(folder)[3:]
     own = [line["step_time_s"] - line["data_wait_s"] for line in warm]
     sheet, measured = read_outcome(folder), read_outcome(folder, calibrated)
     median = float(np.median(own))
@@ -148,12 +153,13 @@ def main(
     runs: Annotated[Path, typer.Option(help="folder of the runs")] = ROOT / "runs" / "gpu_training",
 ) -> None:
     recorder = Recorder("gpu_training", "Training steps on one GPU, measured and predicted")
-    rows, failed = [], {}
+    rows, failed, measured = [], {}, {}
     for name in cases or CASES:
         folder = runs / name.replace(" ", "_").replace(",", "")
         printed = train(CASES[name], folder)
         try:
             rows.append(row(name, folder, load_profile(PROFILE)))
+            measured[name] = [{key: step[key] for key in SERIES} for step in steps_of(folder)]
         except (OSError, ValueError, IndexError):
             failed[name] = printed[-3000:]
         print(rows[-1] if name not in failed else f"{name} failed:\n{failed[name]}", flush=True)
@@ -172,7 +178,7 @@ def main(
         "Median, 10th and 90th percentile of the steps after the third, without waiting for data, against the "
         "prediction by the shipped description of the GPU and by `gpu_profile.json`, which `m6 plan calibrate` wrote "
         "on the same card. Memory is PyTorch's peak on the card. Tokens are without padding.",
-        {"rows": rows, "failed": failed},
+        {"steps": measured, "failed": failed},
     )
 
 

@@ -42,8 +42,9 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 def pretrain(config: Path, run: Path, **environment: str) -> list[float]:
     """Trains in a process of its own, to its end, and returns the loss of each step."""
     command = [sys.executable, "-m", "m6", "pretrain", config, "--run-dir", run]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     ended = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True
+        command, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())

@@ -19,13 +19,23 @@ from torch import Tensor
 from m6.files import atomic_path
 from m6.planning.machine.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
 
-_SQUARES = (64, 128, 256, 512, 1024, 2048)
-_ROWS, _WIDTHS = (64, 512, 4096), (128, 512, 2048)
-_GROUPED = ((8, 64), (8, 512), (32, 64), (32, 256))  # experts, rows of each expert
+# Sizes of products by type of device: those of a GPU have to fill it. GROUPED are experts and rows of each expert.
+_SQUARES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
+_ROWS = {"cpu": (64, 512, 4096), "cuda": (512, 4096, 32768)}
+_WIDTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
+_GROUPED = {
+    "cpu": ((8, 64), (8, 512), (32, 64), (32, 256)),
+    "cuda": ((8, 128), (8, 1024), (8, 8192), (64, 32), (64, 256), (64, 1024)),
+}
+_GROUPED_WIDTHS = {
+    "cpu": ((512, 128), (128, 512), (2048, 512)),
+    "cuda": ((2048, 512), (512, 2048), (4096, 1024), (1024, 4096), (8192, 2048), (2048, 8192)),
+}
 _COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}  # larger products would take seconds
 _UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}  # parameters
 _REPEATS = 5
+_LEAST_S = 2e-3  # of a measurement on a GPU, whose kernels wait in a queue: with fewer, the host's calls are measured
 _WRITTEN_TENSORS = 16  # of 16 MiB
 
 OptimizerMaker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -82,8 +92,9 @@ def calibrate(
 
 
 def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterable[MatmulPoint]:
-    sizes = {(size, size, size) for size in _SQUARES}
-    sizes |= {(m, n, k) for m in _ROWS for n in _WIDTHS for k in _WIDTHS}
+    sizes = {(size, size, size) for size in _SQUARES[device.type]}
+    widths = _WIDTHS[device.type]
+    sizes |= {(m, n, k) for m in _ROWS[device.type] for n in widths for k in widths}
     for m, n, k in sorted(sizes):
         flops = 2.0 * m * n * k
         if flops > _MAX_FLOPS[device.type]:
@@ -94,8 +105,8 @@ def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterable[MatmulPoint]:
 
 
 def _grouped(device: torch.device, dtype: torch.dtype) -> Iterable[MatmulPoint]:
-    for count, rows in _GROUPED:
-        for n, k in ((512, 128), (128, 512), (2048, 512)):
+    for count, rows in _GROUPED[device.type]:
+        for n, k in _GROUPED_WIDTHS[device.type]:
             a = torch.randn(count * rows, k, device=device, dtype=dtype)
             b = torch.randn(count, n, k, device=device, dtype=dtype)
             ends = torch.arange(rows, count * rows + 1, rows, device=device, dtype=torch.int32)
@@ -172,11 +183,16 @@ def _kernel_s(device: torch.device) -> float:
 
 
 def _update_s(device: torch.device, make: OptimizerMaker) -> float:
-    """Seconds of an optimizer's step for each parameter."""
-    side = 1 << 11
+    """Seconds of an optimizer's step for each parameter; beside a GPU, those of the host are of one core."""
+    side, threads = 1 << 11, torch.get_num_threads()
     weight = torch.nn.Parameter(torch.randn(_UPDATED[device.type] // side, side, device=device))
     weight.grad = torch.randn_like(weight)
-    return _seconds(make([weight]).step, device) / weight.numel()
+    try:
+        if device.type == "cpu" and torch.cuda.is_available():
+            torch.set_num_threads(1)
+        return _seconds(make([weight]).step, device) / weight.numel()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _host_copy_bytes_per_s(device: torch.device) -> float | None:
@@ -188,22 +204,25 @@ def _host_copy_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a few calls, after a first call that does not count.
+    """Median seconds of a call, after a first call that does not count.
 
     On a CPU with one thread these are seconds of processor time, which other programs do not disturb. For a collective
     they leave out the time that ranks wait for each other.
     """
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if one_thread else time.perf_counter
-    operation()
-    times = []
-    for _ in range(_REPEATS):
+
+    def timed(calls: int) -> float:
         _wait(device)
         begin = clock()
-        operation()
+        for _ in range(calls):
+            operation()
         _wait(device)
-        times.append(clock() - begin)
-    return statistics.median(times)
+        return (clock() - begin) / calls
+
+    operation()
+    calls = 1 if device.type == "cpu" else max(1, round(_LEAST_S / timed(1)))
+    return statistics.median(timed(calls) for _ in range(_REPEATS))
 
 
 def _wait(device: torch.device) -> None:
