@@ -59,6 +59,11 @@ class MicroBatch:
         moved: dict[str, Any] = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items()}
         return replace(self, **moved)
 
+    def pin_memory(self) -> MicroBatch:
+        """Returns the micro-batch with its tensors in pinned memory, from which a GPU copies while it computes."""
+        pinned: dict[str, Any] = {name: t.pin_memory() for name, t in self.tensors().items()}
+        return replace(self, **pinned)
+
     def model_inputs(self) -> dict[str, Tensor]:
         """Returns the arguments of the model's forward pass, without the labels."""
         names = ("input_ids", "token_type_ids", "position_ids", "sample_ids", "pixel_values")

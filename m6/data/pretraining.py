@@ -223,6 +223,7 @@ class PretrainingData:
             batch_size=None,
             collate_fn=_identity,
             num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
             # By default the loader draws a seed from the global generator, which would change the run's dropout.
             generator=torch.Generator(),
         )

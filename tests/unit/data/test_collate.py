@@ -168,3 +168,13 @@ def test_to_moves_every_tensor(tokenizer):
     batch = collator(tokenizer)([Example(source_ids=[], target_ids=[1])], [None]).to("meta")
     assert all(tensor.device.type == "meta" for tensor in batch.tensors().values())
     assert batch.num_samples == 1
+
+
+def test_pinning_keeps_every_tensor_and_number(tokenizer, monkeypatch: pytest.MonkeyPatch):
+    batch = collator(tokenizer)([Example(source_ids=[], target_ids=[1])], [None])
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    found = batch.pin_memory()
+    assert [id(tensor) for tensor in pinned] == [id(tensor) for tensor in batch.tensors().values()]
+    assert all(torch.equal(value, batch.tensors()[name]) for name, value in found.tensors().items())
+    assert found.num_tokens == batch.num_tokens
