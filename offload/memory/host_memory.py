@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,11 +27,13 @@ class HostBlock:
     """
 
     def __init__(self, num_bytes: int, device: Device) -> None:
-        self._device = device
         # The mapping is freed with the last tensor that views it. No operator makes this tensor, so a ``StorageMeter``
         # does not count it as device memory.
         self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-        self._pinned = device.pin(self._bytes)
+        # Also for a block that nobody frees: CUDA would take the next mapping at these addresses for the pinned pages
+        # of this one, and copy from and to those. At the end of the process the driver frees everything itself.
+        self._unpin = weakref.finalize(self, device.unpin, self._bytes, device.pin(self._bytes))
+        self._unpin.atexit = False
 
     def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
         """Returns a tensor over part of the block."""
@@ -39,7 +42,7 @@ class HostBlock:
 
     def free(self) -> None:
         """Unpins the block and frees its memory."""
-        self._device.unpin(self._bytes, self._pinned)
+        self._unpin()
         del self._bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -101,7 +102,7 @@ def train(case: Case, folder: Path) -> str:
     """Trains until the last of the case's steps is logged; returns what the run printed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    log = folder.with_suffix(".log")
+    log = folder.parent / f"{folder.name}.log"
     command = [sys.executable, "-m", "m6", "pretrain", f"configs/{case.config}.json", "--run-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with log.open("w") as printed:
@@ -115,13 +116,15 @@ def train(case: Case, folder: Path) -> str:
         )
     end = time.monotonic() + case.seconds
     metrics = folder / "metrics.jsonl"
-    while trainer.poll() is None and time.monotonic() < end:
-        if metrics.exists() and metrics.read_text().count('"step_time_s"') >= case.steps:
-            break
-        time.sleep(0.2)
-    if trainer.poll() is None:
-        os.killpg(trainer.pid, signal.SIGKILL)  # a checkpoint of it is of no use
-    trainer.wait()
+    try:
+        while trainer.poll() is None and time.monotonic() < end:
+            if metrics.exists() and metrics.read_text().count('"step_time_s"') >= case.steps:
+                break
+            time.sleep(0.2)
+    finally:  # a run that goes on would slow down the next, and its checkpoint is of no use
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait()
     return log.read_text()
 
 
@@ -161,6 +164,7 @@ def main(
     cases: Annotated[list[str] | None, typer.Argument(help="names of runs; default: all")] = None,
     runs: Annotated[Path, typer.Option(help="folder of the runs")] = ROOT / "runs" / "gpu_training",
 ) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a run is ended with this program
     recorder = Recorder("gpu_training", "Training steps on one GPU, measured and predicted")
     rows, failed, measured = [], {}, {}
     for name in cases or CASES:

@@ -28,13 +28,18 @@ class Device(Section):
     memory_bytes: PositiveInt = Field(description="memory of the device")
     matmul_flops: dict[str, PositiveFloat] = Field(description="peak FLOP/s of dense matrix products, by data type")
     memory_bandwidth_bytes_per_s: PositiveFloat = Field(description="peak of reading or writing device memory")
+    grouped_dtypes: list[str] = Field(
+        default_factory=list,
+        description="data types in which one kernel multiplies the rows of all experts; in others each has its own",
+    )
     source: NonEmptyText = Field(description="where the figures come from")
 
     @model_validator(mode="after")
     def _check_types(self) -> Device:
-        for name in self.matmul_flops:
-            if name not in DTYPES:
-                raise ValueError(f"matmul_flops: unknown data type {name!r}{nearest(name, DTYPES)}")
+        for key, names in (("matmul_flops", self.matmul_flops), ("grouped_dtypes", self.grouped_dtypes)):
+            for name in names:
+                if name not in DTYPES:
+                    raise ValueError(f"{key}: unknown data type {name!r}{nearest(name, DTYPES)}")
         if "fp32" not in self.matmul_flops:
             raise ValueError('matmul_flops: "fp32" is missing; every device computes in it')
         return self

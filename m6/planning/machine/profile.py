@@ -97,17 +97,16 @@ class Profile(Section):
         faster, slower = (self.model_copy(update=change) for change in changes)
         return faster, slower
 
-    def attained_flops(self, peak: float, m: int, n: int, k: int, dtype: str, count: int = 1) -> float:
-        """FLOP/s of ``count`` products [m, k] x [k, n], interpolated between the measured points.
+    def measured_flops(self, m: int, n: int, k: int, dtype: str, count: int = 1) -> float | None:
+        """FLOP/s of ``count`` products [m, k] x [k, n], interpolated between the measured points; None without any.
 
         The result is the weighted geometric mean of the points of the same ``dtype``. The weights are 1 / distance^2
-        in the logarithms of the sizes, so a measured size gets its own measurement. Without points the result is
-        ``matmul_efficiency`` of ``peak``.
+        in the logarithms of the sizes, so a measured size gets its own measurement.
         """
         # Grouped products run in kernels of their own, so single ones say nothing about them.
         points = [p for p in self.matmul if p.dtype == dtype and (p.count > 1) == (count > 1)]
         if not points:
-            return peak * self.matmul_efficiency
+            return None
         total = weights = 0.0
         for point in points:
             # The count of a grouped product matters less than its sizes: a quarter of the weight.
