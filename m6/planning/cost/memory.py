@@ -250,8 +250,8 @@ class MemoryModel:
             optimizer_state=sum(group.state(part) for part, group in zip(partitions, groups, strict=True)) * FP32
             + self._late_bytes(owned),
             buckets=bucket,
-            # DeepSpeed copies 16-bit gradients to fp32, one parameter group at a time.
-            update=(max(partitions) * FP32 if width < FP32 else 0) + self._muon_temporaries(counts),
+            # DeepSpeed copies the gradients of a parameter group into one tensor, and 16-bit ones from there to fp32.
+            update=max(partitions) * (width + FP32 if width < FP32 else width) + self._muon_temporaries(counts),
         )
 
     def _late_bytes(self, owned: int) -> int:

@@ -103,6 +103,7 @@ def broken(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         (("nodes", 0, "device", "memory_bytes"), "32GB", "nodes.0.device.memory_bytes: .* found '32GB'"),
         (("nodes", 0, "device", "memory_bytes"), -1, "greater than 0, found -1"),
         (("nodes", 0, "device", "matmul_flops"), {"fp32": 1.0, "bf15": 1.0}, "unknown data type 'bf15'; did you"),
+        (("nodes", 0, "device", "grouped_dtypes"), ["bf15"], "grouped_dtypes: unknown data type 'bf15'; did you"),
         (("nodes", 0, "device", "matmul_flops"), {"bf16": 1.0}, '"fp32" is missing'),
         (("nodes", 0, "links", "network"), None, "nodes.0.links.network: missing, but there are 64 nodes"),
         (("nodes", 0, "links", "device"), None, "nodes.0.links.device: missing, but it would join 8 devices"),

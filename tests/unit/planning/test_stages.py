@@ -37,7 +37,7 @@ def test_each_stage_has_its_own_layout_where_the_run_may_change_it():
 @pytest.mark.parametrize("switch_step", [1000, 45_000])
 def test_what_the_run_keeps_is_chosen_for_all_steps_together(switch_step: int):
     """By itself each stage takes another micro-batch; the choice against every pair of layouts that a run may have."""
-    found = stages("m6_100b", "a100_80g_x128", 32, switch_step)
+    found = stages("m6_100b", "a100_80g_x128", 16, switch_step)
     alone = [stage.search().best.layout.micro_batch_size for stage in found]
     assert alone[0] != alone[1]
     results = search_stages(found)

@@ -17,7 +17,7 @@ from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.cost.work import work_of
 from m6.planning.machine.cluster import Cluster, load_cluster
-from m6.planning.machine.profile import Profile
+from m6.planning.machine.profile import MatmulPoint, Profile
 from m6.planning.search.configuration import layout_of
 from m6.runs.data import open_data
 from m6.runs.processes import start
@@ -50,11 +50,38 @@ def test_compute_is_the_sum_over_every_layer():
                 width = 4 if product.dtype == "fp32" else 2
                 elements = product.m * product.k + product.n * product.k + product.m * product.n - product.unwritten
                 moved = elements * width * product.count
-                bound = max(each / device.flops(product.dtype), moved / device.memory_bandwidth_bytes_per_s)
-                total += bound * (4 if work.recomputed else 3)
+                parts = each / device.flops(product.dtype), moved / device.memory_bandwidth_bytes_per_s
+                total += math.hypot(*parts) * (4 if work.recomputed else 3)
     found = time(layout)
     assert found.matmul + found.experts == pytest.approx(total)
     assert time.lower_bound(layout) <= found.total
+
+
+def test_experts_without_a_common_kernel_are_launched_one_by_one():
+    """On an H100 there is one in bf16. The two types have the same FLOP/s and bytes."""
+    config, cluster = load_config(CONFIGS / "m6_100b.json"), load_cluster(Path("h100_x128"))
+    layout, profile = layout_of(config, 128), PERFECT.model_copy(update={"kernel_s": 1e-5})
+    time = model(config, cluster, profile).compute
+    (work,) = {work for work, _ in time.work(layout) if any(product.grouped for product in work.matmuls)}
+    together = replace(next(product for product in work.matmuls if product.grouped), dtype="bf16")
+    alone = replace(together, dtype="fp16")
+    assert time.matmul_s(alone) == pytest.approx(math.hypot(time.matmul_s(together), together.count * 1e-5))
+    single = replace(alone, grouped=False)
+    assert time.matmul_s(single) == time.matmul_s(together)
+
+
+def test_measured_rates_hold_what_bounds_a_product():
+    config, cluster = load_config(CONFIGS / "m6_100b.json"), load_cluster(Path("h100_x128"))
+    layout = layout_of(config, 128)
+    (work,) = {
+        work
+        for work, _ in model(config, cluster).compute.work(layout)
+        if any(product.grouped for product in work.matmuls)
+    }
+    product = replace(next(product for product in work.matmuls if product.grouped), dtype="fp16")
+    point = MatmulPoint(m=product.m, n=product.n, k=product.k, dtype="fp16", count=product.count, flops=1e12)
+    found = model(config, cluster, PERFECT.model_copy(update={"matmul": [point]})).compute.matmul_s(product)
+    assert found == pytest.approx(product.flops / 1e12)
 
 
 def test_time_reacts_as_machines_do():
