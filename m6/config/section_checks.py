@@ -1,0 +1,151 @@
+"""What sections of a run's JSON ask of each other, and of DeepSpeed's keys."""
+
+from __future__ import annotations
+
+from m6.architecture.configuration import M6Config
+from m6.config.batch_ramp import BatchSizes
+from m6.config.deepspeed import DeepSpeedSettings
+from m6.config.elastic import ElasticSettings
+from m6.config.sections import LoraSettings, M6Settings, ScheduleSettings
+from m6.data.objectives import OBJECTIVES, reads_codes
+from m6.errors import UserError
+
+
+def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
+    """Raises UserError if parts of an exchange have no token each, or an offloaded expert no single gradient."""
+    parts = model.moe_config().exchange_parts(settings.training.ep_size)
+    length, rows = settings.data.sequence_length, deepspeed.micro_batch_size
+    tokens = "one token" if rows * length == 1 else f"{rows * length} tokens"
+    if parts > rows * length:
+        raise UserError(
+            f"m6.moe.overlap_parts {parts}: a micro-batch of train_micro_batch_size_per_gpu {rows} x "
+            f"m6.data.sequence_length {length} has at most {tokens}, too few for one in each part; use "
+            f"train_micro_batch_size_per_gpu {-(-parts // length)} or more, or overlap_parts {rows * length}"
+        )
+    if parts > 1 and settings.offload is not None and settings.offload.update == "backward":
+        raise UserError(
+            f'm6.moe.overlap_parts {parts}: "update": "backward" of m6.offload needs one gradient per expert and step, '
+            'but each part gives one; use overlap_parts 1 or "update": "next_forward"'
+        )
+
+
+def check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    """Raises UserError if something adds up in an order that depends on the number of ranks."""
+    name = 'm6.training.deterministic "any_world"'
+    if deepspeed.zero_stage > 1:
+        raise UserError(
+            f"{name}: zero_optimization.stage {deepspeed.zero_stage} adds up gradients in an order that depends on the "
+            "number of ranks; use stage 1 or 0"
+        )
+    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
+        raise UserError(
+            f"{name}: with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory, in an order "
+            "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
+        )
+    if deepspeed.optimizer_type in ("Lamb", "Lars") and deepspeed.zero_stage == 1:
+        raise UserError(
+            f"{name}: at zero_optimization.stage 1 optimizer.type {deepspeed.optimizer_type} adds up norms of the "
+            "parts of tensors, which other numbers of ranks cut elsewhere; use stage 0"
+        )
+    if settings.offload is not None and settings.offload.update == "backward":
+        raise UserError(
+            f'{name}: m6.offload.update "backward" uses each gradient at once and keeps none to add up in order; use '
+            '"next_forward"'
+        )
+    if settings.moe is not None and settings.moe.get("balance_scope") == "global_batch":
+        raise UserError(
+            f'{name}: m6.moe.balance_scope "global_batch" balances the micro-batches that all ranks compute at the '
+            'same time, which are others on another number of ranks; use "micro_batch"'
+        )
+    if settings.pseudo_to_real is not None and settings.pseudo_to_real.switch == "gradient_correlation":
+        raise UserError(
+            f'{name}: m6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank; use '
+            '"step" or "loss_plateau"'
+        )
+
+
+def check_batch_ramp(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    """Raises UserError if the stages of batches do not fit the run, or something is made for one number of
+    micro-batches."""
+    name = "m6.training.batch_ramp"
+    BatchSizes(settings.training.batch_ramp, deepspeed.train_batch_size).check(settings.training.total_steps)
+    if settings.training.deterministic is not None:
+        raise UserError(
+            f'{name}: "deterministic": "any_world" has one tree of sums for all steps; leave one of them out'
+        )
+    if settings.offload is not None:
+        raise UserError(f"{name}: m6.offload plans the memory of one number of micro-batches; leave one of them out")
+    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
+        raise UserError(
+            f"{name}: DeepSpeed's offload_optimizer is made for one number of micro-batches; leave one of them out"
+        )
+
+
+def check_schedule(schedule: ScheduleSettings, total: int) -> None:
+    """Raises UserError if the schedule is longer than the run's ``total`` steps, or ignores one of its keys."""
+    room = total - (schedule.decay_steps(total) if schedule.decay_share is not None else 0)
+    if schedule.warmup_steps > room:
+        decay = f" and a decay of {total - room} steps, decay_share {schedule.decay_share:g}," if room < total else ""
+        raise UserError(
+            f"m6.schedule: warmup_steps {schedule.warmup_steps}{decay} exceed m6.training.total_steps {total}; "
+            f"set m6.schedule.warmup_steps=0 to {room}, or more m6.training.total_steps"
+        )
+    if (schedule.decay == "wsd") != (schedule.decay_share is not None):
+        raise UserError(
+            f'm6.schedule.decay_share belongs to "decay": "wsd" and is required there; decay is "{schedule.decay}"'
+        )
+    for key, has_effect in (
+        ("power", schedule.decay == "polynomial"),
+        ("final_lr_ratio", schedule.decay != "constant"),
+    ):
+        if key in schedule.model_fields_set and not has_effect:
+            raise UserError(f'm6.schedule.{key}: "decay": "{schedule.decay}" ignores it; leave it out')
+
+
+def check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> None:
+    """Raises UserError if adapters have no trained weights under them, or no target among the model's parts."""
+    if run.init is None:
+        raise UserError("m6.lora: adapters belong to weights that are trained already; use m6 finetune with --init")
+    if run.offload is not None:
+        raise UserError("m6.lora: the experts of m6.offload are trained, but beside adapters all weights are frozen")
+    if "dense" in settings.targets and model.num_moe_layers == model.num_layers:
+        raise UserError('m6.lora.targets: "dense", but the feed-forwards of all layers are experts; use "experts"')
+    if "experts" in settings.targets and not model.num_moe_layers:
+        raise UserError('m6.lora.targets: "experts", but the model is dense; use "dense"')
+    if "experts" not in settings.targets and run.training.ep_size > 1:
+        # DeepSpeed 0.19.8 demands a trained expert on each rank where experts are divided.
+        raise UserError(
+            f'm6.lora.targets: m6.training.ep_size is {run.training.ep_size}, which needs "experts" among them'
+        )
+
+
+def check_elastic(settings: ElasticSettings, run: M6Settings, deepspeed: DeepSpeedSettings) -> None:
+    """Raises UserError if a new number of ranks could not keep what other sections fix."""
+    if "gradient_accumulation_steps" in deepspeed.keys:
+        raise UserError(
+            "gradient_accumulation_steps: with m6.elastic it follows from the batch sizes and the ranks of each "
+            "attempt; leave it out"
+        )
+    for name in ("ep_size", "pipeline"):
+        if run.training.deterministic is not None and name in (settings.may_change or ()):
+            raise UserError(
+                f'm6.elastic.may_change: "{name}" changes the sums that m6.training.deterministic "any_world" keeps; '
+                "leave it out"
+            )
+
+
+def check_pictures(settings: M6Settings) -> None:
+    """Raises UserError if drawing is trained without image codes, or asked for without being trained."""
+    drawing = [name for name in OBJECTIVES if reads_codes(name)]
+    trained = [name for name in drawing if settings.objectives.of(name).weight > 0]
+    if trained and settings.data.image_tokenizer is None:
+        raise UserError(f"m6.objectives.{trained[0]} needs m6.data.image_tokenizer, whose codes it learns to generate")
+    if settings.data.image_tokenizer is not None and not trained:
+        raise UserError(
+            f"m6.data.image_tokenizer: only m6.objectives.{' and '.join(drawing)} read image codes, and their weights "
+            "are 0; give one a weight, or leave the image tokenizer out"
+        )
+    if settings.samples is not None and not trained:
+        raise UserError(
+            f"m6.samples: only a model with m6.objectives.{' or '.join(drawing)} draws pictures; their weights are 0"
+        )
