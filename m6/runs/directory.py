@@ -35,6 +35,7 @@ from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
 from m6.lock import FolderLock
 from m6.runs.hardware import hardware
+from m6.runs.identity import first_difference, identity
 from m6.runs.placement import misplacement
 from m6.runs.processes import default_device
 from m6.runs.snapshot import SNAPSHOT, git
@@ -46,15 +47,9 @@ _RECORDED_VARIABLES = re.compile(
     r"|SLURM_(JOB_(ID|NAME|NUM_NODES|PARTITION)|ARRAY_TASK_ID|NTASKS(_PER_NODE)?|NNODES|NODELIST|PROCID|LOCALID))"
 )
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
-# Sections that may change between two attempts at a run: they set neither model, data order nor schedule.
-_MAY_CHANGE = ("parallel", "communication", "elastic", "offload", "checkpoint", "logging", "evaluation", "samples")
 _PRIVATE = 0o600
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
-_IDENTIFYING = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
-    "torch_autocast",
-)  # fmt: skip
 
 
 class RunDirectory:
@@ -84,7 +79,7 @@ class RunDirectory:
         foreign = self.root.is_dir() and not all(_precedes_config(path.name) for path in self.root.iterdir())
         if recorded.exists():
             old = _read_document(recorded)
-            difference = _difference(_identity(old), _identity(config.document))
+            difference = first_difference(identity(old), identity(config.document))
             before, now = _total_steps(old), config.m6.training.total_steps
             if not difference and before is not None and now < before:
                 difference = (
@@ -314,34 +309,6 @@ def _without_nonfinite(value: Any) -> Any:
 def _precedes_config(name: str) -> bool:
     """Whether the job scripts, or an attempt that is starting or was killed then, write this before config.json."""
     return name in ("slurm", "lock", "config.json") or (name.startswith(".config.json.") and name.endswith(".tmp"))
-
-
-def _identity(document: dict[str, Any]) -> dict[str, Any]:
-    """The part of a run's JSON that must be equal in all attempts at the run."""
-    m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
-    # Of these sections, only the keys that change the layout of the run and not its results may change.
-    m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
-    training = m6.get("training", {}).items()
-    layout = ("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once")
-    m6["training"] = {key: value for key, value in training if key not in layout}
-    m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
-    if m6.get("moe"):
-        exchange = ("exchange", "ranks_per_node", "overlap_parts")
-        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in exchange}
-    if m6.get("pseudo_to_real"):
-        m6["pseudo_to_real"] = {key: value for key, value in m6["pseudo_to_real"].items() if key != "stop_at_switch"}
-    return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}
-
-
-def _difference(old: Any, new: Any, path: str = "") -> str:
-    """The first key at which two documents differ, with both values; empty if they are equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            difference = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-            if difference:
-                return difference
-        return ""
-    return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
 
 
 def _commit_and_patch(source: Path) -> tuple[str | None, str]:
