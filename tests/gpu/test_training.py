@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "fp16": (FP16, 5e-3),
     "streamed": (STREAMED, 1e-4),
     "streamed bf16": ({**BF16, **STREAMED}, 1e-2),
-    "streamed fp16": ({**FP16, **STREAMED, "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}, 5e-3),
+    "streamed fp16": ({**FP16, **STREAMED}, 5e-3),
     "pseudo": ({"m6__model__num_layers": 4, "m6__pseudo_to_real": {"switch_step": 3}}, 1e-4),
 }
 
@@ -57,7 +57,11 @@ def test_losses_are_those_of_a_cpu(name: str, tmp_path: Path):
     changes, tolerance = CASES[name]
     write = functools.partial(write_tiny_config, tmp_path)
     own = {**PLAIN, **changes}
-    reference = {key: value for key, value in own.items() if not set(key.split("__")) & {"bf16", "fp16", "offload"}}
+    reference = {
+        key: value
+        for key, value in own.items()
+        if not set(key.split("__")) & {"bf16", "fp16", "torch_autocast", "offload"}
+    }
     expected = pretrain(
         write("cpu.json", **{**reference, "zero_optimization": {"stage": 0}}), tmp_path / "cpu", **ON_CPU
     )
