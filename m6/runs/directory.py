@@ -308,7 +308,7 @@ def _without_nonfinite(value: Any) -> Any:
 
 def _precedes_config(name: str) -> bool:
     """Whether the job scripts, or an attempt that is starting or was killed then, write this before config.json."""
-    return name in ("slurm", "lock", "config.json") or (name.startswith(".config.json.") and name.endswith(".tmp"))
+    return name in ("slurm", "lock") or (name.startswith(".config.json.") and name.endswith(".tmp"))
 
 
 def _commit_and_patch(source: Path) -> tuple[str | None, str]:

@@ -14,6 +14,7 @@ from offload.devices.device import Buffer, Device, DeviceOutOfMemory, Memory, Pe
 
 _PROBE_BYTES = 32 * 2**20
 _HOST_REGISTER_PORTABLE = 1
+_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class CudaDevice(Device):
@@ -90,6 +91,8 @@ class CudaDevice(Device):
         code = cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _HOST_REGISTER_PORTABLE)
         if int(code) == 0:
             return None
+        if int(code) == _ALREADY_REGISTERED:
+            raise RuntimeError("host memory was freed while it was pinned: CUDA would copy from and to its old pages")
         # CUDA reports the failure again at the next launch of a kernel. Launch one here, where the error is expected.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
@@ -97,7 +100,9 @@ class CudaDevice(Device):
 
     def _unpin(self, memory: Tensor) -> None:
         cuda.synchronize(self.torch_device)  # a copy may still read or write it
-        cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        code = cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostUnregister returned {code}")
 
     @functools.cached_property
     def rates(self) -> Rates:  # type: ignore[override]
@@ -126,6 +131,9 @@ class CudaDevice(Device):
     def upload(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[cuda.Event]) -> cuda.Event:
         """Queues a copy to the device."""
         self.uploaded_bytes += source.nbytes
+        if self.pageable_bytes:  # CUDA may read pageable memory at the call, before the copy's turn in the queue
+            for event in after:
+                event.synchronize()
         return self._copy(self._uploads, source, target, after)
 
     def download(self, source: Tensor, target: Tensor, memory: Memory, after: Sequence[cuda.Event]) -> cuda.Event:

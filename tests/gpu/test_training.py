@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def pretrain(config: Path, run: Path, **environment: str) -> list[float]:
-    """Trains in a process of its own, to its end, and returns the loss of each step."""
+    """Trains in a process of its own, to the end of the run, and returns the loss of each step."""
     command = [sys.executable, "-m", "m6", "pretrain", config, "--run-dir", run]
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     ended = subprocess.run(
@@ -76,6 +76,10 @@ def test_a_second_attempt_goes_on_where_the_first_stopped(changes: dict[str, Any
     write = functools.partial(write_tiny_config, tmp_path)
     whole = pretrain(write("whole.json", **PLAIN, **changes), tmp_path / "whole", DS_ACCELERATOR="cuda")
     shorter = {**PLAIN, **changes, "m6__training__total_steps": 4}
-    pretrain(write("half.json", **shorter), tmp_path / "run", DS_ACCELERATOR="cuda")
+    half = pretrain(write("half.json", **shorter), tmp_path / "run", DS_ACCELERATOR="cuda")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    before = metrics.read_bytes()
     found = pretrain(write("rest.json", **PLAIN, **changes), tmp_path / "run", DS_ACCELERATOR="cuda")
+    assert found[:4] == half
+    assert metrics.read_bytes().startswith(before)  # nothing was trained again
     assert found[4:] == pytest.approx(whole[4:], rel=1e-3 if "fp16" in changes else 1e-4)

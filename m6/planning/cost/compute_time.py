@@ -85,10 +85,11 @@ class ComputeTime:
     def matmul_s(self, product: Matmul) -> float:
         """Seconds of a product.
 
-        Measured rates hold whatever bounds a product. Otherwise it is the root of the sum of squares of its FLOPs at
-        the assumed rate, of the transfer of its operands, and of the launches if every expert has its own: more than
-        the longest of the three, less than all, one after the other. On an H100 this is 18 % (16 bits) and 28 % (fp32)
-        from the measured times of grouped products (scripts/benchmarks/results/gpu_products.md).
+        Where rates were measured, they decide, or the transfer of the operands if that takes longer. Elsewhere it is
+        the root of the sum of squares of the FLOPs at the assumed rate, of that transfer, and of the launches if every
+        expert has its own: more than the longest of the three, less than all, one after the other. On an H100 this is
+        18 % (16 bits) and 28 % (fp32) from the measured times of grouped products
+        (scripts/benchmarks/results/gpu_products.md).
         """
         m, n, k, count = product.m, product.n, product.k, product.count
         share, device = core_share(self.nodes), self.nodes.device

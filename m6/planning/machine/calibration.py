@@ -82,7 +82,7 @@ def calibrate(
         memory_bandwidth_bytes_per_s=_memory_bandwidth(device),
         kernel_s=_kernel_s(device),
         update_s_per_parameter={name: _update_s(device, make) for name, make in optimizers.items()},
-        host_update_s_per_parameter={name: _update_s(torch.device("cpu"), make) for name, make in optimizers.items()},
+        host_update_s_per_parameter={name: _host_update_s(make) for name, make in optimizers.items()},
         host_copy_bytes_per_s=_host_copy_bytes_per_s(device),
         process_bytes=process_bytes,
         host_bytes=host_bytes,
@@ -136,7 +136,8 @@ def _collectives(device: torch.device) -> list[CollectivePoint]:
             "all_to_all": lambda s=source, t=target: dist.all_to_all_single(t, s),  # type: ignore[misc]
         }
         for kind, operation in operations.items():
-            seconds = torch.tensor(_seconds(operation, device), device=device)
+            # All ranks call it equally often.
+            seconds = torch.tensor(_seconds(operation, device, calls=1), device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             points.append(
                 CollectivePoint(kind=kind, tier=tier, ranks=world, num_bytes=numel * 4, seconds=seconds.item())
@@ -183,14 +184,19 @@ def _kernel_s(device: torch.device) -> float:
 
 
 def _update_s(device: torch.device, make: OptimizerMaker) -> float:
-    """Seconds of an optimizer's step for each parameter; beside a GPU, those of the host are of one core."""
-    side, threads = 1 << 11, torch.get_num_threads()
+    """Seconds of an optimizer's step for each parameter."""
+    side = 1 << 11
     weight = torch.nn.Parameter(torch.randn(_UPDATED[device.type] // side, side, device=device))
     weight.grad = torch.randn_like(weight)
+    return _seconds(make([weight]).step, device) / weight.numel()
+
+
+def _host_update_s(make: OptimizerMaker) -> float:
+    """The same on one core of the host."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        if device.type == "cpu" and torch.cuda.is_available():
-            torch.set_num_threads(1)
-        return _seconds(make([weight]).step, device) / weight.numel()
+        return _update_s(torch.device("cpu"), make)
     finally:
         torch.set_num_threads(threads)
 
@@ -203,8 +209,10 @@ def _host_copy_bytes_per_s(device: torch.device) -> float | None:
     return host.nbytes / _seconds(lambda: there.copy_(host, non_blocking=True), device)
 
 
-def _seconds(operation: Callable[[], object], device: torch.device) -> float:
+def _seconds(operation: Callable[[], object], device: torch.device, calls: int | None = None) -> float:
     """Median seconds of a call, after a first call that does not count.
+
+    ``calls`` are measured together; None: one on a CPU, and on a GPU as many as fill ``_LEAST_S``.
 
     On a CPU with one thread these are seconds of processor time, which other programs do not disturb. For a collective
     they leave out the time that ranks wait for each other.
@@ -221,7 +229,8 @@ def _seconds(operation: Callable[[], object], device: torch.device) -> float:
         return (clock() - begin) / calls
 
     operation()
-    calls = 1 if device.type == "cpu" else max(1, round(_LEAST_S / timed(1)))
+    if calls is None:
+        calls = 1 if device.type == "cpu" else max(1, round(_LEAST_S / timed(1)))
     return statistics.median(timed(calls) for _ in range(_REPEATS))
 
 

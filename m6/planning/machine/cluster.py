@@ -29,8 +29,7 @@ class Device(Section):
     matmul_flops: dict[str, PositiveFloat] = Field(description="peak FLOP/s of dense matrix products, by data type")
     memory_bandwidth_bytes_per_s: PositiveFloat = Field(description="peak of reading or writing device memory")
     grouped_dtypes: list[str] = Field(
-        default_factory=list,
-        description="data types in which one kernel multiplies the rows of all experts; in others each has its own",
+        description="data types in which one kernel multiplies the rows of all experts; in others each has its own"
     )
     source: NonEmptyText = Field(description="where the figures come from")
 

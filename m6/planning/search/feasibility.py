@@ -106,7 +106,8 @@ class Feasibility:
         if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
             return Refusal(
                 "streamed experts",
-                "experts are streamed only if the run has the section m6.offload, which has not run on a GPU yet",
+                "experts are streamed only if the run has the section m6.offload, which has trained toy models alone "
+                "on a GPU",
             )
         return _refused_by_arithmetic(self.config, self._num_experts, layout)
 

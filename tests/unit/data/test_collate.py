@@ -176,5 +176,7 @@ def test_pinning_keeps_every_tensor_and_number(tokenizer, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
     found = batch.pin_memory()
     assert [id(tensor) for tensor in pinned] == [id(tensor) for tensor in batch.tensors().values()]
-    assert all(torch.equal(value, batch.tensors()[name]) for name, value in found.tensors().items())
+    for name, value in found.tensors().items():
+        assert value is not batch.tensors()[name]
+        assert torch.equal(value, batch.tensors()[name])
     assert found.num_tokens == batch.num_tokens

@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from m6.data import pretraining
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.objectives import OBJECTIVES, ObjectivesSettings
 from m6.data.pretraining import PretrainingData
@@ -129,6 +130,15 @@ def test_loader_yields_the_micro_batches_in_order(tiny, num_workers):
     assert torch.equal(torch.get_rng_state(), state)  # dropout does not depend on the loader
     assert len(loaded) == len(indices)
     assert all(equal(batch, data.micro_batch(index)) for batch, index in zip(loaded, indices, strict=True))
+
+
+def test_micro_batches_wait_for_a_gpu_in_pinned_memory(tiny, monkeypatch: pytest.MonkeyPatch):
+    options = []
+    monkeypatch.setattr(pretraining, "DataLoader", lambda *_, **given: options.append(given) or [])
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert not list(open_data(tiny).loader(range(2), 0))
+    assert [given["pin_memory"] for given in options] == [False, True]
 
 
 def test_resuming_in_the_middle(tiny):

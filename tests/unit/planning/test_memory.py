@@ -19,6 +19,7 @@ from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.schedules import Pass, flushless_orders
+from m6.planning.cost.storages import new_storages
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
 from m6.planning.search.configuration import configured, layout_of
@@ -90,6 +91,33 @@ def test_states_of_one_rank_are_exact(folder):
         "stage 3": tiny_document(folder, zero_optimization__stage=3),
     }
     run_distributed(assert_states_are_exact, 1, documents)
+
+
+def assert_the_updates_copies_are_those_of_an_engine(documents: dict[str, dict[str, Any]]) -> None:
+    for name, document in documents.items():
+        config = parse_config(document)
+        engine, batch = build_engine(config, start()), open_data(config).micro_batch(0)
+        for _ in range(2):  # the first step makes the optimizer's state
+            engine.begin_step(0.0)
+            with new_storages() as made:
+                engine.accumulate([batch], lambda _, output: output.target_losses.sum() + output.aux_loss, range(1))
+                made.take_peak()
+                before = made.total
+                engine.update()
+        # Norms and counters are all that comes on top.
+        grown = made.take_peak() - before
+        assert grown == pytest.approx(predict_memory(config, 1, ANY_BATCH).update, rel=0.02), name
+
+
+@pytest.mark.slow
+def test_the_updates_copies_are_those_of_an_engine(folder):
+    one = {"train_batch_size": 2}
+    documents = {
+        "stage 1": tiny_document(folder, zero_optimization__stage=1, **one),
+        "stage 1, bf16": tiny_document(folder, zero_optimization__stage=1, bf16=BF16, **one),
+        "stage 2, bf16": tiny_document(folder, zero_optimization__stage=2, bf16=BF16, **one),
+    }
+    run_distributed(assert_the_updates_copies_are_those_of_an_engine, 1, documents)
 
 
 @pytest.mark.slow

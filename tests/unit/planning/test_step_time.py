@@ -80,8 +80,10 @@ def test_measured_rates_hold_what_bounds_a_product():
     }
     product = replace(next(product for product in work.matmuls if product.grouped), dtype="fp16")
     point = MatmulPoint(m=product.m, n=product.n, k=product.k, dtype="fp16", count=product.count, flops=1e12)
-    found = model(config, cluster, PERFECT.model_copy(update={"matmul": [point]})).compute.matmul_s(product)
-    assert found == pytest.approx(product.flops / 1e12)
+    bandwidth = cluster.nodes[0].device.memory_bandwidth_bytes_per_s
+    for flops, seconds in ((1e12, product.flops / 1e12), (1e30, product.moved_bytes / bandwidth)):
+        profile = PERFECT.model_copy(update={"matmul": [point.model_copy(update={"flops": flops})]})
+        assert model(config, cluster, profile).compute.matmul_s(product) == pytest.approx(seconds)
 
 
 def test_time_reacts_as_machines_do():

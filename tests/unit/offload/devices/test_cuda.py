@@ -119,6 +119,29 @@ def test_a_block_that_nobody_frees_is_unpinned_too(stand_in: StandIn):
     assert not stand_in.registered
 
 
+def test_memory_that_was_freed_while_it_was_pinned_is_an_error(stand_in: StandIn):
+    device = StandInDevice(10_000, stand_in)
+    block = HostBlock(5000, device)
+    with pytest.raises(RuntimeError, match="freed while it was pinned"):
+        device.pin(block.view(torch.uint8, 0, (5000,)))
+
+
+def test_uploads_from_memory_that_is_not_pinned_find_what_was_downloaded(stand_in: StandIn):
+    """CUDA may read such memory when the copy is called; the stand-in reads it as late as possible."""
+    stand_in.pinnable_bytes = 0
+    device = StandInDevice(10_000, stand_in)
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        block = HostBlock(400, device)
+    host = block.view(torch.float32, 0, (100,))
+    buffer = device.buffer(400)
+    device.acquire(buffer)
+    view = buffer.view(torch.float32, 0, (100,))
+    view.fill_(3.0)
+    downloaded = device.download(view, host, buffer, [device.compute_event()])
+    device.upload(host, view, buffer, [downloaded])
+    assert host.eq(3.0).all()
+
+
 def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch):
     stand_in.pinnable_bytes = 20_000
     monkeypatch.setattr(offload.devices.cuda, "_PROBE_BYTES", 4096)
