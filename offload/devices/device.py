@@ -209,7 +209,11 @@ class Device(ABC):
 
     @abstractmethod
     def _pin(self, memory: Tensor) -> str | None:
-        """Pins a block; returns None, or the reason if the system refuses."""
+        """Pins a block; returns None, or the reason if the system refuses.
+
+        Raises:
+            RuntimeError: the system takes the memory for pinned already.
+        """
 
     @abstractmethod
     def _unpin(self, memory: Tensor) -> None:

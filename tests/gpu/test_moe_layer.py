@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe import MoEConfig, MoELayer
 from moe.kernels.products import GroupedProducts, LoopProducts, Products
-from tests.fixtures.moe_layers import cases, make_layer
+from tests.fixtures.moe_layers import cases, prepared
 from tests.fixtures.moe_reference import reference_moe
 
 CONFIG = MoEConfig(num_experts=16, num_prototypes=4, bias=True, aux_loss_weight=0.01)
@@ -27,14 +27,9 @@ def norm_of_error(found: Tensor, expected: Tensor) -> float:
 @given(case=cases(), seed=st.integers(0, 10**6))
 def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
     """In float64, 1e-9: about 1e6 rounding errors of values near 1. The order of sums on a card is its own."""
-    config, mask, hidden_size, ffn_hidden_size, training = case
-    torch.manual_seed(seed)
-    layer = make_layer(config, hidden_size, ffn_hidden_size).train(training)
-    if config.balance_bias_rate:
-        layer.router.balance_bias.normal_(std=0.3)
-    x = torch.randn(len(mask), hidden_size, dtype=torch.float64, requires_grad=True)
+    layer, x, mask = prepared(case, seed)
     parameters = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    expected = reference_moe(x, mask, parameters, config, training)
+    expected = reference_moe(x, mask, parameters, layer.config, layer.training)
 
     on_card, x_on_card = copy.deepcopy(layer).cuda(), x.detach().cuda().requires_grad_()
     output = on_card(x_on_card, mask.cuda())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from m6.config.run import RunConfig
 from m6.model.attention import LONGEST_PRODUCTS
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.precision import FP32, Precision
 from m6.planning.cost.storages import SavedTensors
 from moe.config import MoEConfig
@@ -202,3 +204,10 @@ class Activations:
         width, vocab_size = self.model.hidden_size, self.model.vocab_size
         each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + 2 * FP32
         return self.batch.targets * each + self.precision.weight_copies(vocab_size * width)
+
+
+def with_training(config: RunConfig, layout: ParallelLayout) -> RunConfig:
+    """``config`` with the values of ``layout`` that activations depend on; not validated, to price any layout."""
+    update = {"ep_size": layout.ep_size, "activation_checkpointing": layout.checkpointing}
+    training = config.m6.training.model_copy(update=update)
+    return replace(config, m6=config.m6.model_copy(update={"training": training}))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
-from m6.planning.cost.activations import Activations
+from m6.planning.cost.activations import Activations, with_training
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
 from m6.planning.cost.folding import Block, FoldedModel, fold
@@ -183,7 +183,7 @@ class MemoryModel:
 
     def activations_of(self, layout: ParallelLayout) -> Activations:
         """The activations of one micro-batch, by part of the model."""
-        return Activations(_with_training(self.config, layout), self.batch_of(layout))
+        return Activations(with_training(self.config, layout), self.batch_of(layout))
 
     def _activation_bytes(self, layout: ParallelLayout, place: int, stages: Sequence[range]) -> int:
         if layout.pipeline is not None:
@@ -348,10 +348,3 @@ class MemoryModel:
         if key not in self._chunks:
             self._chunks[key] = store.chunks(part, layout.ep_size)
         return self._chunks[key]
-
-
-def _with_training(config: RunConfig, layout: ParallelLayout) -> RunConfig:
-    """``config`` with the values of ``layout`` that activations depend on; not validated, to price any layout."""
-    update = {"ep_size": layout.ep_size, "activation_checkpointing": layout.checkpointing}
-    training = config.m6.training.model_copy(update=update)
-    return replace(config, m6=config.m6.model_copy(update={"training": training}))

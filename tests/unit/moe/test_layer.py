@@ -9,19 +9,14 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
-from tests.fixtures.moe_layers import cases, make_layer
+from tests.fixtures.moe_layers import cases, make_layer, prepared
 from tests.fixtures.moe_reference import reference_moe
 
 
 @settings(max_examples=150)
 @given(case=cases(), seed=st.integers(0, 10**6))
 def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
-    config, mask, hidden_size, ffn_hidden_size, training = case
-    torch.manual_seed(seed)
-    layer = make_layer(config, hidden_size, ffn_hidden_size).train(training)
-    if config.balance_bias_rate:
-        layer.router.balance_bias.normal_(std=0.3)
-    x = torch.randn(len(mask), hidden_size, dtype=torch.float64, requires_grad=True)
+    layer, x, mask = prepared(case, seed)
     direction = torch.randn_like(x)
     parameters = dict(layer.named_parameters())
     inputs = [x, *parameters.values()]
@@ -31,7 +26,7 @@ def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
 
     output = layer(x, mask)
     grads = gradients((output.hidden_states * direction).sum() + output.aux_loss)
-    expected = reference_moe(x, mask, {**parameters, **dict(layer.named_buffers())}, config, training)
+    expected = reference_moe(x, mask, {**parameters, **dict(layer.named_buffers())}, layer.config, layer.training)
     expected_grads = gradients((expected.hidden_states * direction).sum() + expected.aux_loss)
 
     close = dict(rtol=1e-9, atol=1e-9)
@@ -43,7 +38,7 @@ def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
     assert output.stats.dropped.tolist() == expected.dropped
     assert output.stats.num_tokens.item() == mask.sum().item()
     assert output.stats.router_entropy.tolist() == pytest.approx(expected.router_entropy, abs=1e-6)  # float32
-    choices = mask.sum().item() * config.experts_per_token  # every choice is either computed or dropped
+    choices = mask.sum().item() * layer.config.experts_per_token  # every choice is either computed or dropped
     assert output.stats.expert_counts.sum() + output.stats.dropped.sum() == choices
 
 
