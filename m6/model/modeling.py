@@ -22,7 +22,7 @@ from m6.model.outputs import M6ModelOutput, M6Output
 from m6.model.rotary import Rotation, rotation_of
 from moe import RoutingStats
 
-_ROWS_IN_CACHE = 64  # of logits
+ROWS_IN_CACHE = 64  # of logits
 
 
 class M6PreTrainedModel(PreTrainedModel):
@@ -297,6 +297,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     cache.
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    rows = _ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
+    rows = ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     return torch.cat([F.cross_entropy(piece.to(precise), own, reduction="none") for piece, own in pieces])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
 import platform
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,20 +71,29 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
-        if "MASTER_PORT" not in os.environ:  # as late as possible: another process may take the free port
-            os.environ["MASTER_PORT"] = str(_free_port())
+        if world_size == 1:  # no port, which another process could take
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+            atexit.register(_leave)
         deepspeed.init_distributed(
-            dist_backend="nccl" if cuda else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            dist_backend=backend,
+            timeout=timeout,
             auto_mpi_discovery=False,  # the environment is complete, and mpi4py need not be installed
             verbose=False,
         )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = [""] * world_size
     # Slurm's name: several of its nodes may be one host.
     torch.distributed.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or platform.node())
     return Runtime(rank, world_size, local_rank, device, tuple(nodes))
+
+
+def _leave() -> None:
+    """Ends the threads of the process group, of which gloo's abort a process that ends before them."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def free_memory(device: torch.device) -> None:
@@ -129,14 +138,12 @@ def _complete_environment() -> None:
     for name, slurm_name in _RANK_VARIABLES.items():
         fallback = "1" if name == "WORLD_SIZE" else "0"
         os.environ.setdefault(name, os.environ[slurm_name] if under_srun else fallback)
-    if "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ and os.environ["WORLD_SIZE"] != "1":
+            raise UserError(
+                f"{name} is not set, by which the {os.environ['WORLD_SIZE']} processes of WORLD_SIZE find each other; "
+                "torchrun, deepspeed and the shipped sbatch scripts set it"
+            )
 
 
 def world_size_of_environment() -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, cuda
@@ -30,6 +31,8 @@ class CudaDevice(Device):
         torch_device: the card; None: the current one.
     """
 
+    _peak_bytes: ClassVar[dict[torch.device, int]] = {}  # of allocators, before their own statistic began anew
+
     def __init__(self, budget_bytes: int | None = None, torch_device: torch.device | None = None) -> None:
         self.torch_device = torch_device or torch.device("cuda", cuda.current_device())
         if budget_bytes is None:
@@ -39,7 +42,7 @@ class CudaDevice(Device):
         self._uploads, self._downloads = cuda.Stream(self.torch_device), cuda.Stream(self.torch_device)
         self._buffer_bytes = 0  # as the allocator counts them, rounded up to its blocks
         self._peaks = PeakCounter()
-        cuda.reset_peak_memory_stats(self.torch_device)
+        self._take_peak()
 
     # Memory
 
@@ -75,12 +78,22 @@ class CudaDevice(Device):
         buffer.storage.resize_(num_bytes)
         self._buffer_bytes += cuda.memory_allocated(self.torch_device) - before
         self.used_bytes += num_bytes or -buffer.num_bytes
-        cuda.reset_peak_memory_stats(self.torch_device)
+        self._take_peak()
 
     def _note_peak(self) -> None:
-        others = cuda.max_memory_allocated(self.torch_device) - self._buffer_bytes
-        self._peaks.note(others, self.used_bytes)
+        self._peaks.note(self._take_peak() - self._buffer_bytes, self.used_bytes)
+
+    def _take_peak(self) -> int:
+        """Returns the allocator's peak since the last call."""
+        peak = cuda.max_memory_allocated(self.torch_device)
         cuda.reset_peak_memory_stats(self.torch_device)
+        self._peak_bytes[self.torch_device] = max(peak, self._peak_bytes.get(self.torch_device, 0))
+        return peak
+
+    @classmethod
+    def peak_bytes(cls, torch_device: torch.device) -> int:
+        """The most that PyTorch's allocator gave out on a card in this process, which its own statistic forgets."""
+        return max(cuda.max_memory_allocated(torch_device), cls._peak_bytes.get(torch_device, 0))
 
     def begin_moment(self, number: int) -> Peaks:
         """Starts a moment; see ``Device``."""

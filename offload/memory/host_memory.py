@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
@@ -29,7 +30,7 @@ class HostBlock:
     def __init__(self, num_bytes: int, device: Device) -> None:
         # The mapping is freed with the last tensor that views it. No operator makes this tensor, so a ``StorageMeter``
         # does not count it as device memory.
-        self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        self._bytes = torch.frombuffer(_private_mapping(num_bytes), dtype=torch.uint8)
         # Also for a block that nobody frees: CUDA would take the next mapping at these addresses for the pinned pages
         # of this one, and copy from and to those. At the end of the process the driver frees everything itself.
         self._unpin = weakref.finalize(self, device.unpin, self._bytes, device.pin(self._bytes))
@@ -44,6 +45,21 @@ class HostBlock:
         """Unpins the block and frees its memory."""
         self._unpin()
         del self._bytes
+
+
+def _private_mapping(num_bytes: int) -> mmap.mmap:
+    """Memory of this process alone, in large pages where the kernel has them.
+
+    Shared memory has small ones, and takes three times as long to pin: 0.37 s instead of 0.12 s for 0.5 GiB on the host
+    of an H100.
+    """
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    # A process that is forked gets no copy: after a write, one of the two would have the page that is pinned and the
+    # other a new one.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return mapping
 
 
 def available_bytes() -> int | None:

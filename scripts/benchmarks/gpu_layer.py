@@ -37,6 +37,11 @@ CELLS = (
     Cell(8192, 2048, 16, num_prototypes=2),
     Cell(8192, 4096, 8, num_prototypes=2),
 )
+NOTES = (
+    "Forward and backward with all gradients, weights and rows in bf16, by CUDA events. Dense: the same arithmetic on "
+    "K copies of the tokens. Gated layers have three matrices: compare them with `dense gated`. DeepSpeed's and Switch "
+    "have a capacity factor of 1.25; ours drops nothing."
+)
 Steps = dict[str, Step]
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -85,36 +90,28 @@ def teraflops(cell: Cell, milliseconds: float) -> float:
     return flops / milliseconds / 1e9
 
 
+def table(measured: dict[Cell, dict[str, list[float]]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows."""
+    others = [name for name in dict.fromkeys(name for times in measured.values() for name in times) if name != "ours"]
+    rows = []
+    for cell, times in measured.items():
+        median = {name: sorted(each)[len(each) // 2] for name, each in times.items()}
+        ratios = [f"{median[name] / median['ours']:.2f}" if name in median else "" for name in others]
+        rows.append(
+            [str(cell), spread(times["ours"], ".2f"), f"{teraflops(cell, median['ours']):.0f}", *ratios],
+        )
+    return ["size", "ours, ms", "ours, TFLOP/s", *(f"{name} / ours" for name in others)], rows
+
+
 @app.command()
 def main(rounds: Annotated[int, typer.Option(min=1, help="measurements of each contestant, in turn")] = 20) -> None:
     recorder = Recorder("gpu_layer", "The expert layer on a GPU")
     torch.set_default_device(start().device)
-    names: dict[str, None] = {}
     measured: dict[Cell, dict[str, list[float]]] = {}
     for cell in CELLS:
         measured[cell] = measure(contestants(cell), rounds)
-        names |= dict.fromkeys(measured[cell])
         torch.cuda.empty_cache()
-    rows = []
-    for cell, times in measured.items():
-        median = {name: sorted(each)[len(each) // 2] for name, each in times.items()}
-        rows.append(
-            [
-                str(cell),
-                spread(times["ours"], ".2f"),
-                f"{teraflops(cell, median['ours']):.0f}",
-                *(f"{median[name] / median['ours']:.2f}" if name in median else "" for name in names if name != "ours"),
-            ]
-        )
-    others = [name for name in names if name != "ours"]
-    recorder.write(
-        ["size", "ours, ms", "ours, TFLOP/s", *(f"{name} / ours" for name in others)],
-        rows,
-        "Forward and backward with all gradients, weights and rows in bf16, by CUDA events. Dense: the same arithmetic "
-        "on K copies of the tokens. Gated layers have three matrices: compare them with `dense gated`. DeepSpeed's and "
-        "Switch have a capacity factor of 1.25; ours drops nothing.",
-        {"milliseconds": {str(cell): times for cell, times in measured.items()}},
-    )
+        recorder.write(*table(measured), NOTES, {"milliseconds": {str(each): measured[each] for each in measured}})
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Case:
     batch: int
     changes: dict[str, Any] = field(default_factory=dict)
     steps: int = 60
-    seconds: int = 90
+    seconds: int = 110
 
     def options(self) -> list[str]:
         sizes = {"train_micro_batch_size_per_gpu": self.batch, "train_batch_size": self.batch}
@@ -72,13 +72,13 @@ CASES = {
     "1.4 B": Case("m6_base", 512, NO_RECOMPUTATION),
     "1.4 B, recomputed": Case("m6_base", 512),
     "1.4 B, fp16": Case("m6_base", 512, {**NO_RECOMPUTATION, "bf16.enabled": False, "fp16.enabled": True}),
-    "2.8 B": Case("m6_10b", 512, LARGE),
+    "2.8 B": Case("m6_10b", 256, LARGE, steps=30),
     "2.8 B, experts on the host": Case(
-        "m6_10b", 512, {**LARGE, **OFFLOADED, "m6.offload.device_budget_mib": 24_000}, steps=15
+        "m6_10b", 256, {**LARGE, **OFFLOADED, "m6.offload.device_budget_mib": 24_000}, steps=15
     ),
-    "10.8 B": Case(
+    "10.8 B, experts on the host": Case(
         "m6_10b",
-        512,
+        256,
         {**OFFLOADED, "m6.offload.optimizer": {"type": "Adafactor", "lr": 0.005}},
         steps=12,
         seconds=200,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -288,7 +287,6 @@ def _device(settings: OffloadSettings, torch_device: torch.device, world_size: i
     budget = settings.device_budget_mib
     device: Device
     if torch_device.type == "cuda":
-        warnings.warn("m6.offload: only toy models have run on a GPU; see Limits in offload/README.md", stacklevel=2)
         device = CudaDevice(None if isinstance(budget, str) else int(budget * MIB), torch_device)
     elif not isinstance(budget, str):
         device = SimulatedDevice(int(budget * MIB))

@@ -7,6 +7,7 @@ import torch
 
 from m6.architecture.configuration import M6Config
 from m6.model.counting import num_parameters
+from offload import CudaDevice
 
 # Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.
 # A GB200 comes before a B200, whose name it contains.
@@ -60,5 +61,5 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 def memory_bytes(device: torch.device) -> int:
     """Peak bytes allocated on the GPU since the start, or the resident memory of the process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return CudaDevice.peak_bytes(device)
     return int(psutil.Process().memory_info().rss)

@@ -1,10 +1,14 @@
-"""Memory that a process on a CPU keeps for its next step, and gives back."""
+"""How a process joins its group; memory that it keeps on a CPU for its next step, and gives back."""
 
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from m6.errors import UserError
+from m6.runs.processes import world_size_of_environment
 
 CODE = """
 import torch
@@ -31,3 +35,30 @@ def test_freed_memory_is_kept_until_it_is_returned():
     kept, left = map(int, ended.stdout.split()[-2:])
     assert kept >= 390, "400 MiB wait for the next step"
     assert left <= 40, "and go back to the kernel"
+
+
+ALONE = """
+import os
+from m6.runs.processes import start
+
+assert start().world_size == 1
+assert "MASTER_PORT" not in os.environ
+"""
+
+
+def test_a_process_alone_opens_no_port_and_ends_cleanly():
+    """A port that was free when it was looked for may not be any more when it is opened."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_several_processes_need_an_address(name: str, monkeypatch: pytest.MonkeyPatch):
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(key, value)
+    assert world_size_of_environment() == 2
+    monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=f"{name} is not set, by which the 2 processes of WORLD_SIZE find each other"):
+        world_size_of_environment()

@@ -22,10 +22,7 @@ from tests.fixtures.tiny_run import tiny_document
 def runtime() -> Iterator[Runtime]:
     """This process as the only rank."""
     with mock.patch.dict(os.environ), no_process_group_left():
-        runtime = start()
-        # This fixture may outlive the tests of this folder, and the port is not free for processes of later ones.
-        del os.environ["MASTER_PORT"]
-        yield runtime
+        yield start()
 
 
 @pytest.fixture(scope="package")

@@ -96,6 +96,20 @@ def test_peaks_between_moments_are_recorded(stand_in: StandIn):
     assert device.begin_moment(1) == Peaks(nonmodel=100, total=1100)
 
 
+def test_the_largest_peak_of_a_card_is_kept(stand_in: StandIn):
+    """PyTorch's own statistic begins anew at each moment, and with each device."""
+    CudaDevice._peak_bytes.clear()
+    device = StandInDevice(10_000, stand_in)
+    stand_in.others = 3000
+    stand_in.max_memory_allocated(None)
+    stand_in.others = 100
+    device.begin_moment(0)
+    StandInDevice(10_000, stand_in).begin_moment(0)
+    assert CudaDevice.peak_bytes(device.torch_device) == 3000
+    stand_in.others = 4000
+    assert CudaDevice.peak_bytes(device.torch_device) == 4000
+
+
 def test_host_memory_is_pinned_with_exact_size_and_unpinned(stand_in: StandIn):
     device = StandInDevice(10_000, stand_in)
     block = HostBlock(5000, device)
@@ -114,6 +128,7 @@ def test_a_block_that_nobody_frees_is_unpinned_too(stand_in: StandIn):
     assert not stand_in.registered
     run = train(Toy(activations_on_host=frozenset(range(3))), StandInDevice(48_000, stand_in), 48_000)
     assert stand_in.registered
+    run.runtime._workers.close()  # a thread that has just ended a job may still refer to it
     del run
     gc.collect()
     assert not stand_in.registered

@@ -1,10 +1,14 @@
-"""How much memory the host has left, as the system and the control group tell it."""
+"""Blocks of host memory, and how much of it is left, as the system and the control group tell it."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from offload import SimulatedDevice
 from offload.memory import host_memory
+from offload.memory.host_memory import HostBlock
 
 
 def test_the_system_or_the_control_group_whichever_has_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +25,18 @@ def test_the_system_or_the_control_group_whichever_has_less(tmp_path: Path, monk
     assert host_memory.available_bytes() == 3_000_000 - 1_000_000 + 200_000
     (tmp_path / "memory.current").write_text("4000000\n")
     assert host_memory.available_bytes() == 0
+
+
+def test_a_forked_process_has_no_copy_of_a_block() -> None:
+    """A data worker's copy would leave one of the two processes with a page that the card does not know."""
+    block = HostBlock(2**21, SimulatedDevice(10**9))
+    values = block.view(torch.uint8, 0, (2**21,))
+    values.fill_(3)
+    begin = values.data_ptr()
+    child = os.fork()
+    if child == 0:
+        ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        os._exit(any(int(first, 16) <= begin < int(last, 16) for first, last in ranges))
+    assert os.waitpid(child, 0)[1] == 0
+    assert values.eq(3).all()
+    block.free()

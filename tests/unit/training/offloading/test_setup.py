@@ -10,8 +10,6 @@ from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.training.engine.build import build_model
 from m6.training.loop import Trainer
-from m6.training.offloading import setup
-from offload import SimulatedDevice
 from tests.fixtures.offload_sections import ALL_HOST, SMALL, experts_of
 from tests.fixtures.tiny_run import tiny_document
 
@@ -91,11 +89,3 @@ def test_small_budgets(folder: Any, offload: dict[str, Any], message: str):
     config = parse_config(tiny_document(folder, m6__offload=offload))
     with pytest.raises(UserError, match=message):
         build_model(config, torch.device("cpu"))
-
-
-def test_offloading_on_a_gpu_says_what_has_been_tried(folder: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(setup, "CudaDevice", lambda budget, torch_device: SimulatedDevice(budget))
-    store = parse_config(tiny_document(folder, m6__offload=SMALL)).expert_store
-    assert store is not None
-    with pytest.warns(UserWarning, match="only toy models have run on a GPU"):
-        setup._device(store, torch.device("cuda"), 1)
