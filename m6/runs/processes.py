@@ -78,6 +78,8 @@ def start(timeout_s: float = 1800.0) -> Runtime:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
             atexit.register(_leave)
+        else:
+            _check_address(world_size)
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timeout,
@@ -138,11 +140,14 @@ def _complete_environment() -> None:
     for name, slurm_name in _RANK_VARIABLES.items():
         fallback = "1" if name == "WORLD_SIZE" else "0"
         os.environ.setdefault(name, os.environ[slurm_name] if under_srun else fallback)
+
+
+def _check_address(world_size: int) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ and os.environ["WORLD_SIZE"] != "1":
+        if name not in os.environ:
             raise UserError(
-                f"{name} is not set, by which the {os.environ['WORLD_SIZE']} processes of WORLD_SIZE find each other; "
-                "torchrun, deepspeed and the shipped sbatch scripts set it"
+                f"{name} is not set, by which the {world_size} processes of WORLD_SIZE find each other; torchrun, "
+                "deepspeed and the shipped sbatch scripts set it"
             )
 
 

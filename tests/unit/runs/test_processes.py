@@ -7,9 +7,6 @@ import sys
 
 import pytest
 
-from m6.errors import UserError
-from m6.runs.processes import world_size_of_environment
-
 CODE = """
 import torch
 from m6.runs.processes import _keep_freed_memory, return_freed_memory
@@ -55,10 +52,13 @@ def test_a_process_alone_opens_no_port_and_ends_cleanly():
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_several_processes_need_an_address(name: str, monkeypatch: pytest.MonkeyPatch):
-    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(key, value)
-    assert world_size_of_environment() == 2
-    monkeypatch.delenv(name)
-    with pytest.raises(UserError, match=f"{name} is not set, by which the 2 processes of WORLD_SIZE find each other"):
-        world_size_of_environment()
+def test_several_processes_need_an_address(name: str):
+    environment = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    del environment[name]
+    ended = subprocess.run(
+        [sys.executable, "-c", "from m6.runs.processes import start; start()"],
+        env={**{key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert f"UserError: {name} is not set, by which the 2 processes of WORLD_SIZE find each other" in ended.stderr
