@@ -1,8 +1,9 @@
 """The settings of a mixture-of-experts layer."""
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from moe.payload import Payload
 
@@ -24,6 +25,11 @@ _LARGEST: dict[str, float] = {
     "overlap_parts": 2**10,
 }
 _SMALLEST_FACTOR = 1e-9
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +122,7 @@ class MoEConfig:
         self._check_against_each_other()
 
     def _check_types(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _hints(type(self)).items():
             value, options = getattr(self, name), get_args(hint) or (hint,)
             if isinstance(options[0], str):  # a Literal
                 fits, expected = value in options, " or ".join(f'"{option}"' for option in options)

@@ -25,6 +25,7 @@ from m6.planning.cost.storages import SavedTensors
 from moe.config import MoEConfig
 
 _INT64 = 8
+_PATCH_ENCODERS: dict[tuple[str | int, ...], int] = {}  # bytes, by all that they depend on
 
 
 class Activations:
@@ -97,9 +98,17 @@ class Activations:
         return places + self.patch_encoder() + dropout
 
     def patch_encoder(self) -> int:
-        """Measured on the meta device: two of the three patch encoders are third-party networks without a formula."""
+        """Measured once: two of the three patch encoders are third-party networks without a formula."""
         if not self.batch.pictures:
             return 0
+        model = self.model
+        key = (model.patch_encoder, model.patch_size, model.hidden_size, model.image_size, self.batch.pictures)
+        key = (*key, self.precision.compute, self.precision.weights)
+        if key not in _PATCH_ENCODERS:
+            _PATCH_ENCODERS[key] = self._measure_patch_encoder()
+        return _PATCH_ENCODERS[key]
+
+    def _measure_patch_encoder(self) -> int:
         copied = self.precision.compute != self.precision.weights
         with torch.device("meta"):
             encoder = build_patch_encoder(self.model)

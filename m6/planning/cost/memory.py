@@ -67,6 +67,7 @@ class MemoryModel:
         self.row = batch or full_row(config)
         self.model: FoldedModel = fold(config.model, sharing)
         self.precision = Precision.of(config)
+        self._moe = None if config.m6.moe is None else config.model.moe_config()
         self._activations: dict[tuple[int, bool, int, int], tuple[int, int, int]] = {}
         self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
         self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
@@ -167,7 +168,7 @@ class MemoryModel:
 
     def exchange_parts(self, layout: ParallelLayout) -> int:
         """The parts in which the tokens of a micro-batch go to experts: each brings a gradient of every expert."""
-        return 1 if self.config.m6.moe is None else self.config.model.moe_config().exchange_parts(layout.ep_size)
+        return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
 
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
         """How ``m6.offload`` keeps the experts of the run in ``layout``."""

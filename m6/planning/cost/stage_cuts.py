@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +119,7 @@ class _Cutter:
                 if self._enough(rank, (range(stop, total),), limit) and self._suits(rank, (stage,)):
                     yield (stage,)
                 continue
-            for more in range(1, total - second + 1):
+            for more in range(self._least_more(rank, stop, second, middle, limit), total - second + 1):
                 if self._shape == "v":
                     other = range(total - second - more, total - second)
                     left: tuple[range, ...] = (range(stop, other.start),)
@@ -131,6 +132,15 @@ class _Cutter:
                     break
                 if self._enough(rank, left, limit) and self._suits(rank, (stage, other)):
                     yield stage, other
+
+    def _least_more(self, rank: int, stop: int, second: int, middle: int, limit: float) -> int:
+        """Layers of a second stage with fewer of which more would be left than the other ranks can compute."""
+        able, least, total = (self._ranks - 1 - rank) * limit, self._least, self._layers
+        if self._shape == "v":
+            more = total - second - bisect.bisect_right(least, least[stop] + able)
+        else:
+            more = bisect.bisect_left(least, least[middle] - least[stop] + least[total] - able) - middle - second
+        return max(1, more - 1)  # one less, as these sums are rounded in another order than those of ``_enough``
 
     def _enough(self, rank: int, left: Sequence[range], limit: float) -> bool:
         """Whether the ranks after this one get a layer for each of their stages, and not more than they can compute."""

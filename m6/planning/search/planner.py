@@ -127,8 +127,9 @@ class Planner:
                 at_once = self._values("micro_batches_at_once", (1, 2) if in_turns else (1,))
                 for stream, turns in itertools.product(self._values("stream_experts", streams), at_once):
                     sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}
-                    layout = ParallelLayout(world, stream_experts=stream, **sizes, **chosen)
-                    layout = replace(layout, micro_batches_at_once=turns)
+                    layout = ParallelLayout(
+                        world, stream_experts=stream, micro_batches_at_once=turns, **sizes, **chosen
+                    )
                     if pp_size > 1 and "cut" in self.forced:
                         layout = replace(layout, cut=self.forced["cut"])
                     if "ranks_per_node" in self.forced:
