@@ -27,11 +27,6 @@ _LARGEST: dict[str, float] = {
 _SMALLEST_FACTOR = 1e-9
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """How a layer routes tokens, how it computes and exchanges them, and which losses it adds.
@@ -122,7 +117,7 @@ class MoEConfig:
         self._check_against_each_other()
 
     def _check_types(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        for name, hint in _hints().items():
             value, options = getattr(self, name), get_args(hint) or (hint,)
             if isinstance(options[0], str):  # a Literal
                 fits, expected = value in options, " or ".join(f'"{option}"' for option in options)
@@ -237,3 +232,8 @@ class MoEConfig:
             return None
         choices = self.experts_per_token if self.capacity_rule == "k" else 1
         return factor * choices * num_tokens / self.num_experts
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(MoEConfig)

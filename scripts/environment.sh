@@ -76,3 +76,9 @@ install_slurm() {
         DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends slurm-wlm munge >/dev/null
     fi
 }
+
+finished() { # finished FILE: ends the script unless a training has left this file, which one that was stopped has not
+    [ -e "$1" ] && return
+    echo "stopped; the same command goes on" >&2
+    exit 1
+}

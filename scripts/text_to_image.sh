@@ -97,12 +97,15 @@ export_model() { # for others to start from: m6 finetune --init, from_pretrained
 part "data" build
 part "image tokenizer" m6 train-image-tokenizer "configs/image_tokenizer/pictures_$pixels.json" \
     --set data.path="$pictures" --out "$tokenizer"
+finished "$tokenizer/training/report.json"
 part "image codes" m6 data codes "$data" --image-tokenizer "$tokenizer"
 part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained" \
     --set m6.model.hidden_size="$width" --set m6.model.ffn_hidden_size="$width" \
     --set m6.model.num_attention_heads=$((width / 32))
+finished "$out/pretrained/DONE"
 part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json --init "$out/pretrained" \
     --run-dir "$out/finetuned" --set m6.training.total_steps="$steps" --set m6.data.image_tokenizer="$tokenizer"
+finished "$out/finetuned/DONE"
 part "export" export_model
 part "grid" draw "$here/shown.txt" 8 --out "$out/grid.png"
 part "pictures" draw_all "$out/pictures"

@@ -1,4 +1,4 @@
-"""scripts/test.sh: what it hands to pytest, with stand-ins for the environment and the tools."""
+"""scripts/test.sh: what it hands to pytest, with stand-ins for the environment and the tools; what scripts share."""
 
 import os
 import shutil
@@ -60,3 +60,13 @@ def test_a_machine_with_a_gpu_runs_the_tests_of_a_gpu_too(tmp_path: Path):
 
 def test_the_fast_lane_leaves_out_slow_tests_and_slurm(tmp_path: Path):
     assert calls(tmp_path, "--fast", "tests/unit") == [[*OWN, "-m", "not slurm and not gpu and not slow", "tests/unit"]]
+
+
+def test_a_script_ends_after_a_training_that_was_stopped(tmp_path: Path):
+    """Such a training ends with 0, and parts after it would go on from its half."""
+    script = f"set -e; source {SCRIPT.parent / 'environment.sh'}; finished {tmp_path / 'DONE'}; echo goes on"
+    stopped = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (stopped.returncode, stopped.stdout) == (1, "")
+    assert "stopped; the same command goes on" in stopped.stderr
+    (tmp_path / "DONE").touch()
+    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout == "goes on\n"

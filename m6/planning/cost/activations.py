@@ -102,8 +102,8 @@ class Activations:
         if not self.batch.pictures:
             return 0
         model = self.model
-        key = (model.patch_encoder, model.patch_size, model.hidden_size, model.image_size, self.batch.pictures)
-        key = (*key, self.precision.compute, self.precision.weights)
+        sizes = (model.patch_size, model.hidden_size, model.image_size, self.batch.pictures)
+        key = (model.patch_encoder, *sizes, self.precision.compute, self.precision.weights)
         if key not in _PATCH_ENCODERS:
             _PATCH_ENCODERS[key] = self._measure_patch_encoder()
         return _PATCH_ENCODERS[key]

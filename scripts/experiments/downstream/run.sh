@@ -26,6 +26,7 @@ tune() { # tune START NAME CONFIG SEEDS STEPS ROWS OPTIONS...: NAME is the folde
         m6 finetune "configs/finetune/$config.json" --init "$pretrained" "${from[@]+"${from[@]}"}" --run-dir "$run" \
             --set m6.data.tokenizer="$data/tokenizer" --set m6.training.seed="$seed" \
             --set m6.training.total_steps="$steps" "${precision[@]}" "$@"
+        finished "$run/DONE"
         m6 downstream "$run" --max-rows "$rows"
     done
 }
@@ -55,6 +56,7 @@ if [ ! -d "$data/tokenizer" ]; then
 fi
 torchrun --nproc-per-node 2 -m m6 pretrain "$here/pretrain.json" --run-dir "$pretrained" \
     --set train_micro_batch_size_per_gpu=32 "${precision[@]}"
+finished "$pretrained/DONE"
 
 # The two starts side by side, each on a core.
 tune_all scratch &

@@ -18,6 +18,7 @@ fi
 choose_precision
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 pretrain configs/m6_cpu.json --run-dir runs/m6_cpu \
     --set train_micro_batch_size_per_gpu=32 "${precision[@]}"
+finished runs/m6_cpu/DONE
 m6 evaluate runs/m6_cpu
 cp runs/m6_cpu/report.md "$here/report.md"
 m6 plot runs/m6_cpu --out "$here/curves.png"
