@@ -4,12 +4,14 @@ from moe.bias_balancer import BiasBalancer
 from moe.collect import collect_outputs
 from moe.config import MoEConfig
 from moe.expert_parallel import apply_expert_parallelism
+from moe.late_gradients import LateLinear, prepare_late_gradients
 from moe.layer import MoELayer, MoEOutput
 from moe.parts import TokenPart, TokenParts
 from moe.routing import RoutingStats
 
 __all__ = [
     "BiasBalancer",
+    "LateLinear",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
@@ -18,4 +20,5 @@ __all__ = [
     "TokenParts",
     "apply_expert_parallelism",
     "collect_outputs",
+    "prepare_late_gradients",
 ]

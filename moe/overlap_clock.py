@@ -12,13 +12,15 @@ class Operation(NamedTuple):
     """What a rank does next.
 
     Attributes:
-        kind: starts an exchange, waits for it, or computes: routed experts, or what is computed beside the exchanges.
+        kind: starts an exchange, waits for it, or computes: routed experts, what is computed beside the exchanges, or
+            gradients that nothing in the backward pass waits for, such as those of the weights beside; the forward
+            pass only notes their place.
         part: the part of the tokens, or the pass.
         hop: of an exchange, counted from 0 over the way there and the way back, in a pass over those of all layers;
             otherwise 0.
     """
 
-    kind: Literal["start", "wait", "experts", "beside"]
+    kind: Literal["start", "wait", "experts", "beside", "late"]
     part: int
     hop: int = 0
 
@@ -69,7 +71,9 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
     """The same of passes through all layers: each goes on until its tokens are on their way, then the next one does.
 
     Exchanges inside of a node, which are the inner hops, do not interrupt a pass. What is computed "beside" is all of a
-    layer but its experts, before its exchange.
+    layer but its experts, before its exchange. Its "late" gradients are computed when the gradients of its inputs are
+    on their way to the experts of the layer before, immediately before that exchange is waited for. The first layer,
+    which has no layer before it, computes them at once.
     """
     if backward:
         yield from _mirrored(turns(num_passes, num_layers, num_hops))
@@ -85,9 +89,13 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
                     if hop == first + num_hops - 1:
                         yield Operation("experts", number)
                     yield Operation("start", number, hop + 1)
+                if layer < num_layers - 1:  # of the next layer
+                    yield Operation("late", number)
                 continue
             if layer > 0:
                 yield Operation("wait", number, first - 1)
+            if layer == 0:
+                yield Operation("late", number)
             if layer < num_layers:
                 yield Operation("beside", number)
                 yield Operation("start", number, first)
@@ -136,10 +144,15 @@ def span_of_turns(
     beside: float,
     backward: bool = False,
     links: Sequence[int] | None = None,
+    late: float = 0.0,
 ) -> Span:
-    """The same of passes that take turns; seconds are those of one layer and pass."""
+    """The same of passes that take turns; seconds are those of one layer and pass.
+
+    Args:
+        late: seconds of ``beside`` for gradients that nothing waits for; 0 in the forward pass.
+    """
     hops = _hops(there, back, links)
-    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, beside)
+    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, beside - late, late)
     times = num_passes * num_layers
     return Span(now, times * (experts + beside), times * (sum(there) + sum(back)))
 
@@ -150,9 +163,11 @@ def _hops(there: Sequence[float], back: Sequence[float], links: Sequence[int] | 
     return list(zip([*there, *back], [*used, *used[::-1]], strict=True))
 
 
-def _clock(order: Iterable[Operation], hops: Sequence[tuple[float, int]], experts: float, beside: float) -> float:
+def _clock(
+    order: Iterable[Operation], hops: Sequence[tuple[float, int]], experts: float, beside: float, late: float = 0.0
+) -> float:
     """The time at which a rank has ended all operations."""
-    seconds, now = {"experts": experts, "beside": beside}, 0.0
+    seconds, now = {"experts": experts, "beside": beside, "late": late}, 0.0
     free: dict[int, float] = {}
     ends: dict[tuple[int, int], float] = {}
     for kind, part, hop in order:

@@ -79,6 +79,6 @@ install_slurm() {
 
 finished() { # finished FILE: ends the script unless a training has left this file, which one that was stopped has not
     [ -e "$1" ] && return
-    echo "stopped; the same command goes on" >&2
+    echo "the training was stopped; run the same command again to continue" >&2
     exit 1
 }

@@ -43,6 +43,7 @@ wait "$trainer" 2>/dev/null || true
 say "pretraining: the second attempt resumes and finishes"
 m6 pretrain configs/m6_smoke.json --run-dir "$run" "${options[@]+"${options[@]}"}"
 trap - EXIT
+finished "$run/DONE"
 
 say "evaluation against n-gram models"
 m6 evaluate "$run"

@@ -97,7 +97,7 @@ export_model() { # for others to start from: m6 finetune --init, from_pretrained
 part "data" build
 part "image tokenizer" m6 train-image-tokenizer "configs/image_tokenizer/pictures_$pixels.json" \
     --set data.path="$pictures" --out "$tokenizer"
-finished "$tokenizer/training/report.json"
+finished "$tokenizer/training/DONE"
 part "image codes" m6 data codes "$data" --image-tokenizer "$tokenizer"
 part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained" \
     --set m6.model.hidden_size="$width" --set m6.model.ffn_hidden_size="$width" \

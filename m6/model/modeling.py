@@ -22,7 +22,7 @@ from m6.model.outputs import M6ModelOutput, M6Output
 from m6.model.rotary import Rotation, rotation_of
 from moe import RoutingStats
 
-ROWS_IN_CACHE = 64  # of logits
+ROWS_IN_CACHE = 64  # of logits, whose loss a CPU computes at once
 
 
 class M6PreTrainedModel(PreTrainedModel):

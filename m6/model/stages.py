@@ -18,7 +18,7 @@ from m6.model.outputs import M6Output
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
 from m6.model.turns import take_turns
-from moe import MoEConfig, RoutingStats
+from moe import MoEConfig, RoutingStats, prepare_late_gradients
 
 Routed = tuple[Tensor, RoutingStats]
 """The balance loss and the statistics of a sparse block."""
@@ -32,11 +32,13 @@ class _BlockInputs(NamedTuple):
     rotation: Rotation | None
     dropout_seed: int | None
 
-    def trip(self, index: int, block: nn.Module, hidden_states: Tensor) -> Generator[None, None, BlockOutput]:
+    def trip(
+        self, index: int, block: nn.Module, hidden_states: Tensor, following: nn.Module | None = None
+    ) -> Generator[None, None, BlockOutput]:
         """Runs a block; see ``M6Block.trip``."""
         seed_layer(self.dropout_seed, index + 1)
         assert isinstance(block, M6Block)
-        return (yield from block.trip(hidden_states, self.mask, self.token_mask, index, self.rotation))
+        return (yield from block.trip(hidden_states, self.mask, self.token_mask, index, self.rotation, following))
 
 
 def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
@@ -155,8 +157,9 @@ class ModelStage(nn.Module):
         """Runs all layers, and pauses whenever tokens are on their way to experts of other ranks."""
         hidden_states, given = self._enter(None, inputs, dropout_seed)
         routed: list[Routed | None] = []
-        for index, block in zip(self.numbers, self.layers, strict=True):
-            output = yield from given.trip(index, block, hidden_states)
+        prepare_late_gradients(self.layers[0])
+        for index, block, following in zip(self.numbers, self.layers, (*self.layers[1:], None), strict=True):
+            output = yield from given.trip(index, block, hidden_states, following)
             hidden_states = output.hidden_states
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)[1]

@@ -51,6 +51,9 @@ def start(timeout_s: float = 1800.0) -> Runtime:
 
     Args:
         timeout_s: how long a collective may wait before the process gives up, in seconds.
+
+    Raises:
+        UserError: the variables say that there are several processes, but not where they meet.
     """
     cuda = torch.cuda.is_available()
     prepare_deepspeed()
@@ -74,7 +77,7 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
-        if world_size == 1:  # no port, which another process could take
+        if world_size == 1:  # without a port to choose, which another process could take
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
             atexit.register(_leave)
@@ -93,20 +96,19 @@ def start(timeout_s: float = 1800.0) -> Runtime:
 
 
 def _leave() -> None:
-    """Ends the threads of the process group, of which gloo's abort a process that ends before them."""
+    """Destroys the process group: a process that exits while gloo's threads run can abort.
+
+    Only a process alone does this: among several, one that exits early would wait for the others.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees unreferenced memory and resets the device's peak.
-
-    The garbage collector runs first, since DeepSpeed's engine holds many reference cycles.
-    """
+    """Frees unreferenced memory; the garbage collector runs first, since DeepSpeed's engine has reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def return_freed_memory(device: torch.device) -> None:

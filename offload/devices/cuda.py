@@ -31,7 +31,7 @@ class CudaDevice(Device):
         torch_device: the card; None: the current one.
     """
 
-    _peak_bytes: ClassVar[dict[torch.device, int]] = {}  # of allocators, before their own statistic began anew
+    _largest_peaks: ClassVar[dict[torch.device, int]] = {}  # of allocators, before their own statistic began anew
 
     def __init__(self, budget_bytes: int | None = None, torch_device: torch.device | None = None) -> None:
         self.torch_device = torch_device or torch.device("cuda", cuda.current_device())
@@ -78,7 +78,7 @@ class CudaDevice(Device):
         buffer.storage.resize_(num_bytes)
         self._buffer_bytes += cuda.memory_allocated(self.torch_device) - before
         self.used_bytes += num_bytes or -buffer.num_bytes
-        self._take_peak()
+        cuda.reset_peak_memory_stats(self.torch_device)
 
     def _note_peak(self) -> None:
         self._peaks.note(self._take_peak() - self._buffer_bytes, self.used_bytes)
@@ -87,13 +87,13 @@ class CudaDevice(Device):
         """Returns the allocator's peak since the last call."""
         peak = cuda.max_memory_allocated(self.torch_device)
         cuda.reset_peak_memory_stats(self.torch_device)
-        self._peak_bytes[self.torch_device] = max(peak, self._peak_bytes.get(self.torch_device, 0))
+        self._largest_peaks[self.torch_device] = max(peak, self._largest_peaks.get(self.torch_device, 0))
         return peak
 
     @classmethod
-    def peak_bytes(cls, torch_device: torch.device) -> int:
+    def largest_peak(cls, torch_device: torch.device) -> int:
         """The most that PyTorch's allocator gave out on a card in this process, which its own statistic forgets."""
-        return max(cuda.max_memory_allocated(torch_device), cls._peak_bytes.get(torch_device, 0))
+        return max(cuda.max_memory_allocated(torch_device), cls._largest_peaks.get(torch_device, 0))
 
     def begin_moment(self, number: int) -> Peaks:
         """Starts a moment; see ``Device``."""

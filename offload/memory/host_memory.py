@@ -54,11 +54,12 @@ def _private_mapping(num_bytes: int) -> mmap.mmap:
     of an H100.
     """
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without large pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     # A process that is forked gets no copy: after a write, one of the two would have the page that is pinned and the
     # other a new one.
-    mapping.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+        mapping.madvise(mmap.MADV_DONTFORK)
     return mapping
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,7 @@ def table(measured: dict[Cell, dict[str, list[float]]]) -> tuple[list[str], list
     others = [name for name in dict.fromkeys(name for times in measured.values() for name in times) if name != "ours"]
     rows = []
     for cell, times in measured.items():
-        median = {name: sorted(each)[len(each) // 2] for name, each in times.items()}
+        median = {name: statistics.median(each) for name, each in times.items()}
         ratios = [f"{median[name] / median['ours']:.2f}" if name in median else "" for name in others]
         rows.append(
             [str(cell), spread(times["ours"], ".2f"), f"{teraflops(cell, median['ours']):.0f}", *ratios],

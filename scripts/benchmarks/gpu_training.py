@@ -89,8 +89,8 @@ HEADER = ("run", "step, s", "data sheet's, s", "calibrated, s", "tokens/s", "MFU
 NOTES = (
     "Median, 10th and 90th percentile of the last two thirds of the steps, without waiting for data, against the "
     "prediction by the shipped description of the GPU and by `gpu_profile.json`, which `m6 plan calibrate` wrote on "
-    "the same card. Memory is PyTorch's peak on the card. Tokens are without padding. A micro-batch has 512 samples "
-    "in 130 to 140 rows of 512 tokens; cuDNN plans attention anew, for 14 ms a layer, when a number of rows is new."
+    "the same card. Memory is PyTorch's peak on the card. Tokens are without padding. 512 samples fill 130 to 140 rows "
+    "of 512 tokens; cuDNN plans attention anew, for 14 ms a layer, when a number of rows is new."
 )
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)

@@ -19,7 +19,7 @@ from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
 from m6.training.offloading.report import MEMORY_RECORD
-from moe import collectives
+from moe import collectives, late_gradients
 from moe.expert_parallel import exchange_steps
 from moe.experts import Experts
 from moe.overlap_clock import turns
@@ -85,12 +85,13 @@ def test_exchange_between_nodes_first_with_a_capacity(folder: Path, ranks: int, 
 
 
 def check_order(document: dict[str, Any]) -> None:
-    """Records attention, experts, and starts and ends of exchanges of rows: in the order of the planner's clock."""
+    """Records attention, experts, late gradients, starts and ends of exchanges of rows: in the order of the clock."""
     config, runtime = parse_config(document), start()
     ranks = config.m6.training.ep_size
     engine, data = build_engine(config, runtime), open_data(config)
     events: list[str] = []
     running = ["A"]
+    late_gradients_node = late_gradients._Late
 
     class Watched(torch.autograd.Function):
         @staticmethod
@@ -121,6 +122,22 @@ def check_order(document: dict[str, Any]) -> None:
                 events.append(f"{name} {self.whose}")
             return result
 
+    class Late(late_gradients._Late):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor, late: late_gradients.LateGradient) -> Tensor:
+            ctx.event = f"late {running[0]}"
+            note_late(ctx.event)
+            return late_gradients_node.forward(ctx, weight, late)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            note_late(ctx.event)
+            return late_gradients_node.backward(ctx, *grads)
+
+    def note_late(event: str) -> None:
+        if events[-1:] != [event]:  # once for all weights of a layer
+            events.append(event)
+
     def numbered(trips: Iterable[Any], device: torch.device) -> Any:
         return take_turns([said(trip, "AB"[number]) for number, trip in enumerate(trips)], device)
 
@@ -149,13 +166,15 @@ def check_order(document: dict[str, Any]) -> None:
         watch(Attention, "beside")
         watch(Experts, "experts")
         patch.setattr(collectives, "_Exchange", Noted)
+        patch.setattr(late_gradients, "_Late", Late)
         patch.setattr(stages, "take_turns", numbered)
         engine.begin_step(0.1)
         engine.accumulate([data.micro_batch(number) for number in range(2)], loss, [1, 2])
     num_layers, num_hops = config.model.num_layers, len(exchange_steps(config.model.moe_config(), ranks))
     forward, backward = ([*turns(2, num_layers, num_hops, is_backward)] for is_backward in (False, True))
     if config.m6.training.activation_checkpointing:  # layer by layer, and forward once more before each way back
-        once, back = ([*turns(2, 1, num_hops, is_backward)] for is_backward in (False, True))
+        one = ([*turns(2, 1, num_hops, is_backward)] for is_backward in (False, True))
+        once, back = ([each for each in order if each.kind != "late"] for order in one)
         forward, backward = once * num_layers, (once + back) * num_layers
     for found, order in zip([*passes, events], (forward, backward), strict=True):
         expected = [f"{each.kind} {'AB'[each.part]}" for each in order]

@@ -67,6 +67,6 @@ def test_a_script_ends_after_a_training_that_was_stopped(tmp_path: Path):
     script = f"set -e; source {SCRIPT.parent / 'environment.sh'}; finished {tmp_path / 'DONE'}; echo goes on"
     stopped = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert (stopped.returncode, stopped.stdout) == (1, "")
-    assert "stopped; the same command goes on" in stopped.stderr
+    assert "the training was stopped; run the same command again" in stopped.stderr
     (tmp_path / "DONE").touch()
     assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout == "goes on\n"

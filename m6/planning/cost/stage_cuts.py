@@ -137,7 +137,7 @@ class _Cutter:
         """Layers of a second stage with fewer of which more would be left than the other ranks can compute."""
         able, least, total = (self._ranks - 1 - rank) * limit, self._least, self._layers
         if self._shape == "v":
-            more = total - second - bisect.bisect_right(least, least[stop] + able)
+            more = total - second + 1 - bisect.bisect_right(least, least[stop] + able)
         else:
             more = bisect.bisect_left(least, least[middle] - least[stop] + least[total] - able) - middle - second
         return max(1, more - 1)  # one less, as these sums are rounded in another order than those of ``_enough``

@@ -78,6 +78,7 @@ class BlockWork:
         recomputed: whether activation checkpointing computes the block a second time.
         shared: those of ``matmuls`` that shared experts compute beside the exchange of tokens.
         whole_bytes: those of ``saved_bytes`` that each rank of a tensor group has, for whole hidden states.
+        late: those of ``matmuls`` whose weights' gradients may wait, see ``moe.late_gradients``.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -87,6 +88,7 @@ class BlockWork:
     recomputed: bool
     shared: tuple[Matmul, ...] = ()
     whole_bytes: int = 0
+    late: tuple[Matmul, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -160,7 +162,8 @@ def work_of(
             saved = activations.block(sparse=True)
             products = attention + experts + shared_experts
             operators = _SPARSE_OPERATORS + (parts - 1) * _PART_OPERATORS
-            work = BlockWork(products, saved, routed, operators, True, shared_experts)
+            late = (attention[0], attention[-1], experts[0])
+            work = BlockWork(products, saved, routed, operators, True, shared_experts, late=late)
         elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
             pixels = 3 * model.patch_size**2

@@ -106,8 +106,7 @@ class Feasibility:
         if layout.stream_experts and self.config.expert_store is None and "streamed experts" not in lifted:
             return Refusal(
                 "streamed experts",
-                "experts are streamed only if the run has the section m6.offload, which has trained toy models alone "
-                "on a GPU",
+                "experts are streamed only if the run has the section m6.offload",
             )
         return _refused_by_arithmetic(self.config, self._num_experts, layout)
 

@@ -61,5 +61,5 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 def memory_bytes(device: torch.device) -> int:
     """Peak bytes allocated on the GPU since the start, or the resident memory of the process on a CPU."""
     if device.type == "cuda":
-        return CudaDevice.peak_bytes(device)
+        return CudaDevice.largest_peak(device)
     return int(psutil.Process().memory_info().rss)

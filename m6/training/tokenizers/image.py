@@ -5,6 +5,7 @@ OUT/training/settings.json           the run's JSON
 OUT/training/state.safetensors       weights and optimizer state, from which the same command resumes
 OUT/training/metrics.jsonl           one line per log interval
 OUT/training/report.json             measures on held-out pictures
+OUT/training/DONE                    the training is finished
 OUT/training/reconstructions.png     held-out pictures, each above its reconstruction
 """
 
@@ -27,7 +28,7 @@ from m6.data.manifest import Manifest
 from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
-from m6.files import cut_lines_after, write_json
+from m6.files import cut_lines_after, write_json, write_text
 from m6.formatting import log_line
 from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
@@ -186,7 +187,9 @@ def _train(
         if stopped() and not last:
             save_state(folder, trainer)
             return None
-    return _report(trainer, held_out, out)
+    measures = _report(trainer, held_out, out)
+    write_text(folder / "DONE", f"{trainer.step}\n")
+    return measures
 
 
 def _report(trainer: ImageTokenizerTrainer, held_out: PictureSet, out: Path) -> Measures:

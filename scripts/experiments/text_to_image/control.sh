@@ -22,6 +22,7 @@ OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m m6 finetune configs/finetune/te
     --set m6.objectives.image_code_denoising.weight=0 --set m6.objectives.text_to_image.weight=1 \
     --set m6.objectives.text_to_image.caption_dropout=0.1 --set m6.objectives.text_to_image.code_dropout=0.7 \
     "${precision[@]}"
+finished "$run/DONE"
 say "pictures from left to right"
 [ -d "$run/pictures" ] || m6 generate --checkpoint "$run" --captions "$out/captions.txt" --num 8 --temperature 0.9 \
     --batch-size 64 --out-dir "$run/pictures"

@@ -68,8 +68,8 @@ def test_the_backward_pass_of_two_halves():
 
 # Two passes through two layers, with one hop: "B" is computed while the tokens of "A" are on their way.
 TURNS = """
-beside A, start A, beside B, start B,
-wait A, experts A, start A, wait B, experts B, start B,
+late A, beside A, start A, late B, beside B, start B,
+wait A, experts A, start A, late A, wait B, experts B, start B, late B,
 wait A, beside A, start A, wait B, beside B, start B,
 wait A, experts A, start A, wait B, experts B, start B,
 wait A, wait B
@@ -89,7 +89,7 @@ def test_passes_take_turns():
 
 
 def test_inner_hops_do_not_interrupt_a_pass():
-    order = [f"{each.kind} {each.hop}" for each in turns(1, 2, 2) if each.kind != "experts" and each.kind != "beside"]
+    order = [f"{each.kind} {each.hop}" for each in turns(1, 2, 2) if each.kind in ("start", "wait")]
     assert order == [f"{kind} {hop}" for hop in range(8) for kind in ("start", "wait")]
     switches = sum(a.part != b.part for a, b in itertools.pairwise(turns(2, 2, 2)))
     assert switches == 2 * 5 - 1, "at the outer exchanges of two layers, there and back, and at the end"
@@ -103,6 +103,16 @@ def test_turns_on_a_slow_and_on_a_fast_network():
     assert span_of_turns([0.5], 1.0, [0.5], 2, 10, 1.0).exposed == 0.5
     one_by_one = span_of_turns([0.5], 1.0, [0.5], 1, 10, 1.0)
     assert one_by_one == Span(30.0, 20.0, 10.0)
+
+
+def test_late_gradients_are_computed_while_others_are_on_their_way():
+    # Of layer 1. B: back 0-2, experts 2-3, there 4-6. A: back 2-4, experts 4-5, there 6-8. B: beside without its late
+    # gradients 6-8, back of layer 0 8-10. A: beside 8-10, back 10-12. B: late 10-11, experts 11-12, there 12-14. A:
+    # late 12-13, experts 13-14, there 14-16. Of layer 0. B: beside 14-16, late 16-17. A: beside 17-19, late 19-20.
+    layers = ([2.0], 1.0, [2.0], 2, 2, 3.0)
+    assert span_of_turns(*layers, backward=True, late=1.0) == Span(20.0, 16.0, 16.0)
+    # At once, A's beside takes from 9 to 12, and B's experts, whose gradients are there at 11, begin at 12.
+    assert span_of_turns(*layers, backward=True) == Span(22.0, 16.0, 16.0)
 
 
 def test_hops_inside_of_a_node_do_not_wait_for_the_network():

@@ -72,6 +72,15 @@ def test_turns_hide_less_where_they_end_with_each_layer():
     assert price().in_turns(*layers).exposed < 6 * whole.exposed / 2
 
 
+def test_gradients_that_may_wait_hide_exchanges():
+    """Where a pass computes longer beside than its exchange takes, and experts shorter."""
+    exchange = price()(ROUTED, 0.0, 0.0, 3).exposed / 6  # of one way
+    sizes = (ROUTED, exchange / 4, 0.75 * exchange, 6, 2)
+    at_once, late = (price().in_turns(*sizes, late=share * exchange) for share in (0.0, 0.5))
+    assert late.exposed < at_once.exposed
+    assert late.exposed + late.hidden == pytest.approx(at_once.exposed + at_once.hidden)
+
+
 def test_a_cpu_hides_nothing():
     host = NODES.links.model_copy(update={"host": None})
     cpu = NODES.model_copy(update={"links": host})

@@ -52,6 +52,14 @@ def test_recipes_end_within_the_days_of_the_papers(name: str, days: float, sampl
     assert float(cells[4].split()[0]) <= days
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_at_most_a_quarter_of_a_step_waits_for_the_exchange(name: str):
+    plan = page(name).split("## The same")[0].split("## Why not")[0]
+    shares = [float(share) for share in re.findall(r"^\| exchange \| \S+ \| (\S+)% \|$", plan, re.MULTILINE)]
+    assert len(shares) == (2 if name == "m6_10t" else 1)
+    assert max(shares) <= 25
+
+
 def test_the_readme_names_the_days_of_the_plans():
     days, ranges = zip(*(booked(name)[4].rstrip(")").split(" (") for name in SHIPPED), strict=True)
     said = f"{days[0]}, {days[1]} and {days[2]} days (ranges {', '.join(ranges)})"

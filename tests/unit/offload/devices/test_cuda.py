@@ -96,18 +96,18 @@ def test_peaks_between_moments_are_recorded(stand_in: StandIn):
     assert device.begin_moment(1) == Peaks(nonmodel=100, total=1100)
 
 
-def test_the_largest_peak_of_a_card_is_kept(stand_in: StandIn):
+def test_the_largest_peak_of_a_card_is_kept(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch):
     """PyTorch's own statistic begins anew at each moment, and with each device."""
-    CudaDevice._peak_bytes.clear()
+    monkeypatch.setattr(CudaDevice, "_largest_peaks", {})
     device = StandInDevice(10_000, stand_in)
     stand_in.others = 3000
     stand_in.max_memory_allocated(None)
     stand_in.others = 100
     device.begin_moment(0)
     StandInDevice(10_000, stand_in).begin_moment(0)
-    assert CudaDevice.peak_bytes(device.torch_device) == 3000
+    assert CudaDevice.largest_peak(device.torch_device) == 3000
     stand_in.others = 4000
-    assert CudaDevice.peak_bytes(device.torch_device) == 4000
+    assert CudaDevice.largest_peak(device.torch_device) == 4000
 
 
 def test_host_memory_is_pinned_with_exact_size_and_unpinned(stand_in: StandIn):
