@@ -3,15 +3,15 @@
 from moe.bias_balancer import BiasBalancer
 from moe.collect import collect_outputs
 from moe.config import MoEConfig
+from moe.deferred_gradients import DeferredLinear, defer_gradients, forget_deferred
 from moe.expert_parallel import apply_expert_parallelism
-from moe.late_gradients import LateLinear, prepare_late_gradients
 from moe.layer import MoELayer, MoEOutput
 from moe.parts import TokenPart, TokenParts
 from moe.routing import RoutingStats
 
 __all__ = [
     "BiasBalancer",
-    "LateLinear",
+    "DeferredLinear",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
@@ -20,5 +20,6 @@ __all__ = [
     "TokenParts",
     "apply_expert_parallelism",
     "collect_outputs",
-    "prepare_late_gradients",
+    "defer_gradients",
+    "forget_deferred",
 ]

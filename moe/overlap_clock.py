@@ -20,7 +20,7 @@ class Operation(NamedTuple):
             otherwise 0.
     """
 
-    kind: Literal["start", "wait", "experts", "beside", "late"]
+    kind: Literal["start", "wait", "experts", "beside", "deferred"]
     part: int
     hop: int = 0
 
@@ -71,9 +71,9 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
     """The same of passes through all layers: each goes on until its tokens are on their way, then the next one does.
 
     Exchanges inside of a node, which are the inner hops, do not interrupt a pass. What is computed "beside" is all of a
-    layer but its experts, before its exchange. Its "late" gradients are computed when the gradients of its inputs are
-    on their way to the experts of the layer before, immediately before that exchange is waited for. The first layer,
-    which has no layer before it, computes them at once.
+    layer but its experts, before its exchange. Its "deferred" gradients are computed when the gradients of its inputs
+    are on their way to the experts of the layer before, immediately before that exchange is waited for. In the first
+    layer, which has none before it, they come after the rest of the layer.
     """
     if backward:
         yield from _mirrored(turns(num_passes, num_layers, num_hops))
@@ -90,12 +90,12 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
                         yield Operation("experts", number)
                     yield Operation("start", number, hop + 1)
                 if layer < num_layers - 1:  # of the next layer
-                    yield Operation("late", number)
+                    yield Operation("deferred", number)
                 continue
             if layer > 0:
                 yield Operation("wait", number, first - 1)
-            if layer == 0:
-                yield Operation("late", number)
+            else:
+                yield Operation("deferred", number)
             if layer < num_layers:
                 yield Operation("beside", number)
                 yield Operation("start", number, first)
@@ -144,15 +144,20 @@ def span_of_turns(
     beside: float,
     backward: bool = False,
     links: Sequence[int] | None = None,
-    late: float = 0.0,
+    deferred: float = 0.0,
 ) -> Span:
     """The same of passes that take turns; seconds are those of one layer and pass.
 
     Args:
-        late: seconds of ``beside`` for gradients that nothing waits for; 0 in the forward pass.
+        deferred: seconds of ``beside`` for gradients that nothing waits for; 0 in the forward pass.
+
+    Raises:
+        ValueError: ``deferred`` is more than ``beside``.
     """
+    if deferred > beside:
+        raise ValueError(f"deferred is {deferred} of the {beside} seconds that are computed beside")
     hops = _hops(there, back, links)
-    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, beside - late, late)
+    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, beside - deferred, deferred)
     times = num_passes * num_layers
     return Span(now, times * (experts + beside), times * (sum(there) + sum(back)))
 
@@ -164,10 +169,10 @@ def _hops(there: Sequence[float], back: Sequence[float], links: Sequence[int] | 
 
 
 def _clock(
-    order: Iterable[Operation], hops: Sequence[tuple[float, int]], experts: float, beside: float, late: float = 0.0
+    order: Iterable[Operation], hops: Sequence[tuple[float, int]], experts: float, beside: float, deferred: float = 0.0
 ) -> float:
     """The time at which a rank has ended all operations."""
-    seconds, now = {"experts": experts, "beside": beside, "late": late}, 0.0
+    seconds, now = {"experts": experts, "beside": beside, "deferred": deferred}, 0.0
     free: dict[int, float] = {}
     ends: dict[tuple[int, int], float] = {}
     for kind, part, hop in order:

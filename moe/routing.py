@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
+from moe.deferred_gradients import DeferredGradient, DeferredUses, placeholder
 from moe.groups import among_all, best_groups, by_prototype, of_groups
-from moe.late_gradients import LateGradient, LateUses, placeholder
 from moe.losses import load_balancing_loss, z_loss
 from moe.parts import TokenPart, load_balancing_loss_of_part
 from moe.precision import without_autocast
@@ -76,7 +76,7 @@ class Router(nn.Module):
         if config.balance_bias_rate:
             bias = torch.zeros(config.num_experts, device=device, dtype=torch.float32)
         self.register_buffer("balance_bias", bias)
-        self.late = LateUses()
+        self.deferred = DeferredUses()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes the logits [T, Z, M] of tokens [T, D]."""
@@ -84,9 +84,9 @@ class Router(nn.Module):
         noise, jitter = None, self.config.router_jitter if self.training else 0.0
         if jitter:
             noise = torch.empty_like(tokens, dtype=dtype).uniform_(1 - jitter, 1 + jitter)
-        weight, late = self.late.take(self.weight)
+        weight, deferred = self.deferred.take(self.weight)
         with without_autocast(tokens):
-            logits = WideLinear.apply(tokens, weight, noise, dtype, late)
+            logits = WideLinear.apply(tokens, weight, noise, dtype, deferred)
         return by_prototype(logits, self.config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
@@ -112,14 +112,14 @@ class WideLinear(torch.autograd.Function):
         weight: Tensor,
         noise: Tensor | None,
         dtype: torch.dtype,
-        late: LateGradient | None = None,
+        deferred: DeferredGradient | None = None,
     ) -> Tensor:
         """Returns [T, E] of type ``dtype`` from tokens [T, D], weight [E, D] and noise [T, D] of type ``dtype``.
 
-        ``late`` gets the computation of the weight's gradient.
+        ``deferred`` gets the computation of the weight's gradient.
         """
         ctx.save_for_backward(tokens, weight, noise)
-        ctx.late = late
+        ctx.deferred = deferred
         return nn.functional.linear(_noisy(tokens.to(dtype), noise), weight.to(dtype))
 
     @staticmethod
@@ -135,8 +135,8 @@ class WideLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             with without_autocast(grad):
                 d_tokens = _noisy(grad @ weight.to(grad.dtype), noise).to(tokens.dtype)
-        if ctx.late is not None:
-            ctx.late.compute, d_weight = of_weight, placeholder(weight)
+        if ctx.deferred is not None:
+            ctx.deferred.compute, d_weight = of_weight, placeholder(weight, weight.dtype)
         elif ctx.needs_input_grad[1]:
             d_weight = of_weight()
         return d_tokens, d_weight, None, None, None

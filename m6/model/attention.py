@@ -9,7 +9,7 @@ from m6.architecture.configuration import M6Config
 from m6.architecture.special_tokens import TARGET
 from m6.model.rotary import Rotation, rotate
 from m6.model.slices import SliceCache
-from moe import LateLinear
+from moe import DeferredLinear
 
 LONGEST_PRODUCTS = 192  # keys, see attend_by_products
 
@@ -48,8 +48,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.dropout = config.attention_dropout
-        self.qkv = LateLinear(config.hidden_size, 3 * config.hidden_size)
-        self.output = LateLinear(config.hidden_size, config.hidden_size)
+        self.qkv = DeferredLinear(config.hidden_size, 3 * config.hidden_size)
+        self.output = DeferredLinear(config.hidden_size, config.hidden_size)
 
     def forward(
         self,

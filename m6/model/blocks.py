@@ -1,7 +1,6 @@
 """The blocks of the transformer, and the loop over them."""
 
-import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from m6.architecture.configuration import M6Config
 from m6.model.attention import Attention
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
-from moe import LateLinear, MoELayer, MoEOutput, RoutingStats, prepare_late_gradients
+from moe import DeferredLinear, MoELayer, MoEOutput, RoutingStats, defer_gradients
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and its low half too: a generator of the CPU reads 32 bits of a seed
 
@@ -24,8 +23,8 @@ class DenseFFN(nn.Module):
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
-        self.input = LateLinear(config.hidden_size, config.ffn_hidden_size)
-        self.output = LateLinear(config.ffn_hidden_size, config.hidden_size)
+        self.input = DeferredLinear(config.hidden_size, config.ffn_hidden_size)
+        self.output = DeferredLinear(config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps [..., D] to [..., D]."""
@@ -94,18 +93,18 @@ class M6Block(GradientCheckpointingLayer):
         token_mask: Tensor,
         layer_index: int,
         rotation: Rotation | None,
-        following: nn.Module | None,
+        following: Sequence[nn.Module] = (),
     ) -> Generator[None, None, BlockOutput]:
         """The same, without checkpointing; it pauses whenever tokens are on their way to experts of other ranks.
 
         Args:
-            following: the next block, whose weights' gradients the backward pass computes while the gradients of this
-                one's outputs are on their way to the experts; None: there is none, or they do not wait.
+            following: the blocks up to the next pause. The backward pass computes the gradients of their weights while
+                the gradients of this block's output are on their way to the experts.
         """
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        output, aux_loss, stats = yield from _prepares(following, self.ffn.trip(normed, token_mask))
+        output, aux_loss, stats = yield from _deferring(following, self.ffn.trip(normed, token_mask))
         return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
 
     def _attend(
@@ -122,17 +121,21 @@ class M6Block(GradientCheckpointingLayer):
         return hidden_states, self.ffn_norm(hidden_states)
 
 
-def _prepares(following: nn.Module | None, trip: Generator[None, None, MoEOutput]) -> Generator[None, None, MoEOutput]:
-    """Runs a trip to experts, and prepares the next block when its tokens have set out on their way back."""
-    for pause in itertools.count():
+def _deferring(
+    following: Sequence[nn.Module], trip: Generator[None, None, MoEOutput]
+) -> Generator[None, None, MoEOutput]:
+    """Runs a trip to experts, and defers gradients of the next blocks at its second pause, on the way back."""
+    num_pauses = 0
+    while True:
         try:
             next(trip)
         except StopIteration as end:
             return end.value
-        if pause == 1 and following is not None:
-            prepare_late_gradients(following)
+        num_pauses += 1
+        if num_pauses == 2:
+            for block in following:
+                defer_gradients(block)
         yield
-    raise AssertionError("count() has no end")
 
 
 def run_blocks(

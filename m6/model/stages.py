@@ -18,7 +18,7 @@ from m6.model.outputs import M6Output
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
 from m6.model.turns import take_turns
-from moe import MoEConfig, RoutingStats, prepare_late_gradients
+from moe import MoEConfig, MoELayer, RoutingStats, defer_gradients, forget_deferred
 
 Routed = tuple[Tensor, RoutingStats]
 """The balance loss and the statistics of a sparse block."""
@@ -33,7 +33,7 @@ class _BlockInputs(NamedTuple):
     dropout_seed: int | None
 
     def trip(
-        self, index: int, block: nn.Module, hidden_states: Tensor, following: nn.Module | None = None
+        self, index: int, block: nn.Module, hidden_states: Tensor, following: Sequence[nn.Module] = ()
     ) -> Generator[None, None, BlockOutput]:
         """Runs a block; see ``M6Block.trip``."""
         seed_layer(self.dropout_seed, index + 1)
@@ -132,6 +132,7 @@ class ModelStage(nn.Module):
             dropout_seeds: of each micro-batch.
             device: of the model.
         """
+        forget_deferred(self)
         if not any(isinstance(block, M6Block) and block.gradient_checkpointing for block in self.layers):
             trips = (self._trip(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
             return take_turns(trips, device)
@@ -151,15 +152,22 @@ class ModelStage(nn.Module):
         ends = zip(states, routed, batches, strict=True)
         return [self._leave(hidden_states, own, labels)[1] for hidden_states, own, (_, labels) in ends]
 
+    def _up_to_a_pause(self, begin: int) -> list[nn.Module]:
+        """The blocks from this place on, up to the first whose tokens go to experts."""
+        blocks = list(self.layers)[begin:]
+        sparse = (isinstance(block, M6Block) and isinstance(block.ffn, MoELayer) for block in blocks)
+        return blocks[: next((place for place, pauses in enumerate(sparse, 1) if pauses), len(blocks))]
+
     def _trip(
         self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
     ) -> Generator[None, None, M6Output]:
         """Runs all layers, and pauses whenever tokens are on their way to experts of other ranks."""
         hidden_states, given = self._enter(None, inputs, dropout_seed)
         routed: list[Routed | None] = []
-        prepare_late_gradients(self.layers[0])
-        for index, block, following in zip(self.numbers, self.layers, (*self.layers[1:], None), strict=True):
-            output = yield from given.trip(index, block, hidden_states, following)
+        for block in self._up_to_a_pause(0):
+            defer_gradients(block)
+        for place, (index, block) in enumerate(zip(self.numbers, self.layers, strict=True)):
+            output = yield from given.trip(index, block, hidden_states, self._up_to_a_pause(place + 1))
             hidden_states = output.hidden_states
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)[1]

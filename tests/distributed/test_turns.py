@@ -19,7 +19,7 @@ from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
 from m6.training.offloading.report import MEMORY_RECORD
-from moe import collectives, late_gradients
+from moe import collectives, deferred_gradients
 from moe.expert_parallel import exchange_steps
 from moe.experts import Experts
 from moe.overlap_clock import turns
@@ -60,6 +60,12 @@ HARDER: dict[str, Any] = {
 WITH: dict[str, dict[str, Any]] = {
     "offloaded": {"m6__offload": OFFLOAD},
     "shared layers": {"m6__pseudo_to_real": {"num_groups": 1, "switch": "step", "switch_step": 2}},
+    "dense layers": {"m6__model__num_layers": 4, "m6__model__moe_layer_frequency": 2},
+    "dense and shared layers": {
+        "m6__model__num_layers": 4,
+        "m6__model__moe_layer_frequency": 2,
+        "m6__pseudo_to_real": {"num_groups": 1, "shared": ["attention", "norms"], "switch": "step", "switch_step": 2},
+    },
     "late gradients": {"m6__gradient_delay": {"accept_loss": True}},
     "recomputed": {**CHECKPOINTING},
     "recomputed and offloaded": {**CHECKPOINTING, "m6__offload": OFFLOAD},
@@ -85,13 +91,14 @@ def test_exchange_between_nodes_first_with_a_capacity(folder: Path, ranks: int, 
 
 
 def check_order(document: dict[str, Any]) -> None:
-    """Records attention, experts, late gradients, starts and ends of exchanges of rows: in the order of the clock."""
+    """Records attention, experts, deferred gradients, and the ends of exchanges of rows: in the order of the clock."""
     config, runtime = parse_config(document), start()
     ranks = config.m6.training.ep_size
     engine, data = build_engine(config, runtime), open_data(config)
     events: list[str] = []
+    num_deferred: list[str] = []
     running = ["A"]
-    late_gradients_node = late_gradients._Late
+    deferred_node = deferred_gradients._Deferred
 
     class Watched(torch.autograd.Function):
         @staticmethod
@@ -122,19 +129,20 @@ def check_order(document: dict[str, Any]) -> None:
                 events.append(f"{name} {self.whose}")
             return result
 
-    class Late(late_gradients._Late):
+    class Deferred(deferred_gradients._Deferred):
         @staticmethod
-        def forward(ctx: Any, weight: Tensor, late: late_gradients.LateGradient) -> Tensor:
-            ctx.event = f"late {running[0]}"
-            note_late(ctx.event)
-            return late_gradients_node.forward(ctx, weight, late)
+        def forward(ctx: Any, weight: Tensor, deferred: deferred_gradients.DeferredGradient) -> Tensor:
+            ctx.event = f"deferred {running[0]}"
+            note_deferred(ctx.event)
+            return deferred_node.forward(ctx, weight, deferred)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-            note_late(ctx.event)
-            return late_gradients_node.backward(ctx, *grads)
+            note_deferred(ctx.event)
+            return deferred_node.backward(ctx, *grads)
 
-    def note_late(event: str) -> None:
+    def note_deferred(event: str) -> None:
+        num_deferred.append(event)
         if events[-1:] != [event]:  # once for all weights of a layer
             events.append(event)
 
@@ -166,7 +174,7 @@ def check_order(document: dict[str, Any]) -> None:
         watch(Attention, "beside")
         watch(Experts, "experts")
         patch.setattr(collectives, "_Exchange", Noted)
-        patch.setattr(late_gradients, "_Late", Late)
+        patch.setattr(deferred_gradients, "_Deferred", Deferred)
         patch.setattr(stages, "take_turns", numbered)
         engine.begin_step(0.1)
         engine.accumulate([data.micro_batch(number) for number in range(2)], loss, [1, 2])
@@ -174,8 +182,10 @@ def check_order(document: dict[str, Any]) -> None:
     forward, backward = ([*turns(2, num_layers, num_hops, is_backward)] for is_backward in (False, True))
     if config.m6.training.activation_checkpointing:  # layer by layer, and forward once more before each way back
         one = ([*turns(2, 1, num_hops, is_backward)] for is_backward in (False, True))
-        once, back = ([each for each in order if each.kind != "late"] for order in one)
+        once, back = ([each for each in order if each.kind != "deferred"] for order in one)
         forward, backward = once * num_layers, (once + back) * num_layers
+    else:  # queries, keys and values, the attention's output, and the router, forward and backward
+        assert len(num_deferred) == 2 * 2 * 3 * num_layers
     for found, order in zip([*passes, events], (forward, backward), strict=True):
         expected = [f"{each.kind} {'AB'[each.part]}" for each in order]
         assert found == expected, f"{order is backward}: {found}"

@@ -81,8 +81,10 @@ class ExchangeTime:
             return router.in_turns_of_layers(sparse.routed, experts / passes, beside / passes, count, at_once)
         # Dense blocks between sparse ones are computed beside exchanges, too.
         beside = sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count - experts
-        late = sum(self._compute.matmul_s(product) for product in sparse.late) * self._profile.factor("matmul")
-        return router.in_turns(sparse.routed, experts / passes, beside / passes, count, at_once, late)
+        products = ((product, number) for work, number in blocks for product in work.deferred)
+        deferred = sum(self._compute.matmul_s(product) * number for product, number in products) / count
+        deferred *= self._profile.factor("matmul")
+        return router.in_turns(sparse.routed, experts / passes, beside / passes, count, at_once, deferred)
 
     def _routing_of(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
         """The same of one block, for a micro-batch that takes no turns."""

@@ -80,17 +80,17 @@ class RoutingTimes:
         beside: float,
         num_layers: int,
         at_once: int,
-        late: float = 0.0,
+        deferred: float = 0.0,
     ) -> RoutingTime:
         """Seconds of one micro-batch in all layers if ``at_once`` of them take turns, forward and backward.
 
         Args:
             experts: as above.
             beside: seconds of all else that is computed for a layer in a forward pass, and twice in a backward pass.
-            late: seconds of gradients, a part of what is computed beside in the backward pass, that may wait.
+            deferred: seconds of gradients, a part of what is computed beside in the backward pass, that may wait.
         """
         forward = self._turns(routed, experts, beside, num_layers, at_once, False)
-        return forward + self._turns(routed, experts, beside, num_layers, at_once, True, late)
+        return forward + self._turns(routed, experts, beside, num_layers, at_once, True, deferred)
 
     def in_turns_of_layers(
         self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int
@@ -109,14 +109,14 @@ class RoutingTimes:
         num_layers: int,
         at_once: int,
         backward: bool,
-        late: float = 0.0,
+        deferred: float = 0.0,
     ) -> RoutingTime:
         hops, times = self._hops(routed, backward, parts=1), 2 if backward else 1
         numbers = num_layers * hops.numbers
         if self.nodes.links.host is None:
             return RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
         seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * beside)
-        found = span_of_turns(*seconds, backward, hops.links, late)
+        found = span_of_turns(*seconds, backward, hops.links, deferred)
         return RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
 
     def _pass(self, routed: RoutedRows, experts: float, shared: float, backward: bool) -> RoutingTime:

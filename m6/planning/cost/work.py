@@ -78,7 +78,7 @@ class BlockWork:
         recomputed: whether activation checkpointing computes the block a second time.
         shared: those of ``matmuls`` that shared experts compute beside the exchange of tokens.
         whole_bytes: those of ``saved_bytes`` that each rank of a tensor group has, for whole hidden states.
-        late: those of ``matmuls`` whose weights' gradients may wait, see ``moe.late_gradients``.
+        deferred: those of ``matmuls`` whose weights' gradients are deferred in turns, see ``moe.deferred_gradients``.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -88,7 +88,7 @@ class BlockWork:
     recomputed: bool
     shared: tuple[Matmul, ...] = ()
     whole_bytes: int = 0
-    late: tuple[Matmul, ...] = ()
+    deferred: tuple[Matmul, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -121,6 +121,7 @@ def work_of(
         Matmul(length, head, length, dtype, batch.rows * heads, unwritten=unwritten),
         Matmul(tokens, width, width // tp_size, dtype),
     )
+    deferred: tuple[Matmul, ...]
     result: list[tuple[BlockWork, int]] = []
     for block, count, _ in folded.blocks:
         if count == 0:
@@ -130,7 +131,8 @@ def work_of(
             # Norms, dropout and the residual stream: five vectors of a block (arXiv 2205.05198, equation 2).
             whole = min(saved, 5 * activations.block_input()) if tp_size > 1 and whole_vocabulary else 0
             ffn = _feed_forward(layout, tokens, width, model.ffn_hidden_size, dtype)
-            work = BlockWork(attention + ffn, saved, None, _DENSE_OPERATORS, True, whole_bytes=whole)
+            deferred = (attention[0], attention[-1], *ffn)
+            work = BlockWork(attention + ffn, saved, None, _DENSE_OPERATORS, True, whole_bytes=whole, deferred=deferred)
         elif block.type == "sparse":
             moe = model.moe_config()
             rows, parts = activations.rows(), moe.exchange_parts(ep_size)
@@ -162,8 +164,8 @@ def work_of(
             saved = activations.block(sparse=True)
             products = attention + experts + shared_experts
             operators = _SPARSE_OPERATORS + (parts - 1) * _PART_OPERATORS
-            late = (attention[0], attention[-1], experts[0])
-            work = BlockWork(products, saved, routed, operators, True, shared_experts, late=late)
+            deferred = (attention[0], attention[-1], experts[0])
+            work = BlockWork(products, saved, routed, operators, True, shared_experts, deferred=deferred)
         elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
             pixels = 3 * model.patch_size**2

@@ -68,8 +68,8 @@ def test_the_backward_pass_of_two_halves():
 
 # Two passes through two layers, with one hop: "B" is computed while the tokens of "A" are on their way.
 TURNS = """
-late A, beside A, start A, late B, beside B, start B,
-wait A, experts A, start A, late A, wait B, experts B, start B, late B,
+deferred A, beside A, start A, deferred B, beside B, start B,
+wait A, experts A, start A, deferred A, wait B, experts B, start B, deferred B,
 wait A, beside A, start A, wait B, beside B, start B,
 wait A, experts A, start A, wait B, experts B, start B,
 wait A, wait B
@@ -105,12 +105,13 @@ def test_turns_on_a_slow_and_on_a_fast_network():
     assert one_by_one == Span(30.0, 20.0, 10.0)
 
 
-def test_late_gradients_are_computed_while_others_are_on_their_way():
-    # Of layer 1. B: back 0-2, experts 2-3, there 4-6. A: back 2-4, experts 4-5, there 6-8. B: beside without its late
-    # gradients 6-8, back of layer 0 8-10. A: beside 8-10, back 10-12. B: late 10-11, experts 11-12, there 12-14. A:
-    # late 12-13, experts 13-14, there 14-16. Of layer 0. B: beside 14-16, late 16-17. A: beside 17-19, late 19-20.
+def test_deferred_gradients_are_computed_while_others_are_on_their_way():
+    # Of layer 1. B: back 0-2, experts 2-3, there 4-6. A: back 2-4, experts 4-5, there 6-8. B: beside but for the
+    # deferred 6-8, back of layer 0 8-10. A: beside 8-10, back 10-12. B: deferred 10-11, experts 11-12, there 12-14. A:
+    # deferred 12-13, experts 13-14, there 14-16. Of layer 0. B: beside 14-16, deferred 16-17. A: beside 17-19,
+    # deferred 19-20.
     layers = ([2.0], 1.0, [2.0], 2, 2, 3.0)
-    assert span_of_turns(*layers, backward=True, late=1.0) == Span(20.0, 16.0, 16.0)
+    assert span_of_turns(*layers, backward=True, deferred=1.0) == Span(20.0, 16.0, 16.0)
     # At once, A's beside takes from 9 to 12, and B's experts, whose gradients are there at 11, begin at 12.
     assert span_of_turns(*layers, backward=True) == Span(22.0, 16.0, 16.0)
 

@@ -76,9 +76,9 @@ def test_gradients_that_may_wait_hide_exchanges():
     """Where a pass computes longer beside than its exchange takes, and experts shorter."""
     exchange = price()(ROUTED, 0.0, 0.0, 3).exposed / 6  # of one way
     sizes = (ROUTED, exchange / 4, 0.75 * exchange, 6, 2)
-    at_once, late = (price().in_turns(*sizes, late=share * exchange) for share in (0.0, 0.5))
-    assert late.exposed < at_once.exposed
-    assert late.exposed + late.hidden == pytest.approx(at_once.exposed + at_once.hidden)
+    at_once, deferred = (price().in_turns(*sizes, deferred=share * exchange) for share in (0.0, 0.5))
+    assert deferred.exposed < at_once.exposed
+    assert deferred.exposed + deferred.hidden == pytest.approx(at_once.exposed + at_once.hidden)
 
 
 def test_a_cpu_hides_nothing():
