@@ -2,17 +2,18 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.deferred_gradients import DeferredGradient, DeferredUses, placeholder
+from moe.deferred_gradients import DeferredUses
 from moe.groups import among_all, best_groups, by_prototype, of_groups
 from moe.losses import load_balancing_loss, z_loss
 from moe.parts import TokenPart, load_balancing_loss_of_part
 from moe.precision import without_autocast
+from moe.wide_linear import WideLinear
 
 
 class RoutingStats(NamedTuple):
@@ -96,54 +97,6 @@ class Router(nn.Module):
         if bias is not None and self.balance_bias is not None and self.balance_bias.dtype != bias.dtype:
             self.balance_bias = bias.to(self.balance_bias.device)
         return self
-
-
-class WideLinear(torch.autograd.Function):
-    """Computes (noise * x) W^T in a type that is wider than those of x and W.
-
-    It keeps x and W in their own types for the backward pass. Autograd would keep the wide copies, with the same
-    results.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        weight: Tensor,
-        noise: Tensor | None,
-        dtype: torch.dtype,
-        deferred: DeferredGradient | None = None,
-    ) -> Tensor:
-        """Returns [T, E] of type ``dtype`` from tokens [T, D], weight [E, D] and noise [T, D] of type ``dtype``.
-
-        ``deferred`` gets the computation of the weight's gradient.
-        """
-        ctx.save_for_backward(tokens, weight, noise)
-        ctx.deferred = deferred
-        return nn.functional.linear(_noisy(tokens.to(dtype), noise), weight.to(dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of tokens and weight."""
-        tokens, weight, noise = ctx.saved_tensors
-        grad, d_tokens, d_weight = grads[0], None, None
-
-        def of_weight() -> Tensor:
-            with without_autocast(grad):
-                return (grad.t() @ _noisy(tokens.to(grad.dtype), noise)).to(weight.dtype)
-
-        if ctx.needs_input_grad[0]:
-            with without_autocast(grad):
-                d_tokens = _noisy(grad @ weight.to(grad.dtype), noise).to(tokens.dtype)
-        if ctx.deferred is not None:
-            ctx.deferred.compute, d_weight = of_weight, placeholder(weight, weight.dtype)
-        elif ctx.needs_input_grad[1]:
-            d_weight = of_weight()
-        return d_tokens, d_weight, None, None, None
-
-
-def _noisy(rows: Tensor, noise: Tensor | None) -> Tensor:
-    return rows if noise is None else rows * noise
 
 
 def route(

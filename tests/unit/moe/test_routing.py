@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
 from moe.layer import MoEOutput
-from moe.routing import Router, WideLinear, divide, part_sizes, route
+from moe.routing import Router, divide, part_sizes, route
+from moe.wide_linear import WideLinear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
