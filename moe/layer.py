@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
         return MoEOutput(_with_padding(output, real, hidden_states), aux_loss, stats)
 
     def trip(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> Generator[None, None, MoEOutput]:
-        """The same call, which pauses whenever tokens are on their way to experts of other ranks or back.
+        """The same call, which pauses twice: with tokens on their way to experts of other ranks, and on their way back.
 
         The caller computes something else in the pauses, such as another micro-batch. Needs ``overlap_parts`` 1.
         """

@@ -124,7 +124,7 @@ class M6Block(GradientCheckpointingLayer):
 def _deferring(
     following: Sequence[nn.Module], trip: Generator[None, None, MoEOutput]
 ) -> Generator[None, None, MoEOutput]:
-    """Runs a trip to experts, and defers gradients of the next blocks at its second pause, on the way back."""
+    """Runs a trip to experts, and defers gradients of the next blocks at its second pause, when tokens come back."""
     num_pauses = 0
     while True:
         try:
