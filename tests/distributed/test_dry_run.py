@@ -1,5 +1,7 @@
 """A fake rank against a real one, and ranks of jobs that no test machine could hold."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.distributed.spawn import run_distributed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ENABLED = {"enabled": True}
+WIDTH = 1024  # of 10T
 CHANGES: dict[str, dict[str, Any]] = {
     "stage 2, experts split over 16": {},
     "stage 0, Adafactor, autocast": {
@@ -185,38 +188,56 @@ def test_a_dry_run_needs_budgets():
         dry_plan.dry_plans(parse_config(offloaded(chunk_mib="auto")), 16, 5, None)
 
 
-def rows_to_other_nodes(ep_size: int, ranks_per_node: int | None, **groups: int) -> float:
-    """Rows a token and way that a layer of 10T sends to other nodes of 8, by its own count of bytes.
+def bytes_to_other_nodes(config: MoEConfig, ep_size: int = 512, dtype: torch.dtype = torch.float16) -> float:
+    """Bytes a token and way that a layer of 10T sends to other nodes of 8, by its own count.
 
-    Without ``ranks_per_node`` the layer knows of no nodes: all but 7 of a rank's peers are on others.
+    Without ``ranks_per_node`` the layer knows of no nodes: all but 7 of a rank's peers are on others. Of experts whose
+    capacity is rounded at random the count has the larger one.
     """
-    width, tokens = 1024, 4096
-    config = MoEConfig(
-        num_experts=10240, num_prototypes=80, aux_loss_weight=0.0, ranks_per_node=ranks_per_node, **groups
-    )
+    tokens = 2048  # a micro-batch of 4 rows
     with fake_process_group(7, 512), fake_tensors():
         with torch.device("meta"):
-            model = torch.nn.ModuleList([MoELayer(width, 16, config)])
+            model = torch.nn.ModuleList([MoELayer(WIDTH, 16, config)])
         apply_expert_parallelism(model, ep_size)
-        model.to_empty(device="cpu")
-        output = model[0](torch.empty(tokens, width).requires_grad_())
-        (output.hidden_states.sum() + output.aux_loss).backward()
+        model.to_empty(device="cpu").to(dtype)
+        output = model[0](torch.empty(tokens, WIDTH, dtype=dtype).requires_grad_())
+        (output.hidden_states.float().sum() + output.aux_loss).backward()
         traffic = model[0].dispatcher.traffic
     flat = traffic.bytes_within_nodes * (ep_size - 8) / (ep_size - 1)
     # There and back, in the forward and in the backward pass.
-    return (flat if ranks_per_node is None else traffic.bytes_between_nodes) / (4 * tokens * width * 4)
+    return (flat if config.ranks_per_node is None else traffic.bytes_between_nodes) / (4 * tokens)
 
 
 def node_first_saves_what_few_nodes_allow(_: None) -> None:
     """80 experts of a token lie on 16 nodes, and on nearly all of 64 unless its choice is limited to 15. Counts and
     positions are a part of the bytes."""
-    assert rows_to_other_nodes(128, None) == pytest.approx(75, rel=2e-3)
-    assert rows_to_other_nodes(128, 8) == pytest.approx(15, rel=5e-3)
-    assert rows_to_other_nodes(512, None) == pytest.approx(78.75, rel=2e-3)
-    assert rows_to_other_nodes(512, 8) == pytest.approx(63, rel=5e-3)
-    assert rows_to_other_nodes(512, 8, num_groups=64, groups_per_token=15) == pytest.approx(15, rel=0.03)
+    flat = MoEConfig(num_experts=10240, num_prototypes=80, aux_loss_weight=0.0)
+    node_first = replace(flat, ranks_per_node=8)
+    limited = replace(node_first, num_groups=64, groups_per_token=15)
+
+    def rows(config: MoEConfig, ep_size: int) -> float:
+        return bytes_to_other_nodes(config, ep_size, torch.float32) / (4 * WIDTH)
+
+    assert rows(flat, 128) == pytest.approx(75, rel=2e-3)
+    assert rows(node_first, 128) == pytest.approx(15, rel=7e-3)
+    assert rows(flat, 512) == pytest.approx(78.75, rel=2e-3)
+    assert rows(node_first, 512) == pytest.approx(63, rel=7e-3)
+    assert rows(limited, 512) == pytest.approx(15, rel=0.03)
+
+
+def the_recipe_sends_less_than_a_fifth(_: None) -> None:
+    """10T as shipped, and with capacity k, against the flat exchange of all 80 copies of a token in 16 bits."""
+    shipped = replace(load_config(CONFIGS / "m6_10t.json").model.moe_config(), ranks_per_node=8)
+    every_copy = replace(shipped, capacity_factor=None, capacity_rounding="up", drop_order="position")
+    flat = bytes_to_other_nodes(replace(every_copy, ranks_per_node=None, payload="same"))
+    assert flat == pytest.approx(78.75 * 2 * WIDTH, rel=2e-3)
+    assert bytes_to_other_nodes(shipped) < flat / 30
+    few_nodes = replace(every_copy, num_groups=64, groups_per_token=15)
+    assert bytes_to_other_nodes(few_nodes) < flat / 10
+    assert bytes_to_other_nodes(replace(few_nodes, payload="same")) < flat / 5
 
 
 @pytest.mark.slow
-def test_rows_between_nodes_of_10t():
-    run_distributed(node_first_saves_what_few_nodes_allow, 1, None, timeout_s=600)
+@pytest.mark.parametrize("claim", [node_first_saves_what_few_nodes_allow, the_recipe_sends_less_than_a_fifth])
+def test_bytes_between_nodes_of_10t(claim: Callable[[None], None]):
+    run_distributed(claim, 1, None, timeout_s=600)
