@@ -21,7 +21,7 @@ _CONTEXT = torch.multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "deepspeed", "m6.training.loop"])
 
 
-def run_distributed(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 240) -> None:
+def run_distributed(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 1500) -> None:
     """Calls ``function(*args)`` on ``world_size`` fresh processes and waits for all of them.
 
     ``function`` is at the top level of a test module and finds its rank in the environment (RANK, LOCAL_RANK,

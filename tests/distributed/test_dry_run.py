@@ -102,7 +102,7 @@ def steps_are_the_formulas(documents: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_steps_of_a_small_model(tmp_path: Path):
     documents = {name: small(**changes) for name, changes in CHANGES.items()}
-    run_distributed(steps_are_the_formulas, 1, documents, timeout_s=600)
+    run_distributed(steps_are_the_formulas, 1, documents)
 
 
 def test_there_is_no_such_rank():
@@ -175,7 +175,7 @@ def plans_follow_the_budgets(_: None) -> None:
 
 @pytest.mark.slow
 def test_the_plan_of_offloaded_experts():
-    run_distributed(plans_follow_the_budgets, 1, None, timeout_s=600)
+    run_distributed(plans_follow_the_budgets, 1, None)
 
 
 def test_a_dry_run_needs_budgets():
@@ -240,4 +240,4 @@ def the_recipe_sends_less_than_a_fifth(_: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", [node_first_saves_what_few_nodes_allow, the_recipe_sends_less_than_a_fifth])
 def test_bytes_between_nodes_of_10t(claim: Callable[[None], None]):
-    run_distributed(claim, 1, None, timeout_s=600)
+    run_distributed(claim, 1, None)

@@ -58,7 +58,7 @@ def split_experts_at_stage_3(document: dict[str, Any]) -> None:
 
 
 def test_stage_3_refuses_split_experts(folder):
-    run_distributed(split_experts_at_stage_3, 2, tiny_document(folder, m6__training__ep_size=2), timeout_s=250)
+    run_distributed(split_experts_at_stage_3, 2, tiny_document(folder, m6__training__ep_size=2))
 
 
 def ignored_offload(document: dict[str, Any]) -> None:

@@ -173,7 +173,7 @@ def check_cases(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_the_layer_with_all_experts(world_size: int) -> None:
-    run_distributed(check_cases, world_size, world_size, timeout_s=300)
+    run_distributed(check_cases, world_size, world_size)
 
 
 def check_equal_tokens_wait_for_nothing() -> None:

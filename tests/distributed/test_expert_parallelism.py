@@ -139,7 +139,7 @@ def test_training_equals_one_process(world_size: int, ep_sizes: tuple[int, ...])
         Case(DROPLESS, stage, ep_size, accumulation=2, clipping=0.5)
         for stage, ep_size in itertools.product((1, 2), ep_sizes)
     ]
-    run_distributed(train_and_compare, world_size, plain + clipped, timeout_s=240)
+    run_distributed(train_and_compare, world_size, plain + clipped)
 
 
 def check_layer() -> None:

@@ -56,8 +56,8 @@ def trained(folder: Path) -> Path:
     for name, (changes, stages, zero, ep_size) in RUNS.items():
         alone.append((flushless(folder, None, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
         together.append((flushless(folder, stages, zero, ep_size, **changes), folder / name))
-    run_distributed(train_all, 1, alone, timeout_s=600)
-    run_distributed(train_all, 4, together, timeout_s=600)
+    run_distributed(train_all, 1, alone)
+    run_distributed(train_all, 4, together)
     return folder
 
 

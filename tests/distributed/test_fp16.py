@@ -130,7 +130,7 @@ def runs(make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (train, pseudo, root / "fp16_pseudo_resumed", STEPS),
         (train, pseudo, root / "fp16_pseudo_delinked", STEPS),
     ]
-    run_distributed(run_all, 2, calls, timeout_s=300)
+    run_distributed(run_all, 2, calls)
     return root
 
 
@@ -184,7 +184,7 @@ def test_four_ranks(make: Callable[..., dict[str, Any]], tmp_path: Path):
         (train, half, tmp_path / "fp16", STEPS),
         (train_with_overflows, half, tmp_path / "overflows", 5),
     ]
-    run_distributed(run_all, 4, calls, timeout_s=300)
+    run_distributed(run_all, 4, calls)
     assert losses(tmp_path / "fp16") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-3)
     judge_overflows(tmp_path / "overflows", ranks=4)
 

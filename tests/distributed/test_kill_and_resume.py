@@ -30,24 +30,22 @@ def command(config: Path, run: Path) -> list[str]:
 
 
 def finish(config: Path, run: Path) -> None:
-    subprocess.run(command(config, run), env=ENVIRONMENT, check=True, timeout=300)
+    subprocess.run(command(config, run), env=ENVIRONMENT, check=True)
 
 
 def kill_at_step(config: Path, run: Path, step: int) -> None:
     """Starts an attempt, kills its launcher once ``step`` was logged, and waits until its ranks died with it."""
-    launcher = subprocess.Popen(command(config, run), env=ENVIRONMENT)
-    deadline = time.monotonic() + 120
-    while launcher.poll() is None and time.monotonic() < deadline:
-        if any(entry["step"] >= step for entry in entries(run)):
+    with subprocess.Popen(command(config, run), env=ENVIRONMENT) as launcher:
+        try:
+            while not any(entry["step"] >= step for entry in entries(run)):
+                assert launcher.poll() is None, f"the run ended before step {step}"
+                time.sleep(0.005)
             ranks = psutil.Process(launcher.pid).children()
-            assert len(ranks) == 2
+        finally:
             launcher.kill()
-            launcher.wait()
-            _, alive = psutil.wait_procs(ranks, timeout=30)
-            assert not alive, "ranks outlive their launcher"
-            return
-        time.sleep(0.005)
-    pytest.fail(f"the run ended ({launcher.poll()}) before step {step} could be interrupted")
+    assert len(ranks) == 2
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive, "ranks outlive their launcher"
 
 
 def entries(run: Path) -> list[dict]:

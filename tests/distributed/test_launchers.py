@@ -29,9 +29,13 @@ def start(command: list[str], **environment: str) -> subprocess.Popen:
 
 
 def finish(*processes: subprocess.Popen) -> None:
-    for process in processes:
-        output, _ = process.communicate(timeout=250)
-        assert process.returncode == 0, output
+    try:
+        for process in processes:
+            output, _ = process.communicate()
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @pytest.fixture(scope="module")

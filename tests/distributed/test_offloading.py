@@ -29,7 +29,7 @@ def test_losses_are_those_of_one_rank(folder: Path, reference: Path, ranks: int,
     """And so are the norms, which at stages 1 and 2 DeepSpeed and the experts' store sum up together."""
     root = folder / f"offloaded_{ranks}_{stage}_{ep_size}"
     document = layout(folder, ranks, stage, ep_size, m6__offload=OFFLOAD, m6__moe__overlap_parts=parts)
-    run_distributed(train, ranks, document, str(root), timeout_s=280)
+    run_distributed(train, ranks, document, str(root))
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert norms(root) == pytest.approx(norms(reference), rel=1e-4)
 
@@ -44,7 +44,7 @@ def test_activations_of_experts_on_several_ranks(folder: Path, reference: Path):
     root = folder / "offloaded_activations"
     offload = {**OFFLOAD, "rules": [*OFFLOAD["rules"], {"tensor": "activation", "place": "host"}]}
     document = layout(folder, 2, 2, 2, m6__offload=offload)
-    run_distributed(train_with_activations_on_the_host, 2, document, str(root), timeout_s=280)
+    run_distributed(train_with_activations_on_the_host, 2, document, str(root))
     record = json.loads((root / MEMORY_RECORD).read_text())
     assert record["activations"]["host_bytes"] > 0
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
@@ -59,7 +59,7 @@ def test_a_checkpoint_goes_on_under_another_ep_size(
     root, chunks = folder / f"offloaded_moves_{first[0]}", []
     for place, budget, stop_at in ((first, 5000.0, 2), (second, 6000.0, None)):
         document = layout(folder, *place, m6__offload={**OFFLOAD, "device_budget_mib": budget})
-        run_distributed(train, place[0], document, str(root), stop_at, timeout_s=280)
+        run_distributed(train, place[0], document, str(root), stop_at)
         record = json.loads((root / MEMORY_RECORD).read_text())
         chunks.append(len({moment["chunk"] for moment in record["planned"]}))
     assert chunks[1] * second[2] == chunks[0] * first[2]  # a chunk of this size is an expert

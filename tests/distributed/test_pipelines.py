@@ -235,8 +235,8 @@ def trained(folder: Path) -> Path:
         alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
         parallel = {"m6__parallel__pipeline": stages, "m6__training__ep_size": ep_size}
         together.append((document(folder, zero, **changes, **parallel), folder / name))
-    run_distributed(train_all, 1, alone, timeout_s=600)
-    run_distributed(train_all, 4, together, timeout_s=600)
+    run_distributed(train_all, 1, alone)
+    run_distributed(train_all, 4, together)
     return folder
 
 

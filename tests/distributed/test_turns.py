@@ -83,7 +83,7 @@ def test_exchange_between_nodes_first_with_a_capacity(folder: Path, ranks: int, 
         for at_once in ({}, TURNS)
     }
     roots = {key: folder / f"{key}" for key in runs}
-    run_distributed(train_all, ranks, [(document, roots[key]) for key, document in runs.items()], timeout_s=280)
+    run_distributed(train_all, ranks, [(document, roots[key]) for key, document in runs.items()])
     for name in kinds:
         one, two = roots[name, False], roots[name, True]
         assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE), name

@@ -82,7 +82,7 @@ def test_requests(number: int, address: tuple[str, int]):
                 assert isinstance(answer.json()["detail"], str)
 
         search(number, check)
-        assert client.post("/caption", content=PICTURE).json() == {"text": "(8, 8)"}
+        assert client.post("/caption", content=PICTURE, timeout=60).json() == {"text": "(8, 8)"}
 
 
 @long_and_short(60, 250)

@@ -17,6 +17,7 @@ FRAGILE_NODES = ("f1", "f2", "f3")  # for a test that loses one, while jobs of o
 ALL_NODES = NODES + FRAGILE_NODES
 _SBIN = ("/usr/sbin", "/usr/bin", "/sbin")
 _MUNGE_KEY = Path("/etc/munge/munge.key")
+_LONGEST_WAIT_S = 1500  # a machine that does other work too may take long
 # What srun gives to every process of a step.
 _RANK, _NODE = "SLURM_PROCID", "SLURMD_NODENAME"
 
@@ -31,17 +32,17 @@ def why_not() -> str:
     return ""
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
-    """Returns once ``condition()`` is true.
+def wait_until(condition: Callable[[], object], what: str, interval_s: float = 0.05) -> None:
+    """Returns once ``condition()`` is true, which is asked every ``interval_s`` seconds.
 
     Raises:
         TimeoutError: it never became true; ``what`` says what was waited for.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _LONGEST_WAIT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.05)
+            raise TimeoutError(f"waited {_LONGEST_WAIT_S} s for {what}")
+        time.sleep(interval_s)
 
 
 def send(process: int, number: signal.Signals) -> None:
@@ -71,7 +72,12 @@ class LocalCluster:
         self.run("slurmctld", "-c", "-f", str(self.folder / "slurm.conf"))
         for node in ALL_NODES:
             self.start_node(node)
-        wait_until(lambda: self.idle_nodes() == set(ALL_NODES), "idle nodes")
+        wait_until(self._is_ready, "idle nodes", interval_s=0.5)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # the controller does not answer yet
+            return self.idle_nodes() == set(ALL_NODES)
+        return False
 
     def start_node(self, node: str) -> None:
         self.run("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
@@ -100,7 +106,7 @@ class LocalCluster:
         """Runs a command of Slurm's; its standard output."""
         program = _find(command[0]) or command[0]
         result = subprocess.run(
-            [program, *command[1:]], env=self.environment, capture_output=True, text=True, timeout=60
+            [program, *command[1:]], env=self.environment, capture_output=True, text=True, timeout=300
         )
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)}: {result.stdout}{result.stderr}")
@@ -121,7 +127,9 @@ class LocalCluster:
     def job_fields(self, job: str) -> dict[str, str]:
         try:
             text = self.run("scontrol", "show", "job", "--oneliner", job)
-        except RuntimeError:
+        except RuntimeError as error:
+            if "Invalid job id" not in str(error):
+                raise
             return {}
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
@@ -161,7 +169,7 @@ SlurmctldPort={ports[-1]}
 SlurmUser=root
 AuthType=auth/munge
 # A requeued job waits for as long as a credential lives: 120 s by default.
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=15
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -174,9 +182,11 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
-SlurmdTimeout=12
+SlurmdTimeout=40
+MessageTimeout=60
+BatchStartTimeout=120
 InactiveLimit=0
-MinJobAge=3600
+MinJobAge=86400
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool_%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -223,13 +233,15 @@ def _find(name: str) -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Ports below those that the kernel hands out, so that nobody takes them before the daemons do."""
+    found: list[int] = []
+    for port in range(20_000, 32_000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"fewer than {count} ports are free")
 
 
 def _all_processes() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,15 @@ def _nodes_come_and_go(make_run: MakeRun, name: str, **changes: Any) -> tuple[Cl
         ended = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def go_on(nodes: int) -> None:
-        run.wait_until(lambda: run.cluster.state(run.job) == "PENDING", "the queue")
+        run.wait_until(lambda: run.cluster.state(run.job) == "PENDING", "the queue", interval_s=0.5)
         run.cluster.run("scontrol", "update", f"JobId={run.job}", f"NumNodes={nodes}-{nodes}")
 
     run.submit(nodes=4)
     run.wait_for_step(MIDDLE)
     run.cluster.run("scontrol", "requeue", run.job)
     go_on(1)
+    begin = time.time()
+    run.wait_until(lambda: any(entry["time"] > begin for entry in run.entries()), "a step on one node")
     run.wait_for_step(2 * MIDDLE)
     run.ask_to_stop()
     go_on(2)

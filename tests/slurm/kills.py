@@ -56,7 +56,7 @@ def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
         begin = time.time()
         run.wait_for_ranks()
         if aim == "starting":
-            time.sleep(rng.uniform(0, 6))
+            time.sleep(rng.uniform(0, 2))
         else:
             before = run.newest_checkpoint()
             run.wait_until(partial(_entry_since, run, begin), f"the first step of attempt {index + 1}")
@@ -66,7 +66,7 @@ def kill_at_random(run: ClusterRun, kills: int, seed: int) -> list[Kill]:
                 time.sleep(rng.uniform(0, 0.05))
             else:
                 target = run.step() + rng.randint(0, INTERVAL)
-                run.wait_until(partial(_has_step, run, target), f"step {target}")
+                run.wait_until(partial(_trains_at, run, target), f"step {target}")
         moment = "starting" if not _entry_since(run, begin) else "writing" if _incomplete(run) else "training"
         now = time.time()
         run.kill_all()
@@ -113,8 +113,9 @@ def _has_newer(run: ClusterRun, checkpoint: int) -> bool:
     return run.newest_checkpoint() > checkpoint
 
 
-def _has_step(run: ClusterRun, step: int) -> bool:
-    return run.step() >= step
+def _trains_at(run: ClusterRun, step: int) -> bool:
+    """Whether the run is at this step, or later, and writes no checkpoint."""
+    return run.step() >= step and not _incomplete(run)
 
 
 def _incomplete(run: ClusterRun) -> bool:

@@ -21,7 +21,7 @@ def pipeline_left_alone(make_run: MakeRun) -> ClusterRun:
 
 def pipeline_hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
     """A rank of the last stage stands still in a training step, while it waits for no other rank."""
-    run = _make(make_run, "pipeline_hang", "STEP_TIMEOUT_S=20 EVIDENCE_S=8")
+    run = _make(make_run, "pipeline_hang", "STEP_TIMEOUT_S=60 EVIDENCE_S=8")
     run.submit(ranks_per_node=2)
     run.wait_for_step(MIDDLE)
     process = run.wait_for_ranks(RANKS)[RANKS - 1]

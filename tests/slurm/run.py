@@ -37,9 +37,10 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "")
 # Every job on this cluster: this interpreter, the loopback device, and what its own run asks for.
 _SITE = f"""
 PATH={Path(sys.executable).parent}:$PATH
-export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp MIN_SHM_GB=0
+export GLOO_SOCKET_IFNAME=lo DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TMPDIR=$RUN_DIR.tmp
 mkdir -p "$TMPDIR"
-WATCH_INTERVAL_S=1 PREFLIGHT_TIMEOUT_S=60 MIN_DISK_GB=0
+export MIN_SHM_GB=0 MIN_HOST_MEMORY_GB=0
+WATCH_INTERVAL_S=1 PREFLIGHT_TIMEOUT_S=300 MIN_DISK_GB=0
 source "$RUN_DIR.env"
 """
 
@@ -138,7 +139,7 @@ class ClusterRun:
     def wait_for_end(self, job: str = "") -> str:
         """The state in which a job of the run ended."""
         job = job or self.job
-        self.wait_until(lambda: self.cluster.state(job) in _OVER, f"the end of job {job}")
+        self.wait_until(lambda: self.cluster.state(job) in _OVER, f"the end of job {job}", interval_s=0.5)
         return self.cluster.state(job)
 
     def wait_for_file(self, name: str) -> None:
@@ -153,6 +154,14 @@ class ClusterRun:
         with contextlib.suppress(RuntimeError):  # scancel 22.05 fails for an array's task, though the signal arrives
             self.cluster.run("scancel", "--batch", "--signal=USR2", job or self.job)
 
+    def wait_for_stop(self) -> None:
+        """Returns once the run's first job says that it was asked to stop."""
+        job_log = next(self.root.glob("slurm/*.log"))
+        self.wait_until(lambda: "asked to stop" in job_log.read_text(), "the stop")
+
+    def set_time_limit(self, minutes: int) -> None:
+        self.cluster.run("scontrol", "update", f"JobId={self.job}", f"TimeLimit={minutes}")
+
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> int:
         """Sends a signal to a rank; returns its process id."""
         process = self.wait_for_ranks()[rank]
@@ -166,10 +175,10 @@ class ClusterRun:
             send(process, signal.SIGKILL)
         self.wait_until(lambda: not processes & set(self.ranks().values()), "the end of the ranks")
 
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str, interval_s: float = 0.05) -> None:
         """Returns once ``condition()`` is true; an error shows what the run's jobs and ranks said."""
         try:
-            wait_until(condition, f"{what} of {self.root.name}")
+            wait_until(condition, f"{what} of {self.root.name}", interval_s)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.log()}") from None
 

@@ -15,7 +15,7 @@ from tests.fixtures.command import contents
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
 from tests.slurm.cluster import LocalCluster, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slurm
 
 
 def test_a_corpus_on_two_nodes_has_the_bytes_of_one_process(cluster: LocalCluster, tmp_path: Path):

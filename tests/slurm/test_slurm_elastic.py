@@ -6,7 +6,7 @@ from m6.runs.layouts import LayoutRecord, measured_steps, read_layouts
 from m6.slurm.status import describe_status
 from tests.slurm.run import STEPS, ClusterRun
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.scenario("elastic")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.run import INTERVAL, STEPS, ClusterRun
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]  # a machine that does other work too may take long
+pytestmark = pytest.mark.slurm
 
 
 def assert_same_as(whole: ClusterRun, run: ClusterRun) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.slurm.pipelines import RANKS, STEPS
 from tests.slurm.run import ClusterRun
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]  # a machine that does other work too may take long
+pytestmark = pytest.mark.slurm
 PLACES = (
     "pipeline 0, stage 0, layers 0",
     "pipeline 1, stage 0, layers 0",

@@ -10,14 +10,14 @@ from m6.slurm.job import JobDescription
 from tests.fixtures.tiny_run import tiny_document
 from tests.slurm.cluster import LocalCluster, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 def nodes_of_ranks(cluster: LocalCluster, options: list[str], log: Path) -> list[str]:
     """Submits a job whose ranks say where they are; srun takes the distribution over from the job."""
     say = "srun bash -c 'echo $SLURM_PROCID $SLURMD_NODENAME'"
     job = cluster.run("sbatch", "--parsable", *options, f"--output={log}", f"--wrap={say}").strip()
-    wait_until(lambda: cluster.state(job) == "COMPLETED", f"job {job}")
+    wait_until(lambda: cluster.state(job) == "COMPLETED", f"job {job}", interval_s=0.5)
     return [line.split()[1] for line in sorted(log.read_text().splitlines())]
 
 

@@ -6,7 +6,7 @@ from tests.slurm.kills import INTERVAL, Kill
 from tests.slurm.run import ClusterRun
 from tests.slurm.scenarios import KILLS
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]  # a machine that does other work too may take long
+pytestmark = pytest.mark.slurm
 # fp32 sums in another order, see tests/distributed/test_training_layouts.py
 TOLERANCE = 1e-5
 

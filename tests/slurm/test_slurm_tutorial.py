@@ -4,7 +4,7 @@ import pytest
 
 from tests.slurm.run import STEPS, ClusterRun
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]  # a machine that does other work too may take long
+pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.scenario("tutorial")

@@ -15,7 +15,6 @@ PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=Tru
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_smoke_script(tmp_path: Path):
     command = f"bash {ROOT}/scripts/smoke.sh {tmp_path}/run --set m6.training.total_steps=70"
     assert "2 attempts" in execute(Block("bash", command), ROOT)

@@ -31,7 +31,6 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_first_run(first_run: Path):
     assert (first_run / "runs" / "tour" / "curves.png").exists()
     assert (first_run / "runs" / "tour_hf" / "config.json").exists()
@@ -39,7 +38,6 @@ def test_the_first_run(first_run: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_own_pictures_and_texts(first_run: Path):
     follow("own_data", first_run)
     report = (first_run / "runs" / "own" / "report.md").read_text(encoding="utf-8")
@@ -50,7 +48,6 @@ def test_own_pictures_and_texts(first_run: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_new_objective(first_run: Path, tmp_path: Path):
     code = tmp_path / "code"
     for package in ("m6", "moe", "offload", "native", "configs"):

@@ -97,7 +97,7 @@ def run(module: str, *arguments: object, cwd: Path | None = None, **environment:
     """Runs ``python -m MODULE`` and returns what it prints."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=cwd, env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=600, cwd=cwd, env={**os.environ, **environment}
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

@@ -249,7 +249,7 @@ def test_a_process_of_its_own_ends_the_same_way(pretrain: Callable[..., str], tm
     config.write_text(json.dumps(document))
     command = [sys.executable, "-m", "m6", "pretrain", str(config)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DS_")}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=environment)
     assert (ended.returncode, ended.stdout) == (2, "")
     expected = 'zero_optimization.overlap_com: unknown key; did you mean "overlap_comm"?'
     assert ended.stderr == f"error: {config}: {expected}\n"

@@ -44,7 +44,7 @@ def elsewhere(code: str, exported: Path, folder: Path) -> subprocess.CompletedPr
         env={**environment, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=600,
     )
 
 

@@ -45,4 +45,4 @@ def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path):
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "configs").symlink_to(ROOT / "configs")
-    execute(proof, folder, code, timeout_s=120)
+    execute(proof, folder, code)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import io
+import json
 import os
 import re
 import signal
@@ -277,20 +278,25 @@ def test_a_process_answers_and_ends_cleanly(run: Path):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            address = re.fullmatch(r"serving .* at (http://127\.0\.0\.1:\d+)\n", line)
+            address = re.fullmatch(r"serving .* at http://127\.0\.0\.1:(\d+)\n", line)
             if address is None:
                 process.kill()
                 pytest.fail(line + process.communicate()[1])
 
-            def body() -> Any:
-                yield PICTURES[0][:50]
+            with socket.create_connection(("127.0.0.1", int(address[1])), timeout=300) as client:
+                length = len(PICTURES[0])
+                client.sendall(
+                    b"POST /caption HTTP/1.1\r\nhost: m6\r\nconnection: close\r\nexpect: 100-continue\r\n"
+                    b"content-length: %d\r\n\r\n" % length
+                )
+                assert client.recv(4096).startswith(b"HTTP/1.1 100 "), "the service waits for the body"
+                client.sendall(PICTURES[0][:50])
                 process.send_signal(signal.SIGTERM)
-                yield PICTURES[0][50:]
-
-            answer = httpx.post(f"{address[1]}/caption", content=body(), timeout=60)
-            assert answer.status_code == 200
-            assert answer.json()["text"]
-            assert process.wait(60) == 0
+                client.sendall(PICTURES[0][50:])
+                head, _, answer = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert json.loads(answer)["text"]
+            assert process.wait(300) == 0
         finally:
             process.kill()
 

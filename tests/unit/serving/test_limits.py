@@ -58,15 +58,16 @@ def works(address: tuple[str, int]) -> bool:
 
 
 def test_headers_that_never_end(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
     with connect(address) as silent, connect(address) as slow:
         slow.sendall(b"POST /caption HTTP/1.1\r\nhost: m6\r\n")
         assert read_all(silent) == read_all(slow) == b""
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 10.0)
     assert works(address)
 
 
 def test_a_further_request_of_a_connection_has_its_time_too(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
     with connect(address) as client:
         for _ in range(2):
             client.sendall(post(len(PICTURE)) + PICTURE)
@@ -78,10 +79,10 @@ def test_a_further_request_of_a_connection_has_its_time_too(address: tuple[str, 
 def test_a_request_that_runs_longer_than_its_headers_may_take(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
     with connect(address) as client:
         client.sendall(post(len(PICTURE)))
-        time.sleep(0.5)
+        time.sleep(1.5)
         client.sendall(PICTURE)
         assert read_answer(client)[0] == 200
 
@@ -127,7 +128,7 @@ def test_the_deadline_covers_decoding(address: tuple[str, int], monkeypatch: pyt
     monkeypatch.setattr(app_module, "open_picture", decode)
     clients = [connect(address) for _ in range(intake.NUM_THREADS + 2)]
     for client in clients:
-        client.sendall(post(len(PICTURE), path="/caption?deadline_s=0.5") + PICTURE)
+        client.sendall(post(len(PICTURE), path="/caption?deadline_s=3") + PICTURE)
     assert [read_answer(client)[0] for client in clients] == [504] * len(clients)
     gate.set()
     monkeypatch.undo()

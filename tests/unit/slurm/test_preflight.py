@@ -24,7 +24,7 @@ def run(reports: Path, **environment: str) -> str:
         [sys.executable, "-m", "m6.slurm.preflight", str(reports)],
         env={**os.environ, "SLURMD_NODENAME": "n7", **environment},
         check=True,
-        timeout=60,
+        timeout=600,
     )
     return (reports / "n7.txt").read_text()
 

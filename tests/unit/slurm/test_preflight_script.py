@@ -15,6 +15,11 @@ case "$*" in
 *m6.slurm.sniff*) eval "$SNIFF" ;;
 esac
 """
+# PREFLIGHT_TIMEOUT_S is the sniff test's alone.
+TIMEOUT = """#!/usr/bin/env bash
+[[ $* == *m6.slurm.sniff* ]] || set -- "$1" 600 "${@:3}"
+exec /usr/bin/timeout "$@"
+"""
 SCRIPT = """
 set -euo pipefail
 SRUN_OPTIONS=() STOP_ASKED=${STOP_ASKED:-} CHECK_PID=
@@ -30,6 +35,7 @@ def preflight(folder: Path, **environment: str) -> str:
     programs = folder / "bin"
     programs.mkdir()
     (programs / "srun").write_text(SRUN)
+    (programs / "timeout").write_text(TIMEOUT)
     (programs / "scontrol").write_text("#!/usr/bin/env bash\nprintf '%s\\n' n1 n2\n")
     for program in programs.iterdir():
         program.chmod(0o755)

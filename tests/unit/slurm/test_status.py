@@ -17,7 +17,7 @@ def run(tmp_path: Path) -> Path:
     (run / "slurm" / "attempts" / "0001").mkdir(parents=True)
     (run / "slurm" / "attempts" / "0002").mkdir()
     (run / "slurm" / "job").write_text("77\n")
-    (run / "progress").write_text(json.dumps({"step": 45, "total_steps": 60, "time": time.time() - 600}))
+    (run / "progress").write_text(json.dumps({"step": 45, "total_steps": 60, "time": time.time() - 36_000}))
     entry = {"step": 40, "loss": 3.25, "tokens_per_second": 12345.6, "step_time_s": 0.5}
     lines = [entry, {**entry, "step": 45, "loss": 3.125}, {"step": 45, "validation": {}}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -49,7 +49,7 @@ def test_a_run_that_is_under_way(run: Path, tmp_path: Path):
     assert found["state"] == "not finished"
     assert found["jobs"] == "77 RUNNING (16 nodes, 1:02:03 left); 78 PENDING ((Dependency))"
     assert found["attempts"].startswith("2, the last in ")
-    assert found["step"] == "45 of 60, 10.0 min ago"
+    assert found["step"] == "45 of 60, 10.0 h ago"
     assert found["loss"] == "3.1250 at step 45"
     assert found["speed"] == "12,346 tokens/s, 0.500 s/step"
     assert found["checkpoint"].startswith("step 40, ")

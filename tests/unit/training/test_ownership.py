@@ -72,7 +72,7 @@ def test_of_two_trainers_that_start_at_once_one_trains(folder: Path, tmp_path: P
             assert owner.poll() is None
             time.sleep(0.1)
         owner.send_signal(signal.SIGTERM)
-        assert owner.wait(60) == 0, trainers[owner].read_text()
+        assert owner.wait(600) == 0, trainers[owner].read_text()
     finally:
         for trainer in trainers:
             trainer.kill()
