@@ -2,12 +2,13 @@
 
 From the root of the repository, with the data of README.md:
 
-    python -m scripts.experiments.prototyping.grid train --seeds 3
+    python -m scripts.experiments.prototyping.grid train --seeds 3 [--recipe]
     python -m scripts.experiments.prototyping.grid ngrams
     python -m scripts.experiments.prototyping.grid time
 
 ``train`` adds a row to results.csv per finished run and leaves out the runs that have one; all configurations of
-one seed come before the next seed. ``ngrams`` writes to ngrams.csv what n-gram models of the bytes reach on the same
+one seed come before the next seed. With ``--recipe`` it trains with what scripts/experiments/recipe found instead of
+AdamW, and adds to results_recipe.csv. ``ngrams`` writes to ngrams.csv what n-gram models of the bytes reach on the same
 validation text. ``time`` measures all configurations in one interleaved run and writes speed.csv.
 """
 
@@ -41,9 +42,19 @@ from scripts.experiments.experiment import ResultTable, code_version, train
 FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER / "config.json"
 RESULTS = FOLDER / "results.csv"
+RECIPE_RESULTS = FOLDER / "results_recipe.csv"
 SPEED = FOLDER / "speed.csv"
 NGRAMS = FOLDER / "ngrams.csv"
 AUX_LOSS_WEIGHT = 0.01
+RECIPE = (
+    "optimizer.type=Muon",
+    "optimizer.params.lr=0.006",  # 0.0042 sqrt(128 / width), as the recipe has it
+    "optimizer.params.adamw_lr=0.024",
+    "optimizer.params.momentum=0.9",
+    "m6.model.rotary_base=10000",
+    "m6.schedule.decay=wsd",
+    "m6.schedule.decay_share=0.3",
+)
 
 
 class Routing(NamedTuple):
@@ -128,9 +139,9 @@ RETIRED = tuple(Case(routing, "k", balanced=True, moe_attention=True) for routin
 """Configurations with rows in the results whose code is deleted; commit 41dac46 is the last that has it."""
 
 
-def run_grid(seeds: int) -> None:
-    """Trains what is missing in results.csv."""
-    table = ResultTable(RESULTS, (*Case("top-1", "k", True).identity(), "seed"))
+def run_grid(seeds: int, recipe: bool) -> None:
+    """Trains what is missing in results.csv, or with the recipe in results_recipe.csv."""
+    table = ResultTable(RECIPE_RESULTS if recipe else RESULTS, (*Case("top-1", "k", True).identity(), "seed"))
     runtime, code = start(), code_version()
     for seed, case in product(range(seeds), cases()):
         identity = {**case.identity(), "seed": seed}
@@ -138,7 +149,7 @@ def run_grid(seeds: int) -> None:
             continue
         begin = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            overrides = [*case.overrides(), f"m6.training.seed={seed}"]
+            overrides = [*case.overrides(), *(RECIPE if recipe else ()), f"m6.training.seed={seed}"]
             config, metrics = train(CONFIG, overrides, Path(folder) / "run", runtime)
         cpu_s = time.process_time() - begin
         table.append(
@@ -244,12 +255,14 @@ def measure_speed(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("train").add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... below this")
+    training = commands.add_parser("train")
+    training.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... below this")
+    training.add_argument("--recipe", action="store_true", help="with the optimizer and schedule of the recipe")
     commands.add_parser("ngrams")
     commands.add_parser("time").add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
     if arguments.command == "train":
-        run_grid(arguments.seeds)
+        run_grid(arguments.seeds, arguments.recipe)
     elif arguments.command == "ngrams":
         measure_ngrams()
     else:

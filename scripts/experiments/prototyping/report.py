@@ -1,6 +1,8 @@
 """Prints the tables of README.md from results.csv, ngrams.csv and speed.csv, and draws results.png:
 
-python -m scripts.experiments.prototyping.report
+python -m scripts.experiments.prototyping.report [--recipe]
+
+With --recipe it prints those of results_recipe.csv alone.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import dataclasses
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +21,17 @@ import numpy as np
 from m6.files import atomic_path
 from m6.formatting import markdown_table
 from scripts.experiments.experiment import ResultTable
-from scripts.experiments.prototyping.grid import FOLDER, NGRAMS, RESULTS, RETIRED, ROUTINGS, SPEED, Case, cases
+from scripts.experiments.prototyping.grid import (
+    FOLDER,
+    NGRAMS,
+    RECIPE_RESULTS,
+    RESULTS,
+    RETIRED,
+    ROUTINGS,
+    SPEED,
+    Case,
+    cases,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,10 +86,10 @@ PAIRS: dict[str, list[tuple[Case, Case]]] = {
 
 
 class Results:
-    """The columns of results.csv by case and seed."""
+    """The columns of a CSV of results by case and seed."""
 
-    def __init__(self) -> None:
-        self._rows = ResultTable(RESULTS, ()).rows()
+    def __init__(self, path: Path) -> None:
+        self._rows = ResultTable(path, ()).rows()
         self._speed = ResultTable(SPEED, ()).rows()
 
     def values(self, case: Case, column: str) -> Values:
@@ -243,7 +257,11 @@ def _marker(case: Case) -> str:
 
 
 def main() -> None:
-    results = Results()
+    if "--recipe" in sys.argv[1:]:
+        results = Results(RECIPE_RESULTS)
+        print(main_table(results), pair_tables(results), sep="\n\n")
+        return
+    results = Results(RESULTS)
     print(main_table(results), ngram_table(), pair_tables(results), sep="\n\n")
     draw(results)
 

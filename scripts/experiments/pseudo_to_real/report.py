@@ -10,12 +10,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from m6.formatting import markdown_table
 
 HERE = Path(__file__).parent
-RATIOS = (1, 2, 5, 10, 20, math.inf)
-"""What a Real step costs in Pseudo steps: 1 is setting (a), the others are setting (b)."""
+RATIOS = (1, 2, 4.4, 5, 10, 20, math.inf)
+"""What a Real step costs in Pseudo steps: 1 is setting (a), the others are setting (b); 4.4 is the plan of m6_10t."""
 DRAWN_RATIO = 10
 _COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
@@ -25,6 +26,7 @@ class Run:
 
     def __init__(self, rows: Sequence[dict[str, str]]) -> None:
         self.name, self.seed = rows[0]["run"], int(rows[0]["seed"])
+        self.recipe, _, self.change = self.name.rpartition(": ")
         self.steps = [int(row["step"]) for row in rows]
         self.losses = [float(row["validation_loss"]) for row in rows]
         self.switch = max((int(row["switch_step"]) for row in rows if row["switch_step"]), default=0)
@@ -63,14 +65,14 @@ def speed_up(run: Run, real: Run, ratio: float) -> float:
 
 
 def table(runs: list[Run]) -> str:
-    real = {run.seed: run for run in runs if run.name == "real"}
+    real = {(run.recipe, run.seed): run for run in runs if run.change == "real"}
     names = list(dict.fromkeys(run.name for run in runs))
     header = ["run", "seeds", "switch", "final loss"] + [f"r = {'∞' if math.isinf(r) else r}" for r in RATIOS]
     lines = []
     for name in names:
         own = [run for run in runs if run.name == name]
         cells = [name, str(len(own)), "/".join(str(run.switch) for run in own), spread([r.losses[-1] for r in own], 3)]
-        cells += [spread([speed_up(run, real[run.seed], ratio) for run in own], 2) for ratio in RATIOS]
+        cells += [spread([speed_up(run, real[run.recipe, run.seed], ratio) for run in own], 2) for ratio in RATIOS]
         lines.append(cells)
     return markdown_table(header, lines)
 
@@ -93,36 +95,39 @@ def draw(runs: list[Run]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(17, 5), layout="constrained")
-    headline = {name: _COLOURS[index] for index, name in enumerate(("real", "switch 50 %", "long Pseudo"))}
-    for run in runs:
-        if run.name in headline:
-            label = run.name if run.seed == 0 else None
-            for axes, ratio in zip(panels, (None, 1, DRAWN_RATIO), strict=True):
-                times = [
-                    run.steps[i] if ratio is None else run.cost(run.steps[i], ratio) for i in range(len(run.steps))
-                ]
-                axes.plot(times, run.losses, color=headline[run.name], label=label, linewidth=1.4)
-                if run.switch:
-                    at = run.switch if ratio is None else run.cost(run.switch, ratio)
-                    axes.axvline(at, color=headline[run.name], linestyle="dotted", linewidth=1)
-    others = [run for run in runs if run.seed == 0 and run.name not in headline]
-    for index, run in enumerate(others):
-        panels[0].plot(run.steps, run.losses, linewidth=0.8, alpha=0.8, color=_COLOURS[index % len(_COLOURS)],
-                       linestyle=("dashed", "dashdot")[index // len(_COLOURS)], label=run.name)  # fmt: skip
-    titles = (
-        "steps",
-        "cost in steps, all in memory (a)",
-        f"cost in Pseudo steps, a Real step costing {DRAWN_RATIO} (b)",
-    )
-    for axes, title in zip(panels, titles, strict=True):
-        axes.set_xlabel(title)
-        axes.set_ylim(6.2, 7.2)
-        axes.grid(alpha=0.25)
-    panels[0].set_ylabel("validation loss, nats per target, mean of four objectives")
-    panels[0].legend(fontsize=8)
+    figure, rows = pyplot.subplots(2, 3, figsize=(17, 10), layout="constrained")
+    for panels, recipe, title in zip(rows, ("", "recipe"), ("AdamW", "the recipe"), strict=True):
+        _draw_row(panels, [run for run in runs if run.recipe == recipe], title)
     figure.suptitle("Pseudo-to-Real against Real from scratch (dotted: the switch)")
     figure.savefig(HERE / "curves.png", dpi=110)
+
+
+def _draw_row(panels: Sequence[Any], runs: list[Run], title: str) -> None:
+    """Against steps all runs, one seed of those that are not compared; against the cost those that are."""
+    colours = {name: _COLOURS[index] for index, name in enumerate(("real", "switch 50 %", "long Pseudo"))}
+    for run in runs:
+        if run.change in colours:
+            label = run.change if run.seed == 0 else None
+            for axes, ratio in zip(panels, (None, 1, DRAWN_RATIO), strict=True):
+                times = [step if ratio is None else run.cost(step, ratio) for step in run.steps]
+                axes.plot(times, run.losses, color=colours[run.change], label=label, linewidth=1.4)
+                if run.switch:
+                    at = run.switch if ratio is None else run.cost(run.switch, ratio)
+                    axes.axvline(at, color=colours[run.change], linestyle="dotted", linewidth=1)
+    others = [run for run in runs if run.seed == 0 and run.change not in colours]
+    for index, run in enumerate(others):
+        panels[0].plot(run.steps, run.losses, linewidth=0.8, alpha=0.8, color=_COLOURS[index % len(_COLOURS)],
+                       linestyle=("dashed", "dashdot")[index // len(_COLOURS)], label=run.change)  # fmt: skip
+    lowest = min(min(run.losses) for run in runs)
+    axis_titles = ("steps", "cost in steps, all in memory (a)",
+                   f"cost in Pseudo steps, a Real step costing {DRAWN_RATIO} (b)")  # fmt: skip
+    for axes, axis_title in zip(panels, axis_titles, strict=True):
+        axes.set_xlabel(axis_title)
+        axes.set_ylim(lowest - 0.05, lowest + 1.05)
+        axes.grid(alpha=0.25)
+    panels[0].set_title(title)
+    panels[0].set_ylabel("validation loss, nats per target, mean of four objectives")
+    panels[0].legend(fontsize=8)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ COLUMNS = (
 )  # fmt: skip
 STEPS = 300
 HALF: dict[str, Any] = {"switch_step": STEPS // 2, "correlation_interval_steps": 15}
-# "real" is Real from scratch; that and the switch at half of the steps are trained with three seeds.
+# "real" is Real from scratch.
 RUNS: dict[str, dict[str, Any] | None] = {
     "real": None,
     "switch 50 %": HALF,
@@ -52,7 +52,16 @@ RUNS: dict[str, dict[str, Any] | None] = {
 # many Pseudo steps.
 RUNS["long Pseudo"] = {**HALF, "switch_step": 3 * STEPS // 2}
 TOTAL_STEPS = {"long Pseudo": 2 * STEPS}
-SEEDS = {"real": (0, 1, 2), "switch 50 %": (0, 1, 2), "long Pseudo": (0, 1, 2)}
+# The same with the optimizer, positions and schedule of scripts/experiments/recipe.
+RECIPE = "recipe: "
+LR = 0.0048  # of Muon: 0.0042 sqrt(128 / width), see there; half of it ended higher
+_AGAIN = ("real", "switch 10 %", "switch 25 %", "switch 50 %", "switch 75 %", "long Pseudo")
+RUNS |= {RECIPE + name: RUNS[name] for name in _AGAIN}
+# Real from scratch and these are trained with three seeds.
+SEEDS = {name: (0, 1, 2) for name in RUNS if name.endswith(("real", "switch 50 %", "long Pseudo"))}
+SEEDS[RECIPE + "switch 75 %"] = (0, 1, 2)  # m6_10t switches there
+# Real from scratch for what "switch 75 %" costs if a Real step costs 4.4 Pseudo steps, with a schedule of that length.
+RUNS[RECIPE + "short Real"], TOTAL_STEPS["short Real"], SEEDS[RECIPE + "short Real"] = None, 126, (0, 1, 2)
 
 
 class TimedTrainer(Trainer):
@@ -71,7 +80,13 @@ class TimedTrainer(Trainer):
 
 def document_of(name: str, seed: int) -> dict[str, Any]:
     document: dict[str, Any] = copy.deepcopy(json.loads((HERE / "config.json").read_text(encoding="utf-8")))
-    document["m6"]["training"] = {"total_steps": TOTAL_STEPS.get(name, STEPS), "seed": seed}
+    steps = TOTAL_STEPS.get(name.removeprefix(RECIPE), STEPS)
+    document["m6"]["training"] = {"total_steps": steps, "seed": seed}
+    if name.startswith(RECIPE):
+        document["optimizer"]["type"] = "Muon"
+        document["optimizer"]["params"] |= {"lr": LR, "adamw_lr": 4 * LR, "momentum": 0.9}
+        document["m6"]["model"]["rotary_base"] = 10000
+        document["m6"]["schedule"] |= {"decay": "wsd", "decay_share": 0.3, "final_lr_ratio": 0.05}
     if RUNS[name] is not None:
         document["m6"]["pseudo_to_real"] = RUNS[name]
     return document

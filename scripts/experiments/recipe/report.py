@@ -33,51 +33,36 @@ def steps_to(row: Row, loss: float) -> float | None:
     return None
 
 
+def difference(seeds: dict[str, Row], base: dict[str, Row], loss: str) -> str:
+    """The mean difference of the seeds that both have, and its standard deviation."""
+    values = [float(row[loss]) - float(base[seed][loss]) for seed, row in seeds.items() if seed in base]
+    spread = f" ({statistics.stdev(values):.3f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.3f}{spread}"
+
+
 def main() -> None:
-    rows = ResultTable(HERE / "results.csv", ()).rows()
     runs: dict[str, dict[str, Row]] = {}
-    for row in rows:
+    for row in ResultTable(HERE / "results.csv", ()).rows():
         runs.setdefault(row["candidate"], {})[row["seed"]] = row
     target = statistics.fmean(float(row["mean_loss"]) for row in runs[TODAY].values())
-    lines = []
+    tables: dict[str, list[list[str]]] = {}
     for name, seeds in runs.items():
-        base = name.rpartition(", ")[0] or name  # a change of a base may be the base of others
-        pairs = [
-            (float(row["mean_loss"]), float(runs[base][seed]["mean_loss"]))
-            for seed, row in seeds.items()
-            if seed in runs[base]
-        ]
-        differences = [mine - theirs for mine, theirs in pairs]
-        text = statistics.fmean(float(row["language_modelling"]) for row in seeds.values())
+        base, _, change = name.rpartition(", ")  # a change of a base may be the base of others
         reached = [steps_to(row, target) for row in seeds.values()]
         share = [
             step / int(row["steps"]) for step, row in zip(reached, seeds.values(), strict=True) if step is not None
         ]
-        lines.append(
-            [
-                name,
-                str(len(seeds)),
-                f"{statistics.fmean(mine for mine, _ in pairs):.3f}",
-                "" if name == base else f"{statistics.fmean(differences):+.3f}{_spread(differences)}",
-                f"{text:.3f}",
-                f"{statistics.fmean(share):.0%}" if len(share) == len(seeds) else "never",
-                f"{statistics.fmean(float(row['step_cpu_s']) for row in seeds.values()):.2f}",
-            ]
-        )
-    header = [
-        "candidate",
-        "seeds",
-        "mean loss",
-        "against its base",
-        "language modelling",
-        "of the tokens",
-        "CPU s a step",
-    ]
-    print(markdown_table(header, lines))
-
-
-def _spread(values: list[float]) -> str:
-    return f" ({statistics.stdev(values):.3f})" if len(values) > 1 else ""
+        cells = [change, str(len(seeds))]
+        for loss in ("mean_loss", "language_modelling"):
+            cells.append(f"{statistics.fmean(float(row[loss]) for row in seeds.values()):.3f}")
+            cells.append(difference(seeds, runs[base], loss) if base else "")
+        cells.append(f"{statistics.fmean(share):.0%}" if len(share) == len(seeds) else "never")
+        cells.append(f"{statistics.fmean(float(row['step_cpu_s']) for row in seeds.values()):.2f}")
+        tables.setdefault(base, []).append(cells)
+    header = ["", "seeds", "mean loss", "against its base", "language modelling", "against its base"]
+    header += ["of the tokens", "CPU s a step"]
+    for base, lines in tables.items():
+        print(f"\nFrom {base or 'nothing'}:\n\n{markdown_table(header, lines)}")
 
 
 if __name__ == "__main__":
