@@ -62,6 +62,7 @@ def main() -> None:
     header = ["", "seeds", "mean loss", "against its base", "language modelling", "against its base"]
     header += ["of the tokens", "CPU s a step"]
     for base, lines in tables.items():
+        lines.sort(key=lambda cells: float(cells[4]))  # of language modelling, which differs least between seeds
         print(f"\nFrom {base or 'nothing'}:\n\n{markdown_table(header, lines)}")
 
 
