@@ -90,7 +90,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._rows = ResultTable(path, ()).rows()
-        self._speed = ResultTable(SPEED, ()).rows()
+        self._speed = ResultTable(SPEED, ()).rows() if path == RESULTS else []  # with the optimizer of those runs
 
     def values(self, case: Case, column: str) -> Values:
         return {int(row["seed"]): float(row[column]) for row in self._rows if _is(row, case)}
@@ -193,7 +193,8 @@ def pair_tables(results: Results) -> str:
             if differences := results.difference(changed, base):
                 each = ", ".join(f"{value:+.3f}" for value in differences)
                 lines.append(f"| {name(changed)} | {name(base)} | {spread(differences, '+.3f')} | {each} |")
-        parts.append("\n".join(lines))
+        if len(lines) > 2:
+            parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
