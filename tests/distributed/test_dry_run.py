@@ -228,7 +228,7 @@ def node_first_saves_what_few_nodes_allow(_: None) -> None:
 def the_recipe_sends_less_than_a_fifth(_: None) -> None:
     """10T as shipped, and with capacity k, against the flat exchange of all 80 copies of a token in 16 bits."""
     shipped = replace(load_config(CONFIGS / "m6_10t.json").model.moe_config(), ranks_per_node=8)
-    every_copy = replace(shipped, capacity_factor=None, capacity_rounding="up", drop_order="position")
+    every_copy = replace(shipped, capacity_factor=None, capacity_rounding="up")
     flat = bytes_to_other_nodes(replace(every_copy, ranks_per_node=None, payload="same"))
     assert flat == pytest.approx(78.75 * 2 * WIDTH, rel=2e-3)
     assert bytes_to_other_nodes(shipped) < flat / 30
