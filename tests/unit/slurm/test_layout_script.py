@@ -27,7 +27,7 @@ def bash(folder: Path, script: str, **environment: str) -> subprocess.CompletedP
     programs.mkdir(exist_ok=True)
     (programs / "python").write_text(PYTHON)
     # The number of idle nodes is what IDLE holds, in two lines as of two kinds of nodes.
-    (programs / "sinfo").write_text('#!/usr/bin/env bash\ncat "$FOLDER/idle"; echo 0\n')
+    (programs / "sinfo").write_text('#!/usr/bin/env bash\ntee -a "$FOLDER/seen" <"$FOLDER/idle"; echo 0\n')
     for program in programs.iterdir():
         program.chmod(0o755)
     return subprocess.run(
@@ -91,4 +91,5 @@ def test_a_job_asks_for_more_nodes_when_they_have_been_idle(tmp_path: Path):
 def test_it_does_not_for_fewer_or_if_it_may_not(tmp_path: Path):
     (tmp_path / "idle").write_text("0\n")
     assert "asked" not in bash(tmp_path, WATCH, AT="4", THEN="1", LASTS="5").stdout, "one node more is not enough"
+    assert "1" in (tmp_path / "seen").read_text(), "it looked"
     assert "asked" not in bash(tmp_path, WATCH, AT="0", THEN="9", LASTS="5").stdout, "no layout would be faster"
