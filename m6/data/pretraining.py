@@ -31,6 +31,7 @@ from m6.data.settings import DataSettings
 from m6.data.validation import ValidationBatches
 from m6.data.verification import check_sizes
 from m6.data.weights import cap_epochs, pair_weights, source_weights
+from m6.data.workers import leave_process_group
 from m6.errors import UserError
 from m6.tokenizers.pictures import decode_picture
 from m6.tokenizers.text import load_text_tokenizer
@@ -223,6 +224,7 @@ class PretrainingData:
             batch_size=None,
             collate_fn=_identity,
             num_workers=num_workers,
+            worker_init_fn=leave_process_group,
             pin_memory=torch.cuda.is_available(),
             # By default the loader draws a seed from the global generator, which would change the run's dropout.
             generator=torch.Generator(),

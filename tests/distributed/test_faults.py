@@ -214,7 +214,9 @@ def test_what_happens_to_one_rank_happens_to_all(make: Callable[..., dict[str, A
     assert (tmp_path / "signal" / "DONE").exists()
 
 
-def test_ctrl_c_saves_and_ends_in_peace(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_and_ends_in_peace(tmp_path: Path, number: signal.Signals):
+    """As a terminal sends Ctrl-C, and ``timeout`` and service managers SIGTERM: to the data worker, too."""
     config = write_tiny_config(tmp_path, m6__training__total_steps=100_000, m6__data__num_workers=1)
     run = tmp_path / "run"
     command = [sys.executable, "-m", "m6", "pretrain", str(config), "--run-dir", str(run)]
@@ -223,7 +225,7 @@ def test_ctrl_c_saves_and_ends_in_peace(tmp_path: Path):
     while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert process.poll() is None, process.communicate()[1]
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the data worker too
+    os.killpg(process.pid, number)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     assert "Traceback" not in said

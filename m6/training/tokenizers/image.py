@@ -26,6 +26,7 @@ from tqdm import tqdm
 from m6.config.image_tokenizer import ImageTokenizerOptimizer, ImageTokenizerTraining
 from m6.data.manifest import Manifest
 from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
+from m6.data.workers import leave_process_group
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json, write_text
@@ -166,7 +167,12 @@ def _train(
     steps = range(trainer.step, options.total_steps)
     # With a generator of its own, the loader does not draw its seed from the global one.
     loader: Iterable[Any] = DataLoader(
-        batches, batch_size=None, sampler=steps, num_workers=settings.data.num_workers, generator=torch.Generator()
+        batches,
+        batch_size=None,
+        sampler=steps,
+        num_workers=settings.data.num_workers,
+        worker_init_fn=leave_process_group,
+        generator=torch.Generator(),
     )
     progress = tqdm(loader, desc="image tokenizer", initial=steps.start, total=steps.stop, unit=" steps", disable=None)
     started = time.monotonic()
