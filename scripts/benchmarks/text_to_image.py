@@ -31,17 +31,19 @@ def main(
     codes_per_place: Annotated[int, typer.Option(help="codes of a place")] = 2,
     batch: Annotated[list[int], typer.Option(help="pictures at a time; may be given often")] = [1, 16],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="measurements of each contestant, in turn")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, or cuda")] = "cpu",
 ) -> None:
     """Drawing from left to right, with a cache, against masked drawing; both with guidance."""
     number = grid**2 * codes_per_place
-    recorder = Recorder("text_to_image_drawing", f"Drawing pictures of {grid} x {grid} places, {number} codes")
+    file = "text_to_image_drawing" + ("" if device == "cpu" else f"_{device}")
+    recorder = Recorder(file, f"Drawing pictures of {grid} x {grid} places, {number} codes")
     torch.set_num_threads(1)
     run = load_config(config)
     processor = make_processor(run, load_text_tokenizer(run.m6.data.tokenizer))
     torch.manual_seed(0)
     shape = {**run.document["m6"]["model"], "max_position_embeddings": number + 4}
     shape |= {"code_grid_size": grid, "codes_per_place": codes_per_place}
-    model = M6ForConditionalGeneration(M6Config(**shape, moe=run.document["m6"].get("moe"))).eval()
+    model = M6ForConditionalGeneration(M6Config(**shape, moe=run.document["m6"].get("moe"))).eval().to(device)
     # Only its shape is used: the codes are not painted.
     codebook_size = model.config.image_vocab_size // codes_per_place
     tokenizer = M6ImageTokenizer(
@@ -60,30 +62,33 @@ def main(
                 times[name].append(measure(name, model, processor, tokenizer, size))
         for name in contestants:
             ratios = [slow / fast for slow, fast in zip(times[LEFT_TO_RIGHT], times[name], strict=True)]
-            rows.append([str(size), name, f"{statistics.median(times[name]) / size:.3f}", spread(ratios, ".2f")])
+            rows.append([str(size), name, f"{statistics.median(times[name]) / size:.4f}", spread(ratios, ".2f")])
         numbers[str(size)] = times
-        header = ["pictures at a time", "drawing", "CPU s a picture", "times as fast as left to right"]
-        recorder.write(header, rows, notes(rounds), {"cpu_s": numbers})
+        unit = "CPU s" if device == "cpu" else "s"
+        header = ["pictures at a time", "drawing", f"{unit} a picture", "times as fast as left to right"]
+        recorder.write(header, rows, notes(rounds, device), {unit.replace(" ", "_").lower(): numbers})
 
 
 def measure(name: str, model: Any, processor: Any, tokenizer: M6ImageTokenizer, size: int) -> float:
-    """This process's CPU time for ``size`` pictures."""
+    """The seconds for ``size`` pictures: on a CPU this process's, elsewhere those of the clock."""
+    clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     masked = name.startswith("masked")
     sampling = Sampling(passes=int(name.split()[1]) if masked else 1)
     count = num_masked_numbers(tokenizer, sampling) if masked else tokenizer.num_codes
     uniform = torch.stack([uniform_numbers(0, CAPTION, index, count) for index in range(size)])
     arguments: dict[str, Any] = {"grid": tokenizer, "sampling": sampling}
-    begin = time.process_time()
+    begin = clock()
     if masked:
         draw_masked(model, processor, [CAPTION] * size, uniform, **arguments)
     else:
         draw_left_to_right(model, processor, [CAPTION] * size, uniform, **arguments)
-    return time.process_time() - begin
+    return clock() - begin  # the codes are on the host: the device has ended
 
 
-def notes(rounds: int) -> str:
+def notes(rounds: int, device: str) -> str:
+    kind = "CPU time of one process on one thread" if device == "cpu" else f"Time of one process on {device}, in fp32"
     return f"""\
-CPU time of one process on one thread; medians, and for the ratio the 10th and 90th percentile, over {rounds}
+{kind}; medians, and for the ratio the 10th and 90th percentile, over {rounds}
 interleaved rounds after one that does not count. With guidance every picture is two rows. The cache is transformers'
 static one. The model is not trained, which changes no time: what the passes are worth is in
 [the experiment](../../experiments/text_to_image/README.md).
