@@ -1,4 +1,4 @@
-"""Prints the table of README.md from results.csv.
+"""Prints the tables of README.md from results.csv and results_gpu.csv.
 
 python scripts/experiments/recipe/report.py
 """
@@ -15,8 +15,9 @@ from experiment import ResultTable  # noqa: E402
 
 from m6.formatting import markdown_table  # noqa: E402
 
-TODAY = "today"
+TODAY, ON_CPU = "today", "results.csv"
 Row = dict[str, str]
+Run = tuple[str, str]  # the file of its device, and the seed
 
 
 def steps_to(row: Row, loss: float) -> float | None:
@@ -33,31 +34,31 @@ def steps_to(row: Row, loss: float) -> float | None:
     return None
 
 
-def difference(seeds: dict[str, Row], base: dict[str, Row], loss: str) -> str:
-    """The mean difference of the seeds that both have, and its standard deviation."""
-    values = [float(row[loss]) - float(base[seed][loss]) for seed, row in seeds.items() if seed in base]
+def difference(runs: dict[Run, Row], base: dict[Run, Row], loss: str) -> str:
+    """The mean difference of the runs that both have with one seed on one device, and its standard deviation."""
+    values = [float(row[loss]) - float(base[run][loss]) for run, row in runs.items() if run in base]
     spread = f" ({statistics.stdev(values):.3f})" if len(values) > 1 else ""
     return f"{statistics.fmean(values):+.3f}{spread}"
 
 
 def main() -> None:
-    runs: dict[str, dict[str, Row]] = {}
-    for row in ResultTable(HERE / "results.csv", ()).rows():
-        runs.setdefault(row["candidate"], {})[row["seed"]] = row
-    target = statistics.fmean(float(row["mean_loss"]) for row in runs[TODAY].values())
+    found: dict[str, dict[Run, Row]] = {}
+    for file in (ON_CPU, "results_gpu.csv"):
+        for row in ResultTable(HERE / file, ()).rows():
+            found.setdefault(row["candidate"], {})[file, row["seed"]] = row
+    target = statistics.fmean(float(row["mean_loss"]) for row in found[TODAY].values())
     tables: dict[str, list[list[str]]] = {}
-    for name, seeds in runs.items():
+    for name, runs in found.items():
         base, _, change = name.rpartition(", ")  # a change of a base may be the base of others
-        reached = [steps_to(row, target) for row in seeds.values()]
-        share = [
-            step / int(row["steps"]) for step, row in zip(reached, seeds.values(), strict=True) if step is not None
-        ]
-        cells = [change, str(len(seeds))]
+        reached = [steps_to(row, target) for row in runs.values()]
+        share = [step / int(row["steps"]) for step, row in zip(reached, runs.values(), strict=True) if step is not None]
+        cells = [change, str(len({seed for _, seed in runs}))]
         for loss in ("mean_loss", "language_modelling"):
-            cells.append(f"{statistics.fmean(float(row[loss]) for row in seeds.values()):.3f}")
-            cells.append(difference(seeds, runs[base], loss) if base else "")
-        cells.append(f"{statistics.fmean(share):.0%}" if len(share) == len(seeds) else "never")
-        cells.append(f"{statistics.fmean(float(row['step_cpu_s']) for row in seeds.values()):.2f}")
+            cells.append(f"{statistics.fmean(float(row[loss]) for row in runs.values()):.3f}")
+            cells.append(difference(runs, found[base], loss) if base else "")
+        cells.append(f"{statistics.fmean(share):.0%}" if len(share) == len(runs) else "never")
+        seconds = [float(row["step_cpu_s"]) for (file, _), row in runs.items() if file == ON_CPU]
+        cells.append(f"{statistics.fmean(seconds):.2f}" if seconds else "")
         tables.setdefault(base, []).append(cells)
     header = ["", "seeds", "mean loss", "against its base", "language modelling", "against its base"]
     header += ["of the tokens", "CPU s a step"]

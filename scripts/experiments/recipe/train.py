@@ -1,6 +1,8 @@
-"""Trains candidates for the recipe and appends each finished run to results.csv; a finished run is not repeated.
+"""Trains candidates for the recipe and appends each finished run to a table; a finished run is not repeated.
 
 python scripts/experiments/recipe/train.py [--seeds 3] [CANDIDATE ...]      (default: all of candidates.json)
+
+The table is results.csv for runs on a CPU, and results_gpu.csv for those on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from m6.runs.processes import Runtime, start  # noqa: E402
 from m6.training.loop import Trainer  # noqa: E402
 from m6.training.reporting.outcome import StepOutcome  # noqa: E402
 
-RESULTS = HERE / "results.csv"
+RESULTS = {"cpu": HERE / "results.csv", "cuda": HERE / "results_gpu.csv"}
 KEY = ("candidate", "seed")
 
 
@@ -84,7 +86,8 @@ def main() -> None:
     unknown = set(arguments.names) - candidates().keys()
     if unknown:
         parser.error(f"unknown candidates {', '.join(sorted(unknown))}; candidates.json has {', '.join(candidates())}")
-    table, runtime = ResultTable(RESULTS, KEY), start()
+    runtime = start()
+    table = ResultTable(RESULTS[runtime.device.type], KEY)
     for seed in range(arguments.seeds):
         for name in arguments.names or candidates():
             if not table.holds({"candidate": name, "seed": seed}):
