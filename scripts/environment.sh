@@ -55,11 +55,14 @@ make_environment() { # make_environment EXTRA
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
 }
 
-# Sets "precision" to options of m6 pretrain and m6 finetune: bf16 where the processor multiplies it, which halves a step;
-# elsewhere it would be slower.
+# Sets "precision" to options of m6 pretrain and m6 finetune: bf16 where the processor or the GPU (from compute capability
+# 8.0) multiplies it, which halves a step; elsewhere it would be slower.
 choose_precision() {
     local enabled=false
-    grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && enabled=true
+    if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo ||
+        [[ $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null) =~ ^([89]|[1-9][0-9])\. ]]; then
+        enabled=true
+    fi
     # shellcheck disable=SC2034 # for the scripts that source this one
     precision=(--set "torch_autocast.enabled=$enabled" --set torch_autocast.dtype=bfloat16)
 }

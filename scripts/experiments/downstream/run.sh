@@ -1,13 +1,27 @@
 #!/usr/bin/env bash
 # Pretrains a model and fine-tunes it on seven downstream tasks, each also from random weights; scores all of them.
-#   bash scripts/experiments/downstream/run.sh [FOLDER]     (runs/downstream by default)
-# About two hours on two cores. Everything resumes: the same command goes on after an interruption.
+#   bash scripts/experiments/downstream/run.sh [--large] [FOLDER]
+# About two hours on two cores; --large, a model of 256 x 6 that reads pictures in patches of 8 pixels and seven times as
+# many samples, is for a GPU. FOLDER is runs/downstream by default, or runs/downstream_large.
+# Everything resumes: the same command goes on after an interruption.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../environment.sh"
 cd "$root"
 here=scripts/experiments/downstream
-out=${1:-runs/downstream}
+name=downstream ranks=2 micro_batch=32 size=()
+if [ "${1:-}" = --large ]; then
+    name=downstream_large ranks=1 micro_batch=256
+    size=(--set train_batch_size=256 --set m6.training.total_steps=3000 --set m6.model.hidden_size=256
+        --set m6.model.num_layers=6 --set m6.model.num_attention_heads=8 --set m6.model.patch_size=8
+        --set optimizer.params.lr=0.006 --set optimizer.params.momentum=0.9 --set m6.data.sources.review_texts=0.5)
+    shift
+fi
+if [[ $# -gt 1 || ${1:-} == -* ]]; then
+    echo "error: expected [--large] [FOLDER]; found $*" >&2
+    exit 2
+fi
+out=${1:-runs/$name}
 pretrained=$out/pretrained
 data=data/downstream # not data/real, which other experiments have: this one holds reviews, too
 make_environment dev
@@ -54,8 +68,8 @@ if [ ! -d "$data/tokenizer" ]; then
     m6 data tokenizer "$data" --out "$data/tokenizer" --vocab-size 10000 --image-vocab-size 1024 \
         --character-coverage 0.999 --sample-megabytes 32
 fi
-torchrun --nproc-per-node 2 -m m6 pretrain "$here/pretrain.json" --run-dir "$pretrained" \
-    --set train_micro_batch_size_per_gpu=32 "${precision[@]}"
+torchrun --nproc-per-node "$ranks" -m m6 pretrain "$here/pretrain.json" --run-dir "$pretrained" \
+    --set train_micro_batch_size_per_gpu="$micro_batch" "${size[@]+"${size[@]}"}" "${precision[@]}"
 finished "$pretrained/DONE"
 
 # The two starts side by side, each on a core.
