@@ -1,4 +1,8 @@
-"""Puts the scores of all fine-tuned runs together: ``results.csv`` and ``report.md`` beside this script."""
+"""Puts the scores of all fine-tuned runs together, in two files beside this script.
+
+``python report.py FOLDER`` writes ``results.csv`` and ``report.md``; ``python report.py FOLDER large`` writes
+``results_large.csv`` and ``report_large.md``.
+"""
 
 from __future__ import annotations
 
@@ -66,20 +70,21 @@ def _estimate(record: dict[str, Any]) -> Estimate:
     return Estimate(record["value"], record["low"], record["high"], record["is_share"])
 
 
-def main(folder: Path) -> None:
-    """Reads the runs in ``folder`` and writes both files."""
+def main(folder: Path, size: str = "") -> None:
+    """Reads the runs in ``folder`` and writes both files; ``size`` ends their names."""
+    suffix = f"_{size}" if size else ""
     records = read_runs(folder)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    write_text(HERE / "results.csv", text.getvalue())
+    write_text(HERE / f"results{suffix}.csv", text.getvalue())
     note = (
         "In brackets: of one run the 95 % confidence interval over the test rows; of several the least and greatest of "
         "the seeds."
     )
-    write_text(HERE / "report.md", f"# Downstream tasks\n\n{describe(records)}\n\n{note}\n")
+    write_text(HERE / f"report{suffix}.md", f"# Downstream tasks\n\n{describe(records)}\n\n{note}\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

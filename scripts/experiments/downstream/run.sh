@@ -9,10 +9,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../environment.sh"
 cd "$root"
 here=scripts/experiments/downstream
-name=downstream ranks=2 micro_batch=32 size=()
+name=downstream ranks=2 micro_batch=32 options=() report=()
 if [ "${1:-}" = --large ]; then
     name=downstream_large ranks=1 micro_batch=256
-    size=(--set train_batch_size=256 --set m6.training.total_steps=3000 --set m6.model.hidden_size=256
+    report=(large)
+    options=(--set train_batch_size=256 --set m6.training.total_steps=3000 --set m6.model.hidden_size=256
         --set m6.model.num_layers=6 --set m6.model.num_attention_heads=8 --set m6.model.patch_size=8
         --set optimizer.params.lr=0.006 --set optimizer.params.momentum=0.9 --set m6.data.sources.review_texts=0.5)
     shift
@@ -69,7 +70,7 @@ if [ ! -d "$data/tokenizer" ]; then
         --character-coverage 0.999 --sample-megabytes 32
 fi
 torchrun --nproc-per-node "$ranks" -m m6 pretrain "$here/pretrain.json" --run-dir "$pretrained" \
-    --set train_micro_batch_size_per_gpu="$micro_batch" "${size[@]+"${size[@]}"}" "${precision[@]}"
+    --set train_micro_batch_size_per_gpu="$micro_batch" "${options[@]+"${options[@]}"}" "${precision[@]}"
 finished "$pretrained/DONE"
 
 # The two starts side by side, each on a core.
@@ -78,4 +79,4 @@ scratch=$!
 trap 'pgrep -P "$scratch" | xargs -r kill "$scratch" 2>/dev/null || true' EXIT
 tune_all pretrained
 wait "$scratch"
-python "$here/report.py" "$out"
+python "$here/report.py" "$out" "${report[@]+"${report[@]}"}"
