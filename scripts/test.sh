@@ -34,10 +34,8 @@ run_tests() { # that no test was chosen is no failure where the choice was the c
 say "format, lint, types, shell scripts"
 pre-commit run --all-files --show-diff-on-failure
 say "tests"
-# Three files on two cores: tests wait for processes and files about half of the time.
-cores=$(getconf _NPROCESSORS_ONLN)
 # In the order of the folders: files with few and long tests would otherwise come last, when one core is idle.
-run_tests --numprocesses "$((cores * 3 / 2))" --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+run_tests --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
     -m "not slurm and not gpu$marks" "$@"
 if command -v nvidia-smi >/dev/null; then
     say "tests on a GPU"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "test.sh"
-OWN = ["--numprocesses", "6", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
+OWN = ["--numprocesses", "logical", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def calls(folder: Path, *arguments: str) -> list[list[str]]:
@@ -19,8 +19,7 @@ def calls(folder: Path, *arguments: str) -> list[list[str]]:
     )
     (folder / "pre-commit").write_text("#!/bin/sh\n")
     (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" -- >>calls\n')
-    (folder / "getconf").write_text("#!/bin/sh\necho 4\n")
-    for program in ("pre-commit", "python", "getconf"):
+    for program in ("pre-commit", "python"):
         (folder / program).chmod(0o755)
     for program in ("bash", "dirname", "sh"):  # nothing else of this machine, which may have a GPU
         (folder / program).symlink_to(shutil.which(program) or program)
