@@ -70,3 +70,18 @@ def test_a_script_ends_after_a_training_that_was_stopped(tmp_path: Path):
     assert "the training was stopped; run the same command again" in stopped.stderr
     (tmp_path / "DONE").touch()
     assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout == "goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "enabled"),
+    [("echo 7.5", False), ("echo 8.0", True), ("printf '9.0\\n9.0\\n'", True), ("echo 12.0", True), ("exit 9", False)],
+)
+def test_bf16_where_a_gpu_multiplies_it(tmp_path: Path, gpu: str, enabled: bool):
+    """On a processor that does not: grep finds nothing."""
+    for program, body in (("nvidia-smi", gpu), ("grep", "exit 1")):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / program).chmod(0o755)
+    script = f'set -euo pipefail; source {SCRIPT.parent / "environment.sh"}; choose_precision; echo "${{precision[1]}}"'
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    found = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == f"torch_autocast.enabled={str(enabled).lower()}\n"

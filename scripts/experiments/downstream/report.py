@@ -1,6 +1,6 @@
 """Puts the scores of all fine-tuned runs together, in two files beside this script.
 
-``python report.py FOLDER`` writes ``results.csv`` and ``report.md``; ``python report.py FOLDER large`` writes
+``python report.py FOLDER`` writes ``results.csv`` and ``report.md``; ``python report.py FOLDER _large`` writes
 ``results_large.csv`` and ``report_large.md``.
 """
 
@@ -70,9 +70,8 @@ def _estimate(record: dict[str, Any]) -> Estimate:
     return Estimate(record["value"], record["low"], record["high"], record["is_share"])
 
 
-def main(folder: Path, size: str = "") -> None:
-    """Reads the runs in ``folder`` and writes both files; ``size`` ends their names."""
-    suffix = f"_{size}" if size else ""
+def main(folder: Path, suffix: str = "") -> None:
+    """Reads the runs in ``folder`` and writes both files; ``suffix`` ends their names."""
     records = read_runs(folder)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")

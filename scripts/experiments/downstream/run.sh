@@ -9,10 +9,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../environment.sh"
 cd "$root"
 here=scripts/experiments/downstream
-name=downstream ranks=2 micro_batch=32 options=() report=()
+suffix='' ranks=2 micro_batch=32 options=()
 if [ "${1:-}" = --large ]; then
-    name=downstream_large ranks=1 micro_batch=256
-    report=(large)
+    suffix=_large ranks=1 micro_batch=256
     options=(--set train_batch_size=256 --set m6.training.total_steps=3000 --set m6.model.hidden_size=256
         --set m6.model.num_layers=6 --set m6.model.num_attention_heads=8 --set m6.model.patch_size=8
         --set optimizer.params.lr=0.006 --set optimizer.params.momentum=0.9 --set m6.data.sources.review_texts=0.5)
@@ -22,7 +21,7 @@ if [[ $# -gt 1 || ${1:-} == -* ]]; then
     echo "error: expected [--large] [FOLDER]; found $*" >&2
     exit 2
 fi
-out=${1:-runs/$name}
+out=${1:-runs/downstream$suffix}
 pretrained=$out/pretrained
 data=data/downstream # not data/real, which other experiments have: this one holds reviews, too
 make_environment dev
@@ -79,4 +78,4 @@ scratch=$!
 trap 'pgrep -P "$scratch" | xargs -r kill "$scratch" 2>/dev/null || true' EXIT
 tune_all pretrained
 wait "$scratch"
-python "$here/report.py" "$out" "${report[@]+"${report[@]}"}"
+python "$here/report.py" "$out" "$suffix"

@@ -31,10 +31,10 @@ def test_seeds_are_averaged_and_baselines_stand_once(tmp_path, monkeypatch):
     assert table[1].startswith("reviews,reviews,1728,pretrained,0,this model,accuracy,0.8,0.7")
 
 
-def test_a_size_has_files_of_its_own(tmp_path, monkeypatch):
+def test_a_suffix_names_other_files(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "HERE", tmp_path)
     write_scores(tmp_path / "runs/reviews/pretrained-0", 0.8)
-    report.main(tmp_path / "runs", "large")
+    report.main(tmp_path / "runs", "_large")
     assert "80.0%" in (tmp_path / "report_large.md").read_text()
     assert (tmp_path / "results_large.csv").exists()
     assert not (tmp_path / "report.md").exists()
