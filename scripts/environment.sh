@@ -48,6 +48,8 @@ make_environment() { # make_environment EXTRA
         printf '%s\n' "$wanted" >"$venv/.installed-$1"
     fi
     export PATH="$venv/bin:$PATH"
+    # Some images forbid Python to keep what it compiled; each process would then compile thousands of modules, for seconds.
+    unset PYTHONDONTWRITEBYTECODE
     # Triton, inductor and DeepSpeed keep compiled code here: a private folder, because a build that was killed
     # leaves a lock behind on which every later user of a shared one would wait.
     export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"

@@ -72,6 +72,17 @@ def test_a_script_ends_after_a_training_that_was_stopped(tmp_path: Path):
     assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout == "goes on\n"
 
 
+def test_an_environment_keeps_compiled_modules(tmp_path: Path):
+    script = (
+        f"source {SCRIPT.parent / 'environment.sh'}; mkdir -p $venv; cat $root/pyproject.toml "
+        "$root/scripts/constraints.txt | cksum >$venv/.installed-dev; make_environment data; "
+        "echo ${PYTHONDONTWRITEBYTECODE-kept}"
+    )
+    environment = {**os.environ, "M6_VENV": str(tmp_path / "venv"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "kept\n"
+
+
 @pytest.mark.parametrize(
     ("gpu", "enabled"),
     [("echo 7.5", False), ("echo 8.0", True), ("printf '9.0\\n9.0\\n'", True), ("echo 12.0", True), ("exit 9", False)],
