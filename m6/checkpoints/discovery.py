@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 from m6.checkpoints.format import MANIFEST, CheckpointReader
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 
 _FOLDER = re.compile(r"step_(\d{8})")
+# NFS may show a folder as it was a minute ago.
+_VISIBLE_AFTER_S, _POLL_S = 90.0, 1.0
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -37,17 +41,31 @@ def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
 
     Returns:
         the checkpoint, or None if there is none; and one line for each problem.
+
+    Raises:
+        StorageError: see ``open_together``.
     """
     problems: list[str] = []
-    for folder in reversed(complete_checkpoints(root)):
+    while (folder := newest_on_main_rank(root)) is not None:
         reader, folder_problems = open_together(folder)
         if reader is not None:
             return reader, problems
         problems.extend(folder_problems)
         if dist.get_rank() == 0:
             _set_aside(folder)
-        dist.barrier()  # no rank lists the folder again before it is renamed
     return None, problems
+
+
+def newest_on_main_rank(root: Path) -> Path | None:
+    """The newest complete checkpoint in ``root`` that the main rank sees. Every rank calls this function.
+
+    Ranks that looked for themselves could resume from different steps: a node may see a shared folder as it was.
+    """
+    names: list[str | None] = [None]
+    if dist.get_rank() == 0 and (folders := complete_checkpoints(root)):
+        names = [folders[-1].name]
+    dist.broadcast_object_list(names, src=0)
+    return None if names[0] is None else root / names[0]
 
 
 def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
@@ -55,24 +73,55 @@ def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
 
     Returns:
         the reader, and the problems of all ranks; if there is a problem, the reader is None on every rank.
+
+    Raises:
+        StorageError: on every rank, if one of them does not see what the main rank sees.
     """
     reader: CheckpointReader | None = None
-    try:
-        reader = CheckpointReader(folder)
-        local_problems = reader.verify(dist.get_rank(), dist.get_world_size())
-    except UserError as error:
-        local_problems = [str(error)]
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, local_problems)
+    hidden, problems = _wait_for_files(folder), list[str]()
+    if not hidden:
+        try:
+            reader = CheckpointReader(folder)
+            problems = reader.verify(dist.get_rank(), dist.get_world_size())
+        except UserError as error:
+            problems = [str(error)]
+    outcomes: list[tuple[list[str], list[str], str | None]] = [([], [], None)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (hidden, problems, reader and reader.sha256))
+    for rank, (names, _, _) in enumerate(outcomes):
+        if names:
+            raise StorageError(
+                f"{folder}: after {_VISIBLE_AFTER_S:.0f} s rank {rank} does not see {names[0]}, which rank 0 sees; is "
+                "the folder on a file system that all nodes share?"
+            )
+    if len({sha256 for _, _, sha256 in outcomes if sha256 is not None}) > 1:
+        raise StorageError(f"{folder}: ranks read different files {MANIFEST}: a node sees the folder as it was before")
     # Without duplicates: every rank reports a damaged manifest.
-    problems = list(dict.fromkeys(problem for part in gathered for problem in part))
+    problems = list(dict.fromkeys(problem for _, part, _ in outcomes for problem in part))
     return (None if problems else reader), problems
+
+
+def _wait_for_files(folder: Path) -> list[str]:
+    """Waits until this rank sees the files of ``folder`` that the main rank sees; returns those that stay hidden."""
+    names: list[set[str] | None] = [_names(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, src=0)
+    deadline = time.monotonic() + _VISIBLE_AFTER_S
+    while (hidden := (names[0] or set()) - _names(folder)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return sorted(hidden)
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError:  # not there, or its node has lost sight of it; reading the files tells
+        return set()
 
 
 def _set_aside(folder: Path) -> None:
     name = f"corrupt_{folder.name}"
-    num_existing = len(list(folder.parent.glob(f"{name}*")))
-    folder.rename(folder.with_name(f"{name}_{num_existing}" if num_existing else name))
+    # The largest number plus one, not the count: a person may have removed one of them.
+    numbers = [int(path.name.removeprefix(name).strip("_") or 0) for path in folder.parent.glob(f"{name}*")]
+    folder.rename(folder.with_name(f"{name}_{max(numbers) + 1}" if numbers else name))
 
 
 def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:

@@ -186,7 +186,8 @@ class CheckpointReader:
         try:
             if manifest["format"] != FORMAT:
                 raise UserError(f"{folder / MANIFEST}: format {manifest['format']!r}, this version reads {FORMAT}")
-            if manifest.pop("sha256") != _digest(manifest):
+            self.sha256: str = manifest.pop("sha256")
+            if self.sha256 != _digest(manifest):
                 raise UserError(f"{folder / MANIFEST}: corrupt (SHA-256 differs from the one it states)")
             self.state: dict[str, Any] = manifest["state"]
             self.files: dict[str, dict[str, Any]] = manifest["files"]

@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from m6.architecture.configuration import M6Config
-from m6.checkpoints.discovery import open_together
+from m6.checkpoints.discovery import newest_on_main_rank, open_together
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config, parse_document
 from m6.errors import UserError
+from m6.runs.directory import RunDirectory
 from m6.shipped import shipped_file
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 from m6.validation import read_document
@@ -119,7 +120,11 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
 
 
 def _open_checkpoint(run: Path) -> CheckpointReader:
-    reader, problems = open_together(newest_complete_checkpoint(run).folder)
+    root = RunDirectory(run).checkpoints
+    folder = newest_on_main_rank(root)
+    if folder is None:
+        raise UserError(f"{root} holds no complete checkpoint")
+    reader, problems = open_together(folder)
     if reader is None:
         raise UserError("; ".join(problems))
     return as_plain_model(reader)

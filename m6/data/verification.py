@@ -6,6 +6,7 @@ modification time and inode, so a shard that was written again is checked again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -85,12 +86,15 @@ def _verify_checksum(file: Path, expected: str) -> None:
     try:
         if os.read(record, len(_VERIFIED)) == _VERIFIED:
             return
-        # The processes of a node start together: one of them reads the shard, the others wait for its record.
-        fcntl.lockf(record, fcntl.LOCK_EX)
+        # The processes of a node start together: one of them reads the shard, the others wait for its record. On a file
+        # system without locks, or without space for the record, each reads it.
+        with contextlib.suppress(OSError):
+            fcntl.lockf(record, fcntl.LOCK_EX)
         os.lseek(record, 0, os.SEEK_SET)
         if os.read(record, len(_VERIFIED)) != _VERIFIED:
             _compare(file, expected)
-            os.pwrite(record, _VERIFIED, 0)
+            with contextlib.suppress(OSError):
+                os.pwrite(record, _VERIFIED, 0)
     finally:
         os.close(record)
 

@@ -50,6 +50,8 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", 
 _PRIVATE = 0o600
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
+WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
+"""The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
 
 class RunDirectory:
@@ -146,10 +148,13 @@ class RunDirectory:
             )
 
     def restart(self) -> None:
-        """Moves metrics, checkpoints and progress to RUN/before_restart_NNN, so that the run begins at step 0."""
-        kept = (self.metrics, self.checkpoints, self.root / "progress", self.root / "DONE", self.root / LAST_CHECKPOINT)
-        number = len(list(self.root.glob("before_restart_*")))
-        folder = self.root / f"before_restart_{number:03d}"
+        """Moves what the steps so far have left to RUN/before_restart_NNN, so that the run begins at step 0.
+
+        Its trackers begin anew, too: points of steps that they have already seen would be dropped or mixed up.
+        """
+        others = ("progress", "DONE", LAST_CHECKPOINT, WANDB_ID, TENSORBOARD)
+        kept = (self.metrics, self.checkpoints, *(self.root / name for name in others))
+        folder = _next_folder(self.root, "before_restart_")
         with self._writing():
             folder.mkdir()
             for path in kept:
@@ -167,9 +172,7 @@ class RunDirectory:
     def _record_attempt(self, config: RunConfig, world_size: int, nodes: Sequence[str]) -> None:
         parent = self.root / "provenance"
         parent.mkdir(exist_ok=True)
-        # The largest number plus one, not the count: a person may have removed the folder of an attempt.
-        numbers = [int(path.name.removeprefix("attempt_")) for path in parent.glob("attempt_[0-9]*")]
-        attempt = parent / f"attempt_{max(numbers, default=-1) + 1:03d}"
+        attempt = _next_folder(parent, "attempt_")
         attempt.mkdir()
         source = Path(__file__).resolve().parents[2]
         commit, patch = _commit_and_patch(source)
@@ -280,6 +283,12 @@ class RunDirectory:
     def remove_save_request(self) -> None:
         """Removes RUN/SAVE, which tells its author that the checkpoint is complete."""
         (self.root / "SAVE").unlink(missing_ok=True)
+
+
+def _next_folder(parent: Path, prefix: str) -> Path:
+    """The folder with the largest number plus one, not the count: a person may have removed some."""
+    numbers = [int(path.name.removeprefix(prefix)) for path in parent.glob(f"{prefix}[0-9]*")]
+    return parent / f"{prefix}{max(numbers, default=-1) + 1:03d}"
 
 
 def _read_document(path: Path) -> dict[str, Any]:

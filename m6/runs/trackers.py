@@ -13,7 +13,7 @@ import numpy as np
 from m6.config.sections import LoggingSettings
 from m6.errors import StorageError, UserError, nearest
 from m6.files import write_text
-from m6.runs.directory import RunDirectory
+from m6.runs.directory import TENSORBOARD, WANDB_ID, RunDirectory
 
 _ONLINE, _OFFLINE = ("online", "run", "shared"), ("offline", "dryrun", "disabled")  # values of WANDB_MODE
 
@@ -94,7 +94,7 @@ class Trackers:
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(run.root / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(run.root / TENSORBOARD))
 
     def write(self, entry: dict[str, Any]) -> None:
         """Writes one line of metrics; ``entry`` holds "step"."""
@@ -127,7 +127,7 @@ class Trackers:
 
 def _wandb_id(run: RunDirectory) -> str:
     """The id of the run in Weights & Biases: drawn once for its folder, since runs elsewhere may have the same name."""
-    file = run.root / "wandb_id"
+    file = run.root / WANDB_ID
     if not file.exists():
         write_text(file, secrets.token_hex(8) + "\n")
     return file.read_text(encoding="utf-8").strip()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class Checkpointer:
         dist.barrier()  # no rank writes before the main rank has removed old records
         if (folder / MANIFEST).exists():  # a run that stops right after it resumed has nothing new to save
             return time.perf_counter() - begin
-        fragments = (*engine.fragments(), *engine.residual_fragments())
+        # One after the other: offloaded experts are read into new tensors, which must not be there all at once.
+        fragments = chain(engine.fragments(), engine.residual_fragments())
         pieces = [_copy_to_host(fragment.owned()) for fragment in fragments]
         state = {**state, "step": step, **engine.counters()}
         # Not a daemon: a process that exits must first finish its checkpoint.

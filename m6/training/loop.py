@@ -83,7 +83,7 @@ class Trainer:
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
         self.checkpoint, self.problems = open_newest(run.checkpoints)
         if self.checkpoint is None:
-            run.check_never_saved(self.problems)
+            on_main_rank(runtime, lambda: run.check_never_saved(self.problems))
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
         self._build_engine()

@@ -1,5 +1,6 @@
 """Damage to a data folder is found when a split is opened, and a checksum is computed once per machine."""
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -46,6 +47,22 @@ def test_a_flipped_bit_is_found(data: Path, seed: int):
 
 
 def test_a_flipped_bit_is_found_after_the_file_was_verified(data: Path):
+    assert open_train(data) == 5
+    content = bytearray(shard(data).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(data).write_bytes(content)
+    with pytest.raises(UserError, match="SHA-256 differs"):
+        open_train(data)
+
+
+@pytest.mark.parametrize(("call", "number"), [("fcntl.lockf", errno.ENOLCK), ("os.pwrite", errno.EDQUOT)])
+def test_without_locks_or_space_for_its_record_a_file_is_read_each_time(
+    data: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+):
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(f"m6.data.verification.{call}", refused)
     assert open_train(data) == 5
     content = bytearray(shard(data).read_bytes())
     content[len(content) // 2] ^= 1

@@ -5,7 +5,9 @@ import json
 import os
 import resource
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints, open_newest
 from m6.checkpoints.format import MANIFEST, CheckpointReader
+from m6.checkpoints.fragment import Fragment
 from m6.errors import UserError
 from m6.training.checkpointing import Checkpointer, restore
 from m6.training.loop import Trainer
@@ -80,6 +83,30 @@ def test_what_a_killed_attempt_left_is_replaced(make_trainer: MakeTrainer):
     assert names(trainer) == ["step_00000002", "step_00000004"]
 
 
+def test_what_is_read_for_a_checkpoint_is_there_one_at_a_time(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+):
+    """Offloaded experts are read into new tensors, of which host memory may have no room for all."""
+    trainer = make_trainer()
+    trainer.train()
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def fresh() -> Iterator[Fragment]:
+        for each in fragments():
+            each = replace(each, data=each.data.clone())
+            made.append(weakref.ref(each.data))
+            alive.append(sum(tensor() is not None for tensor in made))
+            yield each
+
+    fragments = trainer.engine.fragments
+    monkeypatch.setattr(trainer.engine, "fragments", fresh)
+    trainer.checkpointer.save(trainer.engine, 99, {})
+    trainer.checkpointer.wait()
+    assert len(made) > 10
+    assert max(alive) <= 2
+
+
 def test_a_step_is_saved_once(make_trainer: MakeTrainer):
     trainer = make_trainer()
     trainer.train()
@@ -120,13 +147,15 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(
 
 
 def test_damage_that_comes_back_keeps_every_copy(make_trainer: MakeTrainer):
-    for _ in range(3):
+    for number in range(4):
         trainer = make_trainer()
         trainer.train()
         damage(trainer.run.checkpoints / "step_00000004")
+        if number == 2:
+            shutil.rmtree(trainer.run.checkpoints / "corrupt_step_00000004")  # as a person may
     assert names(trainer) == [
-        "corrupt_step_00000004",
         "corrupt_step_00000004_1",
+        "corrupt_step_00000004_2",
         "step_00000002",
         "step_00000004",
     ]

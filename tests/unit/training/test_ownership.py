@@ -100,11 +100,17 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     config, root = parse_config(tiny_document(folder)), tmp_path / "run"
     assert pretrain(config, root, runtime)
     before = losses(root)
+    (root / "wandb_id").write_text("0123456789abcdef\n")
+    (root / "tensorboard").mkdir()
+    (root / "before_restart_004").mkdir()  # a person removed those before it
     assert pretrain(config, root, runtime, restart=True)
     assert losses(root) == before
-    [kept] = root.glob("before_restart_*")
+    kept = root / "before_restart_005"
     assert losses(kept) == before
     assert complete_checkpoints(kept / "checkpoints")
+    assert (kept / "wandb_id").exists()
+    assert (kept / "tensorboard").exists()
+    assert not (root / "wandb_id").exists()
 
 
 def test_damaged_lines_of_the_metrics_are_set_aside(make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]):

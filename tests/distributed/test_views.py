@@ -1,0 +1,77 @@
+"""Ranks on nodes that see a shared folder as it was: all resume from what the main rank sees, or none does."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from m6.checkpoints import discovery
+from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
+from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.errors import StorageError
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints of one tensor."""
+    for step in (1, 2):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        write_shards(folder, 0, [Fragment("weight", WEIGHT, 0, torch.full((3,), float(step)), (3,))])
+        write_manifest(folder, 1, {"step": step})
+    return tmp_path
+
+
+def start() -> bool:
+    """Starts this process; returns whether its node has another view."""
+    dist.init_process_group("gloo")
+    discovery._POLL_S = 0.01
+    return dist.get_rank() == 1
+
+
+def see_late(root: Path) -> None:
+    """Rank 1 does not see the newest checkpoint at first."""
+    if start():
+        complete, listdir, looks = discovery.complete_checkpoints, os.listdir, []
+
+        def late(folder: Path) -> list[str]:
+            looks.append(folder)
+            return [] if len(looks) < 4 else listdir(folder)
+
+        discovery.complete_checkpoints = lambda root: complete(root)[:-1]
+        discovery.os.listdir = late
+    reader, problems = discovery.open_newest(root)
+    assert reader is not None
+    assert (reader.folder.name, problems) == ("step_00000002", [])
+
+
+def never_see(root: Path) -> None:
+    discovery._VISIBLE_AFTER_S = 0.1
+    if start():
+        discovery.os.listdir = lambda folder: ["manifest.json"]
+    with pytest.raises(StorageError, match=r"rank 1 does not see rank_00000\S*, which rank 0 sees.*share"):
+        discovery.open_newest(root)
+
+
+def see_another(root: Path) -> None:
+    class Older(CheckpointReader):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.sha256 = "0" * 64
+
+    if start():
+        discovery.CheckpointReader = Older
+    with pytest.raises(StorageError, match=r"step_00000002: ranks read different files manifest\.json"):
+        discovery.open_newest(root)
+
+
+@pytest.mark.parametrize("look", [see_late, never_see, see_another])
+def test_a_node_with_another_view(root: Path, look: Any):
+    run_distributed(look, 2, root)
+    assert sorted(path.name for path in root.iterdir()) == ["step_00000001", "step_00000002"], "nothing is set aside"
