@@ -226,6 +226,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything and print the command only")] = False,
     chain: Annotated[int, typer.Option(min=1, help="number of consecutive jobs, instead of one that requeues")] = 1,
     array: Annotated[int, typer.Option(min=0, help="like --chain, as one job array with this many tasks")] = 0,
+    restart: Restart = False,
     init: Annotated[
         Path | None,
         typer.Option("--init", help="as in m6 finetune: the run or exported model that gives the initial weights"),
@@ -236,7 +237,7 @@ def submit(
     from m6.slurm import submission
 
     plan = submission.plan_submission(
-        config, tuple(overrides or ()), job, run or Path("runs") / config.stem, chain, array, init
+        config, tuple(overrides or ()), job, run or Path("runs") / config.stem, chain, array, init, restart
     )
     if plan.config.m6.elastic is not None:
         from m6.planning.replan import check_bounds

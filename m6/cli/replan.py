@@ -43,6 +43,9 @@ def replan(
         from m6.checkpoints.initial import load_finetuning_config
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()))
+    if settings.m6.elastic is None:  # the job scripts only guess that there is one
+        typer.echo(f"{config}: without m6.elastic the layout is that of the JSON")
+        return
     history = read_layouts(run)
     measured = measured_steps(run, history)
     if failed and history and measured[-1] is None:
@@ -59,7 +62,6 @@ def replan(
     (run / "slurm").mkdir(parents=True, exist_ok=True)
     write_layouts(run, [*history, decision.record(time.time(), step, nodes)])
     if out is not None:
-        assert settings.m6.elastic is not None
         grow_after_s = settings.m6.elastic.grow_after_s
         grow_at = 0 if grow_after_s is None else decision.grow_at
         lines = (decision.nodes, grow_at, grow_after_s or 0, *settings_of(settings, decision.layout))

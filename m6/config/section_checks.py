@@ -29,6 +29,10 @@ def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6C
         )
 
 
+# Keys of zero_optimization that say how DeepSpeed reduces gradients.
+REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
+
+
 def check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
     """Raises UserError if something adds up in an order that depends on the number of ranks."""
     name = 'm6.training.deterministic "any_world"'
@@ -42,6 +46,11 @@ def check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> N
             f"{name}: with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory, in an order "
             "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
         )
+    zero = deepspeed.keys.get("zero_optimization", {})
+    ignored = [key for key in ("communication_data_type",) if deepspeed.keys.get(key)]
+    ignored += [f"zero_optimization.{key}" for key in REDUCTION_KEYS if key in zero]
+    if ignored:
+        raise UserError(f"{name}: our engine adds up gradients, in fp32, and would ignore {ignored[0]}; leave it out")
     if deepspeed.optimizer_type in ("Lamb", "Lars") and deepspeed.zero_stage == 1:
         raise UserError(
             f"{name}: at zero_optimization.stage 1 optimizer.type {deepspeed.optimizer_type} adds up norms of the "

@@ -57,7 +57,7 @@ class PretrainingData:
         seed: seed of the run.
         micro_batch_size: samples of a micro-batch.
         samples_per_step: samples of a step, over all ranks.
-        total_steps: steps of the run, for ``max_epochs``.
+        total_samples: samples of the run, for ``max_epochs``.
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; a picture takes ``(image_size / patch_size)^2`` tokens.
 
@@ -75,7 +75,7 @@ class PretrainingData:
         seed: int,
         micro_batch_size: int,
         samples_per_step: int = 1,
-        total_steps: int = 1,
+        total_samples: int = 1,
         image_size: int,
         patch_size: int,
     ) -> None:
@@ -98,7 +98,7 @@ class PretrainingData:
                 split,
                 objectives,
                 self.source_weights,
-                samples_per_step * total_steps,
+                total_samples,
                 settings.max_epochs,
             )
         self._open_codes: dict[tuple[str, str], Codes] = {}

@@ -31,7 +31,7 @@ class DataSettings(Section):
         default=None,
         gt=0,
         description="how often the rows of a source are read at most in total_steps; what is beyond goes to other "
-        "sources of its kind; absent: without limit",
+        "sources of its kind, and the run cannot become longer; absent: without limit",
     )
     sequence_length: int = Field(
         default=512, gt=0, le=2**24, description="tokens in a row, pictures and padding included"

@@ -31,7 +31,7 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
         seed=settings.training.seed,
         micro_batch_size=config.deepspeed.micro_batch_size,
         samples_per_step=config.deepspeed.train_batch_size,
-        total_steps=settings.training.total_steps,
+        total_samples=config.batch_sizes.before(settings.training.total_steps),
         image_size=config.model.image_size,
         patch_size=config.model.patch_size,
     )

@@ -87,6 +87,11 @@ class RunDirectory:
                 difference = (
                     f"its m6.training.total_steps is {before}, this one's is {now}: a run can only become longer"
                 )
+            elif not difference and before != now and config.m6.data.max_epochs is not None:
+                difference = (
+                    f"its m6.training.total_steps is {before}, this one's is {now}, and m6.data.max_epochs shares the "
+                    "rows out over all steps: a longer run would read others from the first step on"
+                )
             if difference and self._has_trained():
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
         elif foreign:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -35,6 +36,7 @@ class Submission:
         placement: further options of sbatch that a replacement does not need: dependency and array.
         jobs: number of jobs to submit; each waits for the one before.
         ranks_per_node: processes on a node.
+        restart: the run begins again at step 0.
     """
 
     config: RunConfig
@@ -44,6 +46,7 @@ class Submission:
     placement: list[str]
     jobs: int
     ranks_per_node: int
+    restart: bool
 
     @property
     def command(self) -> list[str]:
@@ -60,6 +63,7 @@ def plan_submission(
     chain: int,
     array: int,
     init: Path | None = None,
+    restart: bool = False,
 ) -> Submission:
     """Checks a run against a job description and makes the sbatch command. Nothing is written.
 
@@ -71,6 +75,7 @@ def plan_submission(
         chain: number of consecutive jobs; 1 is a single job that requeues itself.
         array: number of consecutive tasks of a job array; 0 for no array.
         init: run or exported model whose weights the run begins with; None for a run from scratch.
+        restart: begins again at step 0, see ``RunDirectory.restart``.
 
     Raises:
         UserError: the run cannot work with this job; the message names the values that contradict each other.
@@ -90,7 +95,7 @@ def plan_submission(
             f"{job_path}: nodes is {job.nodes}, but m6.elastic goes from {elastic.min_nodes} to {elastic.max_nodes}"
         )
     run = Path(os.path.abspath(run))  # the job scripts use the same form: without "..", symbolic links are kept
-    _check_run(config, run, job)
+    _check_run(config, run, job, restart)
     if chain > 1 and array:
         raise UserError(f"--chain {chain} and --array {array}: both make consecutive jobs; choose one")
     checkout()  # raises if the sources for the snapshot are missing
@@ -98,11 +103,13 @@ def plan_submission(
     snapshot = run / "slurm" / "code" / time.strftime("%Y%m%d_%H%M%S")
     # Consecutive jobs replace requeueing: the next one continues the run.
     is_consecutive = chain > 1 or array > 0
+    # Its jobs run one after the other: those of a folder with the same name elsewhere have another name.
+    name = f"m6_{run.name}_{hashlib.sha256(os.fsencode(run)).hexdigest()[:6]}"
     options = [
-        f"--job-name=m6_{run.name}",
+        f"--job-name={name}",
         f"--comment={run}",
         *job.options(None if elastic is None else (elastic.min_nodes, elastic.max_nodes)),
-        f"--output={str(run).replace('%', '%%')}/slurm/%x_{'%A_%a' if array else '%j'}.log",
+        f"--output={f'{run}/slurm/m6_{run.name}'.replace('%', '%%')}_{'%A_%a' if array else '%j'}.log",
         "--open-mode=append",
         "--no-requeue" if is_consecutive else "--requeue",
         f"--export=ALL,M6_ROOT={snapshot},RUN_DIR={run},M6_RANKS_PER_NODE={job.ranks_per_node}",
@@ -111,20 +118,28 @@ def plan_submission(
     placement = ["--dependency=singleton"]
     if array:
         placement.append(f"--array=1-{array}%1")
-    return Submission(config, run, snapshot, options, placement, chain, job.ranks_per_node)
+    return Submission(config, run, snapshot, options, placement, chain, job.ranks_per_node, restart)
 
 
 def submit(submission: Submission) -> list[str]:
-    """Takes the snapshot, submits the jobs and records them.
+    """Takes the snapshot, submits the jobs and records them. A restart moves what the run holds before that.
 
     Returns:
         The ids of the jobs.
 
     Raises:
+        StorageError: a process trains the run that is to begin again, or its folder cannot be written.
         UserError: sbatch is missing or fails. Jobs that were submitted before stay in the queue and are recorded.
     """
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: no such command; m6 submit needs Slurm, except with --dry-run")
+    if submission.restart:
+        run = RunDirectory(submission.run)
+        run.lock.acquire()
+        try:
+            run.restart()
+        finally:
+            run.lock.release()
     take_snapshot(submission.snapshot, submission.config.document)
     (submission.run / "DONE").unlink(missing_ok=True)  # of a run that became longer: its job would end at once
     write_text(submission.run / "slurm" / "sbatch_options", "".join(f"{option}\n" for option in submission.options))
@@ -139,9 +154,9 @@ def submit(submission: Submission) -> list[str]:
     return jobs
 
 
-def _check_run(config: RunConfig, run: Path, job: JobDescription) -> None:
+def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool) -> None:
     """Makes the checks that the job itself would fail, perhaps after days in the queue."""
-    from m6.checkpoints.discovery import complete_checkpoints
+    from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
     from m6.checkpoints.initial import check_initial_weights
     from m6.runs.data import open_data
 
@@ -152,14 +167,19 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription) -> None:
         )
     folder = RunDirectory(run)
     folder.check(config)
-    if folder.is_done(config.m6.training.total_steps):
+    if folder.is_done(config.m6.training.total_steps) and not restart:
         raise UserError(f"{run / 'DONE'} exists: the run is finished; a larger m6.training.total_steps continues it")
     if (run / "STOP").exists():
         raise UserError(f"{run / 'STOP'} exists: a user stopped the run; remove the file")
     if job.nodes > 1:
         check_shared(run, job.shared_folders)
     tokenizer = open_data(config).tokenizer
-    if config.m6.init is not None and not complete_checkpoints(run / "checkpoints"):
+    begins = restart or not complete_checkpoints(folder.checkpoints)
+    if not begins:
+        check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
+    elif not restart:
+        folder.check_never_saved([])
+    if config.m6.init is not None and begins:
         check_initial_weights(config.m6.init, tokenizer)
 
 

@@ -28,6 +28,8 @@ from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
 
 _POLL_S = 0.05
+# How long an attempt that has failed waits for the records of other ranks.
+_GRACE_S = 30.0
 
 
 class Checkpointer:
@@ -50,6 +52,7 @@ class Checkpointer:
         self.root, self.runtime, self.keep_last = root, runtime, keep_last
         self._async, self._timeout_s = async_save, timeout_s
         self._thread: threading.Thread | None = None
+        self._deadline = 0.0
         self._failure: BaseException | None = None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> float:
@@ -80,6 +83,7 @@ class Checkpointer:
         fragments = chain(engine.fragments(), engine.residual_fragments())
         pieces = [_copy_to_host(fragment.owned()) for fragment in fragments]
         state = {**state, "step": step, **engine.counters()}
+        self._deadline = time.monotonic() + self._timeout_s
         # Not a daemon: a process that exits must first finish its checkpoint.
         self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
         self._thread.start()
@@ -98,6 +102,15 @@ class Checkpointer:
             self._thread = None
         self.check()
 
+    def close(self) -> None:
+        """Ends the thread, which must not write when another attempt may begin.
+
+        After a failure the records of other ranks may never come: it waits for them half a minute more at most.
+        """
+        if self._thread is not None:
+            self._deadline = min(self._deadline, time.monotonic() + _GRACE_S)
+            self._thread.join()
+
     def check(self) -> None:
         """Raises StorageError if a checkpoint could not be written; the next ones would fail too."""
         if self._failure is not None:
@@ -114,12 +127,11 @@ class Checkpointer:
         write_shards(folder, self.runtime.rank, pieces)
         if not self.runtime.is_main:
             return
-        deadline = time.monotonic() + self._timeout_s
         # Not a barrier: a collective in this thread would interleave with those of the training thread.
         for rank in range(self.runtime.world_size):
             while not (folder / f"rank_{rank:05d}.json").exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} wrote no record into {folder} within {self._timeout_s:.0f} s")
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError(f"rank {rank} wrote no record into {folder} in time")
                 time.sleep(_POLL_S)
         write_manifest(folder, self.runtime.world_size, state)
         write_text(self.root / "latest", folder.name + "\n")
@@ -138,7 +150,7 @@ def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
         if now[name] != before[name]:
             raise UserError(
                 f'{name} {now[name]}: the steps so far had {before[name]}, and "deterministic": "any_world" adds up '
-                f'other sums with {now[name]}; use {before[name]}, or leave "deterministic" out'
+                f"other sums with {now[name]}; use {before[name]}"
             )
 
 

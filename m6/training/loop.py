@@ -346,6 +346,7 @@ def pretrain(
         try:
             return trainer.train()
         finally:
+            trainer.checkpointer.close()
             if trainer.trackers is not None:
                 trainer.trackers.close()
     finally:

@@ -58,6 +58,10 @@ train() {
     local words failed=
     CONFIG=$1
     shift
+    if [[ " $* " == *" --restart "* ]]; then
+        log "error: --restart would begin again at every attempt; m6 submit --restart begins again once"
+        exit 2
+    fi
     settings
     check_only_job
     while :; do
@@ -71,8 +75,10 @@ train() {
         if ! preflight; then
             replace_nodes
         fi
-        choose_layout "$failed" "$@"
         record_attempt
+        if ! choose_layout "$failed" "$@"; then
+            continue
+        fi
         run_step python -u -m m6 "${M6_COMMAND:-pretrain}" "$CONFIG" --run-dir "$RUN_DIR" "$@" \
             "${LAYOUT_OPTIONS[@]+"${LAYOUT_OPTIONS[@]}"}"
         failed=--failed
@@ -95,7 +101,7 @@ train() {
 
 exit_if_over() {
     if [[ -e $RUN_DIR/DONE ]]; then
-        log "finished at step $(<"$RUN_DIR/DONE")"
+        log "finished at step $(<"$RUN_DIR/DONE"); m6 submit goes on with a run that became longer"
         exit 0
     elif [[ -e $RUN_DIR/FATAL ]]; then
         log "not worth another attempt: $(<"$RUN_DIR/FATAL")"

@@ -47,8 +47,8 @@ def make_corpus(
         open_scorer: opens the recipe's ``matching_model``; for a recipe that has one.
 
     Raises:
-        UserError: an input or the model is missing, ``recipe.out`` or the work folder belongs to something else, or a
-            stage failed because of a user's mistake.
+        UserError: an input or the model is missing, ``recipe.out`` or the work folder belongs to something else, jobs
+            of this corpus have not ended, or a stage failed because of a user's mistake.
     """
     require_datatrove()
     out = recipe.out.resolve()
@@ -63,10 +63,11 @@ def make_corpus(
         if is_built(out, plan):
             remove(folder)
             return Launched(out, was_built=True)
+        from m6.data.corpus.slurm import check_jobs_ended, submit
+
+        check_jobs_ended(folder)
         work = prepare(folder, plan, open_scorer)
         if executor == "slurm":
-            from m6.data.corpus.slurm import submit
-
             return Launched(out, jobs=submit(work, num_tasks, recipe.slurm))
         run_locally(work, num_tasks)
         remove(folder)

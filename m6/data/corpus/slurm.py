@@ -26,6 +26,7 @@ from m6.validation import read_document
 
 MAX_TASKS = 1000  # more would be several arrays, and the next stage would wait for the last one only
 _JOBS_NAME = "jobs.json"
+_FORGOTTEN = "Invalid job id"  # what squeue says of a job that ended some minutes ago
 
 # datatrove describes every step on stderr, and prints an error before it raises it.
 logger.disable("datatrove")
@@ -70,16 +71,13 @@ def submit(work: Work, num_tasks: int, settings: SlurmSettings) -> dict[str, str
         The job of each stage.
 
     Raises:
-        UserError: there are too many tasks for one array, jobs of this corpus have not ended, Slurm refuses them, or
-            this process is itself in a Slurm array.
+        UserError: there are too many tasks for one array, Slurm refuses the jobs, or this process is itself in a Slurm
+            array.
     """
     if num_tasks > MAX_TASKS:
         raise UserError(f"--tasks {num_tasks}: at most {MAX_TASKS} with --executor slurm; a task can have many parts")
     if "SLURM_ARRAY_TASK_ID" in os.environ:
         raise UserError("m6 data corpus --executor slurm cannot be run inside of an array of Slurm jobs")
-    file = work.folder / _JOBS_NAME
-    if file.exists() and (waiting := _not_ended(read_document(file).values())):
-        raise UserError(f"{work.folder}: jobs {', '.join(waiting)} have not ended; wait for them, or cancel them")
     jobs: dict[str, str] = {}
     before: _Executor | None = None
     for stage in unfinished(work):
@@ -89,18 +87,33 @@ def submit(work: Work, num_tasks: int, settings: SlurmSettings) -> dict[str, str
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError(f'stage "{stage.name}" cannot be submitted: {error}') from None
         jobs[stage.name] = before.job_id
-        files.write_json(file, jobs)
+        files.write_json(work.folder / _JOBS_NAME, jobs)
     return jobs
 
 
-def _not_ended(jobs: Any) -> list[str]:
-    """The jobs that Slurm still lists; it forgets a job some minutes after its end, and reports that as an error."""
-    command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
+def check_jobs_ended(folder: Path) -> None:
+    """Checks that no jobs of the corpus with this work folder write it.
+
+    Raises:
+        UserError: jobs have not ended, or Slurm does not say.
+    """
+    file = folder / _JOBS_NAME
+    if not file.exists():
+        return
+    jobs = ",".join(read_document(file).values())
     try:
-        listed = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError("squeue is missing: --executor slurm needs the commands of Slurm") from None
-    return sorted(set(listed.stdout.split()))
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--format=%F", f"--jobs={jobs}"], capture_output=True, text=True
+        )
+        problem = listed.stderr.strip() if listed.returncode else ""
+    except FileNotFoundError as error:
+        problem = str(error)
+    if problem and _FORGOTTEN not in problem:
+        raise UserError(
+            f"{file}: Slurm does not say whether jobs {jobs} have ended ({problem}); if so, remove the file"
+        )
+    if waiting := sorted(set(listed.stdout.split())):
+        raise UserError(f"{folder}: jobs {', '.join(waiting)} have not ended; wait for them, or cancel them")
 
 
 def _executor(work: Work, stage: Stage, tasks: int, settings: SlurmSettings, before: _Executor | None) -> _Executor:

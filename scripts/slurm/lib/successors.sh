@@ -7,7 +7,7 @@ hand_over() {
         give_up "two attempts in a row were stopped before they could save anything beyond step $(newest_checkpoint);" \
             "is the time limit shorter than the start and the signal's lead?"
     fi
-    if scontrol show job "$SLURM_JOB_ID" --oneliner | grep -q ' Requeue=1 '; then
+    if may_requeue; then
         log "saved at step $(newest_checkpoint): requeueing"
         scontrol requeue "$SLURM_JOB_ID"
         sleep 600 & # Slurm ends this script
@@ -19,6 +19,8 @@ hand_over() {
     fi
     exit 0
 }
+
+may_requeue() { scontrol show job "$SLURM_JOB_ID" --oneliner | grep -q ' Requeue=1 '; }
 
 waiting_jobs() { # jobs that `m6 submit` or a predecessor has queued for this run
     squeue --noheader --user="$(id -un)" --states=PENDING --format='%A %k' | awk -v run="$RUN_DIR" '

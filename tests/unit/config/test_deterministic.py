@@ -28,6 +28,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
         "at zero_optimization.stage 1 optimizer.type Lamb adds up norms of the parts of tensors",
     ),
+    (
+        {"communication_data_type": "bf16", "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "our engine adds up gradients, in fp32, and would ignore communication_data_type; leave it out",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+        "our engine adds up gradients, in fp32, and would ignore zero_optimization.overlap_comm; leave it out",
+    ),
     ({"m6__moe__balance_scope": "global_batch"}, 'm6.moe.balance_scope "global_batch" balances the micro-batches'),
     (
         {"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}},

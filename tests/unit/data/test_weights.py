@@ -1,9 +1,12 @@
 import pytest
 
+from m6.config.run import parse_config
 from m6.data.manifest import Manifest, Origin, Shard, SourceEntry, SplitEntry
 from m6.data.objectives import ObjectivesSettings
 from m6.data.weights import cap_epochs, source_weights
 from m6.errors import UserError
+from m6.runs.data import open_data
+from tests.fixtures.tiny_run import tiny_document
 
 SIZES = {"poems": ("text", 100), "news": ("text", 10_000), "web": ("text", 1_000_000), "photos": ("image_text", 500)}
 
@@ -56,6 +59,19 @@ def test_no_source_is_read_more_often_than_the_limit_and_the_shares_of_objective
     assert read["web"] == pytest.approx((398_000 - 400 - 40_000) / 1_000_000)
     few = cap_epochs(manifest, "train", asked, weights, 400, 4)
     assert epochs(manifest, few, 0.995, 400) == pytest.approx(epochs(manifest, weights, 0.995, 400))
+
+
+def test_a_limit_counts_the_samples_of_a_batch_that_grows(tmp_path, monkeypatch):
+    asked = []
+
+    def note(manifest, split, objectives, weights, samples, limit):
+        asked.append(samples)
+        return weights
+
+    monkeypatch.setattr("m6.data.pretraining.cap_epochs", note)
+    growing = {"train_batch_size": 16, "m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}]}
+    open_data(parse_config(tiny_document(tmp_path, m6__data__max_epochs=50, **growing)))
+    assert asked == [1 * 8 + 3 * 16]
 
 
 def test_a_limit_that_the_rows_cannot_meet_names_what_would_do(manifest):

@@ -46,3 +46,21 @@ def test_another_layout_is_the_same_run(run: RunDirectory, tmp_path: Path, chang
 def test_what_is_learned_is_another_run(run: RunDirectory, tmp_path: Path, changes: dict[str, Any], key: str):
     with pytest.raises(UserError, match=rf"already holds another run \(its {key}"):
         run.check(parse_config(tiny_document(tmp_path, train_batch_size=16, **changes)))
+
+
+def test_a_run_becomes_longer_unless_its_rows_are_shared_out(tmp_path: Path):
+    """With max_epochs the weights of the mixture depend on the number of steps, and with them every row."""
+    for limit in (None, 50):
+        folder = RunDirectory(tmp_path / f"run {limit}")
+        short, long = (
+            parse_config(tiny_document(tmp_path, m6__data__max_epochs=limit, m6__training__total_steps=steps))
+            for steps in (4, 8)
+        )
+        folder.open(short, 1)
+        folder.metrics.touch()
+        folder.check(short)
+        if limit is None:
+            folder.check(long)
+        else:
+            with pytest.raises(UserError, match=r"total_steps is 4, this one's is 8, and m6\.data\.max_epochs shares"):
+                folder.check(long)

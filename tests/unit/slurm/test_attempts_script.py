@@ -42,6 +42,15 @@ def stack(line: int, function: str, innermost: str = "") -> str:
     return STACK.format(root=ROOT, line=line, function=function, innermost=innermost and f"  File {innermost}\n")
 
 
+def test_a_job_does_not_begin_again_at_every_attempt(tmp_path: Path):
+    script = 'set -euo pipefail; source "$SLURM_SUBMIT_DIR/scripts/slurm/job.sh"; train config.json --set a=1 --restart'
+    environment = {**os.environ, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1"}
+    result = subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "error: --restart would begin again at every attempt; m6 submit --restart begins again once" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
 RECEIVES = '"/site-packages/torch/distributed/pipelining/schedules.py", line 683 in _wait_batch_p2p'
 EXCHANGES = f'"{ROOT}/moe/collectives.py", line 179 in wait'
 COMPUTES = '"/site-packages/torch/nn/functional.py", line 11 in gelu'

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from m6.tokenizers.text import M6Tokenizer
 from tests.fixtures.command import contents, m6, user_error
-from tests.fixtures.fabricated_run import write_run
+from tests.fixtures.fabricated_run import write_run, write_run_and_data
 from tests.fixtures.tiny_run import write_tiny_config
 
 CLUSTER = {
@@ -75,10 +77,20 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(config: Path, cluster: 
         "--requeue",
         "--open-mode=append",
         "--dependency=singleton",
-        "--job-name=m6_run",
+        f"--output={run}/slurm/m6_run_%j.log",
         f"--comment={run}",
     }
+    assert re.fullmatch(r"--job-name=m6_run_[0-9a-f]{6}", next(each for each in command if "job-name" in each))
     assert command[-2].endswith("/scripts/slurm/pretrain.sbatch")
+
+
+def test_runs_in_folders_of_one_name_do_not_wait_for_each_other(config: Path, cluster: Path, tmp_path: Path):
+    """Slurm's singleton goes by the name of the job, which is the same for all jobs of a run."""
+    names = []
+    for parent in ("one", "other", "one"):
+        outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / parent / "run", "--dry-run")
+        names.append(next(each for each in shlex.split(outcome.stdout) if each.startswith("--job-name=")))
+    assert names[0] == names[2] != names[1]
 
 
 def test_the_run_is_called_as_its_jobs_call_it(config: Path, cluster: Path, tmp_path: Path):
@@ -90,7 +102,7 @@ def test_the_run_is_called_as_its_jobs_call_it(config: Path, cluster: Path, tmp_
 def test_a_percent_sign_in_the_name_is_not_a_pattern_of_slurm(config: Path, cluster: Path, tmp_path: Path):
     outcome = m6("submit", config, "--job", cluster, "--run-dir", tmp_path / "50%j", "--dry-run")
     command = shlex.split(outcome.stdout)
-    assert {f"--output={tmp_path}/50%%j/slurm/%x_%j.log", f"--comment={tmp_path}/50%j"} <= set(command)
+    assert {f"--output={tmp_path}/50%%j/slurm/m6_50%%j_%j.log", f"--comment={tmp_path}/50%j"} <= set(command)
 
 
 @pytest.mark.parametrize("name", ["a,b", "a\nb", "a\\b"])
@@ -193,6 +205,44 @@ def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: s
     (run / "config.json").write_text(config.read_text())
     (run / name).touch()
     assert str(run / name) in user_error("submit", config, "--job", cluster, "--run-dir", run)
+
+
+def test_a_run_begins_again_once(cluster: Path, tmp_path: Path, slurm: dict[str, str]):
+    write_run_and_data(tmp_path)
+    run, config = tmp_path / "run", tmp_path / "run" / "config.json"
+    (run / "last_checkpoint").write_text("step_00000100\n")
+    (run / "DONE").write_text("100\n")
+    document = json.loads(config.read_text())
+    document["train_micro_batch_size_per_gpu"] = 1
+    config.write_text(json.dumps(document))
+    arguments = ("submit", config, "--job", cluster, "--run-dir", run)
+    assert "the run is finished" in user_error(*arguments)
+    assert m6(*arguments, "--restart", "--dry-run").code == 0
+    assert (run / "DONE").exists(), "a dry run moves nothing"
+    outcome = m6(*arguments, "--restart", **slurm)
+    assert outcome.code == 0, outcome.stderr
+    assert "--restart" not in (tmp_path / "calls").read_text(), "a job that is requeued would begin again, too"
+    assert (run / "before_restart_000" / "checkpoints" / "step_00000100").is_dir()
+    assert not (run / "checkpoints").exists()
+    assert not (run / "DONE").exists()
+
+
+def test_what_an_attempt_would_refuse_is_refused_at_once(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_run_and_data(tmp_path)
+    run, config = tmp_path / "run", tmp_path / "run" / "config.json"
+    (run / "last_checkpoint").write_text("step_00000100\n")
+    document = json.loads(config.read_text())
+    document["train_micro_batch_size_per_gpu"] = 1
+    config.write_text(json.dumps(document))
+    arguments = ("submit", config, "--job", cluster, "--run-dir", run, "--dry-run")
+    assert m6(*arguments).code == 0
+    (run / "checkpoints").rename(run / "elsewhere")
+    assert "was saved as step_00000100, but" in user_error(*arguments)
+    (run / "elsewhere").rename(run / "checkpoints")
+    monkeypatch.setattr(M6Tokenizer, "fingerprint", "0" * 64)
+    assert "is not the one that" in user_error(*arguments)
 
 
 def test_chain_and_array_together(config: Path, cluster: Path, tmp_path: Path):

@@ -15,6 +15,7 @@ from m6.data.corpus import stages
 from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.output import load_record
 from m6.data.corpus.plan import make_plan
+from m6.data.corpus.slurm import check_jobs_ended
 from m6.data.corpus.stages import STAGES, run_task, unfinished
 from m6.data.corpus.work import prepare, work_folder
 from m6.data.manifest import Manifest
@@ -188,6 +189,31 @@ def test_a_failed_unit_is_named(
         make_corpus(recipe, "local", 1)
     assert 'stage "pairs", unit 0 of' in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("squeue", "message"),
+    [
+        ("echo 41", "jobs 41 have not ended; wait for them, or cancel them"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", r"jobs 41 have ended \(Unable to contact"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
+    ],
+)
+def test_processes_and_jobs_do_not_write_one_corpus_at_a_time(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, message: str | None
+):
+    recipe = recipe_in(tmp_path / "data", inputs)
+    folder = work_folder(tmp_path / "data")
+    folder.mkdir(parents=True)
+    (folder / "jobs.json").write_text('{"clean": "41"}')
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    if message is None:
+        check_jobs_ended(folder)
+    else:
+        with pytest.raises(UserError, match=message):
+            make_corpus(recipe, "local", 1)
 
 
 def test_other_inputs_or_another_recipe_are_refused(tmp_path: Path):
