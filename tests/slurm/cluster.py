@@ -159,7 +159,8 @@ class LocalCluster:
         host, folder = socket.gethostname().split(".")[0], self.folder
         ports = _free_ports(len(ALL_NODES) + 1)
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=4000"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=4000 "
+            f"Feature={'virtual,fast' if node in ('n1', 'n2') else 'virtual'}"
             for node, port in zip(ALL_NODES, ports, strict=False)
         )
         return f"""

@@ -1,12 +1,17 @@
 """A job that comes back with other nodes: a new layout each time, and the numbers of a run left alone."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from m6.runs.layouts import LayoutRecord, measured_steps, read_layouts
 from m6.slurm.status import describe_status
+from tests.slurm.cluster import LocalCluster, wait_until
 from tests.slurm.run import STEPS, ClusterRun
 
 pytestmark = pytest.mark.slurm
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.scenario("elastic")
@@ -33,6 +38,27 @@ def test_nodes_that_come_and_go_split_the_experts_anew(played: tuple[ClusterRun,
         assert [entry[name] for entry in ours] == expected, name
     records = check_course(run, alone)
     assert [record.layout["ep_size"] for record in records] == [record.nodes for record in records]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "number"), [("virtual", 2), ("fast", 1), ("virtual&fast", 1), ("fast|virtual", 0)]
+)
+def test_idle_nodes_are_those_that_a_job_may_have(cluster: LocalCluster, constraint: str, number: int):
+    """n1 and n2 are fast. Other jobs come and go meanwhile, so that both are asked until nothing changed in between."""
+    options = ("--partition=smoke", "--begin=now+1hour", "--exclude=n2,n4", f"--constraint={constraint}")
+    job = cluster.run("sbatch", "--parsable", *options, "--wrap=true").strip()
+    environment = {**cluster.environment, "SLURM_JOB_ID": job, "SLURM_JOB_PARTITION": "smoke"}
+
+    def counted() -> bool:
+        before = cluster.idle_nodes()
+        script = f"set -euo pipefail; source {ROOT}/scripts/slurm/lib/layout.sh; idle_nodes"
+        found = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+        return before == cluster.idle_nodes() >= {"n1", "n2", "n3", "n4"} and found.stdout == f"{number}\n"
+
+    try:
+        wait_until(counted, "an answer without n2 and n4", interval_s=0.5)
+    finally:
+        cluster.run("scancel", job)
 
 
 def check_course(run: ClusterRun, alone: ClusterRun) -> list[LayoutRecord]:
