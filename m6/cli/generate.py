@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from m6.cli.options import DecodingWay, Passes
+from m6.colours import to_rgba
 from m6.errors import UserError
 from m6.files import atomic_path
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
@@ -184,7 +185,7 @@ def _open_picture(path: Path) -> Image:
     from PIL import Image
 
     try:
-        return Image.open(path).convert("RGBA")
+        return to_rgba(Image.open(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged files

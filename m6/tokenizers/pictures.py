@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from m6.colours import to_rgba
+
 RESAMPLE = Image.Resampling.BICUBIC
 
 
@@ -15,7 +17,7 @@ def square_rgb(image: Image.Image) -> Image.Image:
     is_square_rgb = image.mode == "RGB" and image.width == image.height
     if is_square_rgb and "transparency" not in image.info and not image.getexif():
         return image  # the common case: "m6 data build" writes such pictures
-    picture = ImageOps.exif_transpose(image).convert("RGBA")
+    picture = to_rgba(ImageOps.exif_transpose(image))
     side = max(picture.size)
     canvas = Image.new("RGB", (side, side), "white")
     canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     "m6": (
         {"decoding", "errors"},
-        {"files", "fonts", "formatting", "shipped", "validation"},
+        {"colours", "files", "fonts", "formatting", "shipped", "validation"},
         {"architecture", "lock"},
         {"tokenizers"},
         {"model"},

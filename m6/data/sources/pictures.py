@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from m6.colours import to_rgba
 from m6.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -110,7 +111,7 @@ def _decode(data: bytes, image_size: int) -> Decoded:
         ImageOps.exif_transpose(image, in_place=True)
         # A copy of a large picture is avoided where its colours can be resized as they are.
         as_it_is = image.mode in ("RGB", "RGBA") and "transparency" not in image.info
-        picture: Image.Image = image if as_it_is else image.convert("RGBA")
+        picture: Image.Image = image if as_it_is else to_rgba(image)
         # Of Pillow's filters for shrinking it takes the least time but for BOX, which is coarse: half that of LANCZOS.
         picture.thumbnail((image_size, image_size), Image.Resampling.HAMMING)
         return Decoded(picture, width, height, is_animated, kind, data, fits)

@@ -1,6 +1,7 @@
 """``m6 generate``: what it refuses before a model is loaded, and the captions it reads."""
 
 import pytest
+from PIL import Image
 
 from m6.cli.generate import read_captions
 from m6.errors import UserError
@@ -36,6 +37,12 @@ def test_refused(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in user_error("generate", "--checkpoint", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_a_greatest_level_is_refused(tmp_path):
+    Image.new("I", (8, 8), 300).save(tmp_path / "grey.tiff")
+    text = user_error("generate", "--checkpoint", tmp_path, "--image", tmp_path / "grey.tiff")
+    assert "grey.tiff: not a readable picture: a picture of mode I; expected" in text
 
 
 def test_pictures_are_not_mixed_with_what_is_there(tmp_path):

@@ -59,6 +59,18 @@ def test_transparency_becomes_white():
         assert image.getpixel((5, 5)) == (255, 255, 255)
 
 
+def test_grey_of_16_bits_keeps_its_levels():
+    for kind in ("PNG", "TIFF"):
+        image = decoded(encode(picture(colour=0x80FF, mode="I;16", kind=kind), 64))
+        assert image.getcolors() == [(64 * 64, (128, 128, 128))]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_grey_without_a_greatest_level_is_refused(mode):
+    with pytest.raises(BadPicture, match="corrupt image"):
+        encode(picture(colour=300, mode=mode, kind="TIFF"), 64)
+
+
 def test_a_photograph_stays_jpeg_and_is_turned_upright():
     buffer = io.BytesIO()
     exif = Image.Exif()

@@ -126,6 +126,14 @@ def test_transparency_and_missing_sides_are_white():
     assert (wide[-SIDE // 4 :] == 255).all()
 
 
+def test_grey_of_16_bits_keeps_its_levels(processor):
+    levels = np.array([[0, 0x80FF], [257 * 40, 65_535]], np.uint16)
+    image = Image.fromarray(levels)
+    assert decode_picture(encoded(image), 2).tolist() == [[[0] * 3, [128] * 3], [[40] * 3, [255] * 3]]
+    with pytest.raises(ValueError, match="a picture of mode F"):
+        processor.image_processor(Image.new("F", (SIDE, SIDE)))
+
+
 def test_rotated_photographs_stand_upright():
     image = Image.new("RGB", (SIDE, SIDE), (255, 0, 0))
     image.paste((0, 0, 255), (0, 0, SIDE, SIDE // 2))
