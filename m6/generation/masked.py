@@ -85,13 +85,14 @@ def draw_masked(
         ids = torch.where(hidden, tokenizer.code_mask_token_id, codes + first)
         input_ids[:, columns] = ids.repeat(len(input_ids) // len(codes), 1)
         output = model.model(input_ids=input_ids, token_type_ids=types, position_ids=positions, attention_mask=mask)
-        scores = _own_codebook(output.last_hidden_state[:, columns], heads)
-        probabilities = sampling.probabilities(sampling.guide(scores).flatten(0, 1))
-        drawn = draw_by_numbers(probabilities, numbers[:, step, 0].flatten())
-        certainty = probabilities.gather(1, drawn.unsqueeze(1)).log().view(codes.shape)
+        scores = sampling.guide(_own_codebook(output.last_hidden_state[:, columns], heads)).flatten(0, 1)
+        drawn = draw_by_numbers(sampling.probabilities(scores), numbers[:, step, 0].flatten())
+        # Without top_k and top_p, under which a code that is drawn may have the probability 1 everywhere.
+        likelihoods = sampling.tempered(scores).softmax(dim=-1)
+        certainty = likelihoods.gather(1, drawn.unsqueeze(1)).log().view(codes.shape)
         noise = -(-numbers[:, step, 1].clamp(min=torch.finfo(torch.float32).tiny).log()).log()  # Gumbel
         done = (step + 1) / sampling.passes
-        certainty = certainty + _CHOICE_TEMPERATURE * (1 - done) * noise
+        certainty = certainty + _CHOICE_TEMPERATURE * (1 - done) * (sampling.temperature > 0) * noise
         codes = torch.where(hidden, drawn.view(codes.shape) + books * book_size, codes)
         # What was kept stays; of the rest, the least certain are hidden again.
         rank = certainty.masked_fill(~hidden, math.inf).argsort(dim=1, stable=True).argsort(dim=1)

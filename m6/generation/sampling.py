@@ -10,7 +10,7 @@ from typing import Protocol, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from m6.decoding import Decoding
 from m6.errors import UserError, nearest
@@ -79,14 +79,17 @@ class Sampling:
         conditional, unconditional = scores.chunk(2)
         return unconditional + self.guidance_scale * (conditional - unconditional)
 
+    def tempered(self, scores: Tensor) -> Tensor:
+        """Divides logits by the temperature, in fp64; at temperature 0 they stay as they are."""
+        # fp64, so that rounding of the cumulative sums in draw_by_numbers hardly ever changes a code.
+        return scores.double() / (self.temperature or 1)
+
     def probabilities(self, scores: Tensor) -> Tensor:
         """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""
-        # fp64, so that rounding of the cumulative sums in draw_by_numbers hardly ever changes a code.
-        scores = scores.double()
+        scores = self.tempered(scores)
         if self.temperature == 0:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
         ids = torch.empty(0, device=scores.device)  # an argument that these warpers require but do not use
-        scores = TemperatureLogitsWarper(self.temperature)(ids, scores) if self.temperature != 1 else scores
         scores = TopKLogitsWarper(self.top_k)(ids, scores) if self.top_k is not None else scores
         scores = TopPLogitsWarper(self.top_p)(ids, scores) if self.top_p is not None else scores
         return scores.softmax(dim=-1)

@@ -13,6 +13,7 @@ from tests.fixtures.drawing import Grid
 from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE
 
 CODES, BOOKS = 8, 2
+NOISE = 4.5
 GRID = Grid(TINY_IMAGE_VOCAB_SIZE, BOOKS, CODES)
 CAPTIONS = ["红色圆形", "一个大的蓝色三角形。", "小"]
 
@@ -33,7 +34,7 @@ def draw(model, processor, captions=CAPTIONS, known=None, numbers=None, **option
     return draw_masked(model, processor, captions, numbers, grid=GRID, sampling=sampling, known=known)
 
 
-def by_hand(model, tokenizer, caption, numbers, guidance, passes, known):
+def by_hand(model, tokenizer, caption, numbers, guidance, passes, known, noise=NOISE, greedy=False):
     """One picture alone, code after code, with Python's own numbers."""
     codes, first = list(known), tokenizer.image_code_to_id(0)
     size, total = GRID.codebook_size // BOOKS, known.count(HIDDEN)
@@ -62,10 +63,10 @@ def by_hand(model, tokenizer, caption, numbers, guidance, passes, known):
             book = slice(index % BOOKS * size, (index % BOOKS + 1) * size)
             scores = unconditional[index, book] + guidance * (conditional[index, book] - unconditional[index, book])
             probabilities = scores.float().double().softmax(-1)
-            chosen = int((probabilities.cumsum(-1) > draws[index]).nonzero()[0])
+            chosen = int(probabilities.argmax() if greedy else (probabilities.cumsum(-1) > draws[index]).nonzero()[0])
             codes[index] = book.start + chosen
             gumbel = -math.log(-math.log(noises[index]))
-            certainty[index] = math.log(probabilities[chosen]) + 4.5 * (1 - done) * gumbel
+            certainty[index] = math.log(probabilities[chosen]) + noise * (1 - done) * gumbel
         num_again = math.floor(total * math.cos(math.pi / 2 * done))
         for index in sorted(certainty, key=certainty.__getitem__)[:num_again]:
             codes[index] = HIDDEN
@@ -88,6 +89,19 @@ def test_a_batch_draws_what_each_caption_draws_by_hand(model, processor, guidanc
     assert expected[1][2] == 3
     assert expected[1][5] == TINY_IMAGE_VOCAB_SIZE - 1
     assert len({tuple(row) for row in expected}) == 3
+
+
+@pytest.mark.parametrize(("options", "noise"), [({"temperature": 0.0}, 0.0), ({"top_k": 1}, NOISE)])
+def test_the_most_likely_codes_stay_by_their_certainty(model, processor, options, noise):
+    options |= {"guidance_scale": 2.0, "passes": 5}
+    numbers, known = numbers_of(3, Sampling(**options)), [HIDDEN] * CODES
+    drawn = draw(model, processor, numbers=numbers, **options)
+    with torch.no_grad():
+        expected = [
+            by_hand(model, processor.tokenizer, caption, row, 2.0, 5, known, noise, greedy=True)
+            for caption, row in zip(CAPTIONS, numbers, strict=True)
+        ]
+    assert drawn.tolist() == expected
 
 
 @pytest.mark.parametrize("passes", [1, 3, 50])
