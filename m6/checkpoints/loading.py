@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -17,11 +17,13 @@ from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
-from m6.errors import UserError
+from m6.decoding import Decoding
+from m6.errors import UserError, nearest
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
-from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
+from m6.tokenizers.text import MODEL_FILE, M6Tokenizer, load_text_tokenizer
+from m6.validation import read_document
 
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
@@ -41,11 +43,8 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
         UserError: the folder is neither, or its weights are missing or damaged.
     """
     if is_exported(folder):
-        try:
-            model = M6ForConditionalGeneration.from_pretrained(folder)
-            return model.to(device).eval(), M6Processor.from_pretrained(folder)  # type: ignore[arg-type]
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder}: not a complete exported model: {error}") from None
+        model, processor = _load_exported(folder)
+        return model.to(device).eval(), processor
     config = load_config(folder / "config.json")
     reader = open_newest_checkpoint(folder)
     processor = run_processor(folder, config, reader)
@@ -55,7 +54,33 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     model.to_empty(device=device)
     load_weights(model, reader)
     model.decodings = config.m6.objectives.decodings
+    model.learned_captioning = config.m6.objectives.image_captioning.weight > 0
     return model.eval(), processor
+
+
+def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processor]:
+    """Loads an exported model and checks what transformers only warns of: it draws random weights in place of missing
+    ones, and takes its defaults where ``generation_config.json`` is missing or damaged.
+    """
+    read_document(folder / "generation_config.json")
+    try:
+        model, found = M6ForConditionalGeneration.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: not a complete exported model: {error}") from None
+    for problem in ("missing", "unexpected", "mismatched"):
+        if keys := sorted(map(str, found[f"{problem}_keys"])):
+            raise UserError(f"{folder}: {len(keys)} {problem} weights for its config.json, such as {keys[0]}")
+    for way in model.decodings:
+        if way not in (valid := get_args(Decoding)):
+            raise UserError(f'{folder / "generation_config.json"}: unknown way to draw "{way}"{nearest(way, valid)}')
+    tokenizer = load_text_tokenizer(folder)
+    for name, file in (("text_vocab_size", MODEL_FILE), ("image_vocab_size", "tokenizer_config.json")):
+        actual, expected = getattr(tokenizer, name), getattr(model.config, name)
+        if actual != expected:
+            raise UserError(f"{folder / file}: {name} is {actual}, but {expected} in config.json")
+    return model, make_processor(model.config, tokenizer)
 
 
 def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
@@ -136,14 +161,14 @@ def run_processor(root: Path, config: RunConfig, reader: CheckpointReader) -> M6
     tokenizer = load_text_tokenizer(folder)
     if tokenizer.fingerprint != reader.state["tokenizer"]:
         raise UserError(f"{folder}: not the tokenizer that {reader.folder} was trained with")
-    return make_processor(config, tokenizer)
+    return make_processor(config.model, tokenizer)
 
 
-def make_processor(config: RunConfig, tokenizer: M6Tokenizer) -> M6Processor:
-    """Makes the processor, which turns prompts and pictures into inputs of a run's model."""
-    side = config.model.image_size
+def make_processor(config: M6Config, tokenizer: M6Tokenizer) -> M6Processor:
+    """Makes the processor, which turns prompts and pictures into inputs of a model."""
+    side = config.image_size
     image_processor = M6ImageProcessor(size={"height": side, "width": side})
-    return M6Processor(image_processor, tokenizer, num_patches=config.model.num_patches)
+    return M6Processor(image_processor, tokenizer, num_patches=config.num_patches)
 
 
 def is_exported(folder: Path) -> bool:

@@ -61,6 +61,7 @@ def export_hf(
             # transformers' pipelines would ask for 256 tokens. Half of the positions leaves room for a prompt's target.
             model.generation_config.max_new_tokens = min(256, model_config.max_position_embeddings // 2)
             model.decodings = config.m6.objectives.decodings
+            model.learned_captioning = config.m6.objectives.image_captioning.weight > 0
             model.generation_config.save_pretrained(temporary)
             model_config.save_pretrained(temporary)
             processor.save_pretrained(temporary)

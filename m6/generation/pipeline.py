@@ -113,12 +113,17 @@ class M6TextToImagePipeline:
 
         Raises:
             UserError: a caption is empty or too long, there are fewer candidates than pictures, or the model was not
-                trained for the decoding.
+                trained for the decoding, or for captioning, by which it chooses among candidates.
         """
         texts = [captions] if isinstance(captions, str) else list(captions)
         num_drawn = num_images if num_candidates is None else num_candidates
         if not 1 <= num_images <= num_drawn:
             raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {num_drawn}")
+        if num_candidates is not None and not self.model.learned_captioning:
+            raise UserError(
+                "num_candidates: the model cannot choose among pictures: it has not been trained with "
+                "m6.objectives.image_captioning, or an older version exported it, which does not say; export it again"
+            )
         if repaint is not None and sampling.decoding is None:
             sampling = replace(sampling, decoding="masked")  # the other way knows only what is above and to the left
         sampling = resolve_decoding(self.model, sampling)

@@ -13,6 +13,7 @@ from m6.errors import UserError
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 _DECODINGS = "code_decodings"
+_CAPTIONING = "image_captioning"
 
 
 class M6GenerationMixin(GenerationMixin):
@@ -33,7 +34,19 @@ class M6GenerationMixin(GenerationMixin):
 
     @decodings.setter
     def decodings(self, value: list[Decoding]) -> None:
-        setattr(self.generation_config, _DECODINGS, value)
+        self._keep(_DECODINGS, value)
+
+    @property
+    def learned_captioning(self) -> bool:
+        """Whether the model was trained to caption pictures; saved beside ``decodings``."""
+        return getattr(self.generation_config, _CAPTIONING, False)
+
+    @learned_captioning.setter
+    def learned_captioning(self, value: bool) -> None:
+        self._keep(_CAPTIONING, value)
+
+    def _keep(self, name: str, value: Any) -> None:
+        setattr(self.generation_config, name, value)
         # from_pretrained drops what it does not know of a file that claims to follow from the model's configuration.
         self.generation_config._from_model_config = False
 

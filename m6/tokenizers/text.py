@@ -187,5 +187,6 @@ def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
         raise UserError(f'{path} holds no tokenizer ({MODEL_FILE} is missing); train one with "m6 data tokenizer"')
     try:
         return M6Tokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:  # SentencePiece raises RuntimeError for a damaged model
-        raise UserError(f"{path}: not a whole tokenizer: {error}") from None
+    # SentencePiece raises RuntimeError for a damaged model, transformers TypeError for JSON of another form.
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise UserError(f"{path}: {MODEL_FILE} or tokenizer_config.json is damaged: {error}") from None

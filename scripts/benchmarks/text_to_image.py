@@ -39,7 +39,7 @@ def main(
     recorder = Recorder(file, f"Drawing pictures of {grid} x {grid} places, {number} codes")
     torch.set_num_threads(1)
     run = load_config(config)
-    processor = make_processor(run, load_text_tokenizer(run.m6.data.tokenizer))
+    processor = make_processor(run.model, load_text_tokenizer(run.m6.data.tokenizer))
     torch.manual_seed(0)
     shape = {**run.document["m6"]["model"], "max_position_embeddings": number + 4}
     shape |= {"code_grid_size": grid, "codes_per_place": codes_per_place}

@@ -74,5 +74,5 @@ def open_sample_grids(config: RunConfig, tokenizer: M6Tokenizer, folder: Path, r
     settings, image_tokenizer = config.m6.samples, config.m6.data.image_tokenizer
     if settings is None or image_tokenizer is None:
         return None
-    processor, decoding = make_processor(config, tokenizer), config.m6.objectives.decodings[0]
+    processor, decoding = make_processor(config.model, tokenizer), config.m6.objectives.decodings[0]
     return SampleGrids(settings, processor, load_image_tokenizer(image_tokenizer), decoding, folder, runtime)

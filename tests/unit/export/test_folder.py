@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from m6.checkpoints.loading import INDEX, WEIGHTS, load_run_model
@@ -114,6 +114,47 @@ def test_a_truncated_export_is_named(make_run, tmp_path):
     (shard,) = (tmp_path / "hf").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(UserError, match="not a complete exported model"):
+        load_run_model(tmp_path / "hf", torch.device("cpu"))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def change_json(**values):
+    def change(file: Path) -> None:
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def drop_a_weight(file: Path) -> None:
+    weights = load_file(file)
+    del weights[min(weights)]
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("generation_config.json", Path.unlink, r"generation_config\.json: no such file"),
+        ("generation_config.json", cut, r"generation_config\.json: not readable as JSON"),
+        ("generation_config.json", change_json(code_decodings=["mask"]), 'unknown way to draw "mask"; did .*"masked"'),
+        ("model.safetensors", drop_a_weight, r"hf: 1 missing weights for its config\.json, such as model\.embeddings"),
+        ("config.json", change_json(num_layers=1), "hf: .* unexpected weights"),
+        ("config.json", change_json(hidden_size=48), "hf: .* mismatched weights"),
+        ("tokenizer_config.json", change_json(image_vocab_size=9), r"image_vocab_size is 9, but 16 in config\.json"),
+        ("tokenizer_config.json", cut, r"tokenizer_config\.json is damaged"),
+        ("tokenizer_config.json", lambda file: file.write_text("[]"), r"tokenizer_config\.json is damaged"),
+        ("sentencepiece.model", Path.unlink, r"sentencepiece\.model is missing"),
+        ("sentencepiece.model", cut, r"sentencepiece\.model or .* is damaged"),
+    ],
+)
+def test_a_damaged_export_is_refused(make_run, tmp_path, file, change, message):
+    run, _ = make_run()
+    export_hf(run, tmp_path / "hf")
+    change(tmp_path / "hf" / file)
+    with pytest.raises(UserError, match=message):
         load_run_model(tmp_path / "hf", torch.device("cpu"))
 
 
