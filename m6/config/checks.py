@@ -157,20 +157,26 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_p
         )
 
 
-def check_captions(config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int) -> None:
-    """Raises UserError if a caption is empty, or if it or a picture is too long for the model's positions."""
+def check_captions(
+    config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int, *, as_targets: bool = False
+) -> None:
+    """Raises UserError if a caption is empty, or if it or a picture is too long for the model's positions.
+
+    With ``as_targets``, the captions are also targets, which <bos> and <eos> make longer.
+    """
     limit = config.max_position_embeddings
     if num_codes + 4 > limit:  # <bos>, <boi>, <eoi> and <eos> stand around the codes
         raise UserError(
             f"a picture of {num_codes} codes does not fit into the model's max_position_embeddings {limit}; an image "
             "tokenizer of configs/image_tokenizer/pictures_64_small.json makes 64"
         )
+    longest, does = (limit - 2, "writes") if as_targets else (limit, "reads")
     for caption in captions:
         length = len(tokenizer.encode_ids(caption))
         if length == 0:
             raise UserError(f"the caption {caption!r} is empty")
-        if length > limit:
-            raise UserError(f"the caption {caption[:20]!r}... has {length} tokens, the model reads {limit}")
+        if length > longest:
+            raise UserError(f"the caption {caption[:20]!r}... has {length} tokens, the model {does} {longest}")
 
 
 def unknown_characters(tokenizer: M6Tokenizer, text: str) -> str:

@@ -112,11 +112,13 @@ class M6TextToImagePipeline:
             progress: show a progress bar on a terminal.
 
         Raises:
-            UserError: a caption is empty or too long, there are fewer candidates than pictures, or the model was not
-                trained for the decoding, or for captioning, by which it chooses among candidates.
+            UserError: there is no caption, one is empty or too long, there are fewer candidates than pictures, or the
+                model was not trained for the decoding, or for captioning, by which it chooses among candidates.
         """
         texts = [captions] if isinstance(captions, str) else list(captions)
         num_drawn = num_images if num_candidates is None else num_candidates
+        if not texts or batch_size < 1:
+            raise UserError(f"found {len(texts)} captions and batch_size {batch_size}; expected at least 1 of each")
         if not 1 <= num_images <= num_drawn:
             raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {num_drawn}")
         if num_candidates is not None and not self.model.learned_captioning:
@@ -131,7 +133,13 @@ class M6TextToImagePipeline:
             raise UserError(f'repainting needs the decoding "masked", found "{sampling.decoding}"')
         grid = self.image_tokenizer
         # Before the first long batch.
-        check_captions(self.model.config, self.processor.tokenizer, texts, grid.num_codes)
+        check_captions(
+            self.model.config,
+            self.processor.tokenizer,
+            texts,
+            grid.num_codes,
+            as_targets=num_candidates is not None,
+        )
         known = None if repaint is None else repaint.known_codes(grid)
         drafts = [Draft(text, seed, index) for text in texts for index in range(num_drawn)]
         codes, images, scores = [], [], []

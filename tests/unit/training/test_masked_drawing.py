@@ -1,6 +1,7 @@
 """A run that learns to draw masked codes of two codebooks, its drawings, repaintings and its export."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,14 @@ from PIL import Image
 
 from m6.data.codes import write_codes
 from m6.data.manifest import Manifest
+from m6.errors import UserError
 from m6.export import export_hf
+from m6.generation.likelihood import caption_scores
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.repaint import Repaint
 from m6.generation.sampling import Sampling
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
+from m6.tokenizers.pictures import square_rgb
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import write_run
 from tests.fixtures.tiny_data import IMAGE_SIDE, TINY_IMAGE_VOCAB_SIZE
@@ -71,7 +75,9 @@ def test_it_learns_and_draws_samples(drawn: Path):
     assert 0 < entries[-1]["validation"]["image_code_denoising"] < 8
     assert (drawn / "samples" / "step_00000002.png").exists()
     assert m6("evaluate", drawn).code == 0
-    assert "image_code_denoising" in (drawn / "report.md").read_text(encoding="utf-8")
+    report = (drawn / "report.md").read_text(encoding="utf-8")
+    row = next(line for line in report.splitlines() if line.startswith("| image_code_denoising |"))
+    assert re.search(r"\d\) \|\s+\|\s+\|$", row), "a unigram model, and no others: targets have gaps"
 
 
 def test_it_draws_the_same_from_its_export_and_from_the_command(drawn: Path, tmp_path: Path):
@@ -84,6 +90,7 @@ def test_it_draws_the_same_from_its_export_and_from_the_command(drawn: Path, tmp
     export_hf(drawn, tmp_path / "exported")
     again = M6TextToImagePipeline.from_pretrained(tmp_path / "exported")
     assert again.model.decodings == ["masked"], "which generation_config.json keeps"
+    assert again.model.learned_captioning
     assert torch.equal(again(["红色圆形", "蓝色方块"], **settings).codes, pictures.codes)
     assert torch.equal(pipeline(["红色圆形", "蓝色方块"], batch_size=1, **settings).codes, pictures.codes)
     out = tmp_path / "pictures"
@@ -97,6 +104,38 @@ def test_candidates_are_ranked(drawn: Path):
     pipeline = M6TextToImagePipeline.from_pretrained(drawn)
     chosen = pipeline("红色圆形", num_images=2, num_candidates=4, sampling=Sampling(passes=2))
     assert chosen.scores[0] >= chosen.scores[1]
+
+
+def test_the_longest_caption_with_candidates(drawn: Path):
+    pipeline = M6TextToImagePipeline.from_pretrained(drawn)
+    tokenizer, limit = pipeline.processor.tokenizer, pipeline.model.config.max_position_embeddings
+    text = next(text for n in range(999) if len(tokenizer.encode_ids(text := "红" * n)) == limit - 2)
+    settings = {"num_candidates": 1, "sampling": Sampling(passes=1), "progress": False}
+    assert pipeline(text, **settings).scores.isfinite().all()
+    longer = text + "红"
+    with pytest.raises(UserError, match=rf"has {limit - 1} tokens, the model writes {limit - 2}"):
+        pipeline(longer, **settings)
+    pipeline(longer, **settings | {"num_candidates": None})
+
+
+def test_a_repainted_picture_is_scored_as_training_pads_it(drawn: Path):
+    pipeline = M6TextToImagePipeline.from_pretrained(drawn)
+    wide = Image.fromarray(np.random.default_rng(0).integers(0, 256, (IMAGE_SIDE // 2, IMAGE_SIDE, 3), np.uint8))
+    scores = [caption_scores(pipeline.model, pipeline.processor, [p], ["红"]) for p in (wide, square_rgb(wide))]
+    assert torch.equal(*scores)
+
+
+def test_candidates_need_a_model_that_learned_to_caption(drawn: Path):
+    pipeline = M6TextToImagePipeline.from_pretrained(drawn)
+    pipeline.model.learned_captioning = False
+    with pytest.raises(UserError, match=r"not been trained with m6\.objectives\.image_captioning"):
+        pipeline("红", num_candidates=2)
+
+
+@pytest.mark.parametrize(("captions", "batch_size"), [([], 16), (["红"], 0)])
+def test_nothing_to_draw_is_refused(drawn: Path, captions, batch_size):
+    with pytest.raises(UserError, match=rf"found {len(captions)} captions and batch_size {batch_size}"):
+        M6TextToImagePipeline.from_pretrained(drawn)(captions, batch_size=batch_size)
 
 
 def test_repainting_keeps_the_rest(drawn: Path, tmp_path: Path):
