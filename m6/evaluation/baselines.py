@@ -12,7 +12,7 @@ import numpy as np
 from m6.config.run import RunConfig
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.manifest import MANIFEST_NAME
-from m6.data.objectives import source_kind
+from m6.data.objectives import is_in_place, source_kind
 from m6.data.pretraining import PretrainingData
 from m6.data.weights import source_weights
 from m6.errors import UserError
@@ -37,7 +37,7 @@ def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselin
         num_batches: validation micro-batches per objective.
 
     Returns:
-        {objective: {model in ORDERS: mean loss in nats per target}} for every objective with validation data.
+        {objective: {model of ``orders``: mean loss in nats per target}} for every objective with validation data.
     """
     from m6.runs.data import open_data
 
@@ -79,8 +79,15 @@ def compute_baselines(
             continue
         targets = training_targets(config, data, objective)
         counts = NGramCounts(targets, max(ORDERS.values()), config.model.vocab_size)
-        losses[objective] = {name: NGramModel(counts, order).mean_loss(evaluated) for name, order in ORDERS.items()}
+        losses[objective] = {
+            name: NGramModel(counts, order).mean_loss(evaluated) for name, order in orders(objective).items()
+        }
     return losses
+
+
+def orders(objective: str) -> dict[str, int]:
+    """The n-gram models of an objective: what stands before a target that is predicted in place may be hidden too."""
+    return {"unigram": 1} if is_in_place(objective) else ORDERS
 
 
 def training_targets(config: RunConfig, data: PretrainingData, objective: str) -> list[Ints]:
@@ -95,11 +102,11 @@ def training_targets(config: RunConfig, data: PretrainingData, objective: str) -
 
 
 def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints]:
-    """Returns ``[bos] + labels`` for every sample of the micro-batches."""
+    """Returns ``[bos] + labels``, in their order, for every sample of the micro-batches."""
     targets = []
     for batch in batches:
         row, column = (batch.labels != IGNORED_LABEL).numpy().nonzero()
-        # The labels of a sample are contiguous in its row, so a change of row or sample id begins a new sample.
+        # A change of row or sample id begins a new sample. Between targets in place there are others, see ``orders``.
         samples = np.stack([row, batch.sample_ids.numpy()[row, column]])
         begins = np.flatnonzero((np.diff(samples, axis=1) != 0).any(axis=0)) + 1
         for labels in np.split(batch.labels.numpy()[row, column], begins):
@@ -116,6 +123,7 @@ def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[
         "manifest": sha256(data.manifest.folder / MANIFEST_NAME),
         **data.tokenizer_identities,
         "objectives": settings.objectives.model_dump(mode="json"),
+        "orders": {objective: list(orders(objective)) for objective in data.active_objectives},
         "sources": settings.data.sources,
         "sequence_length": settings.data.sequence_length,
         "num_patches": config.model.num_patches,

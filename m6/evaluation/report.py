@@ -203,7 +203,11 @@ def _loss_table(
             f"{losses.targets:,}",
             *([_loss(untrained[objective].mean)] if initial else []),
             f"**{_loss(losses.mean)}**",
-            *(_loss(baselines[objective][name]) for name in ORDERS if baselines),
+            *(
+                _loss(baselines[objective][name]) if name in baselines[objective] else ""
+                for name in ORDERS
+                if baselines
+            ),
         ]
         for objective, losses in trained.items()
     ]

@@ -82,6 +82,11 @@ def test_losses(make_config):
         assert by_model["bigram"] == model.mean_loss(held_out)
 
 
+def test_targets_in_place_have_no_context():
+    assert list(baselines.orders("image_code_denoising")) == ["unigram"]
+    assert list(baselines.orders("text_to_image")) == ["unigram", "bigram", "5-gram"]
+
+
 def test_are_kept_until_something_changes(make_config, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(
