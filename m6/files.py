@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from m6.errors import StorageError
+from m6.errors import StorageError, UserError
 
 
 @contextlib.contextmanager
@@ -22,6 +22,19 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def read_lines(path: Path) -> list[str]:
+    """Returns the lines of a text file in UTF-8, which may begin with a byte order mark.
+
+    Raises:
+        UserError: the file cannot be read, or has another encoding.
+    """
+    try:
+        # Not splitlines, which also cuts at characters that may stand inside of a line, such as U+2028.
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable text file: {error}") from None
 
 
 @contextlib.contextmanager

@@ -12,14 +12,20 @@ import typer
 from m6.cli.options import DecodingWay, Passes
 from m6.colours import to_rgba
 from m6.errors import UserError
-from m6.files import atomic_path
+from m6.files import atomic_path, read_lines
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from m6.generation.sampling import Sampling
+
+_FOR_PICTURES = ("num", "candidates", "guidance", "decoding", "passes", "batch_size")
+_FOR_TEXTS = ("max_new_tokens", "num_beams")
+
 
 def generate(
+    context: typer.Context,
     run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
     prompt: Annotated[str, typer.Argument(help="the caption of the pictures, or the beginning of a text")] = "",
     image: Annotated[
@@ -67,6 +73,11 @@ def generate(
     """Generates pictures of captions, captions of pictures, or the continuation of a text."""
     is_text_to_image = out is not None or out_dir is not None
     # Arguments are checked before torch and the model are loaded, which takes seconds.
+    _refuse(context, _FOR_TEXTS if is_text_to_image else _FOR_PICTURES, "texts" if is_text_to_image else "pictures")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"generate: the text {prompt!r} is not in UTF-8") from None
     if is_text_to_image:
         if bool(prompt) == bool(captions) or bool(image) != bool(mask):
             raise UserError(
@@ -79,24 +90,29 @@ def generate(
         texts = [prompt] if captions is None else read_captions(captions)
         if out_dir is not None and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
+        if out is not None and out.is_dir():
+            raise UserError(f"--out {out} is a folder; expected the PNG to write, or --out-dir")
     elif bool(prompt) == bool(image) or captions is not None or mask is not None:
         raise UserError(
             "generate: give either a text to continue or --image; to generate pictures, give --out or --out-dir"
         )
+    elif (top_k or top_p) and not temperature:
+        raise UserError("generate: --top-k and --top-p of texts need a --temperature above 0, their default")
     pictures = [_open_picture(path) for path in image or ()]
+    from m6.generation.sampling import Sampling
     from m6.runs.processes import default_device
 
     device = default_device()
+    temperature = float(is_text_to_image) if temperature is None else temperature
+    sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     if not is_text_to_image:
-        _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, temperature or 0.0, seed)
+        _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, sampling, seed)
         return
     from m6.config.checks import unknown_characters
     from m6.generation.pipeline import M6TextToImagePipeline
     from m6.generation.repaint import Repaint
-    from m6.generation.sampling import Sampling
 
     repaint = None if box is None else Repaint(pictures[0], box)
-    sampling = Sampling(guidance, 1.0 if temperature is None else temperature, top_k, top_p, decoding, passes)
     pipeline = M6TextToImagePipeline.from_pretrained(run, device)
     for text in texts:
         if unknown := unknown_characters(pipeline.processor.tokenizer, text):
@@ -127,17 +143,22 @@ def generate(
         print(out_dir)
 
 
+def _refuse(context: typer.Context, options: tuple[str, ...], use: str) -> None:
+    """Raises UserError if one of the options is given on the command line."""
+    for name in options:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            advice = "" if use == "texts" else ", which --out and --out-dir draw"
+            raise UserError(f"generate: --{name.replace('_', '-')} is for {use}{advice}")
+
+
 def read_captions(path: Path) -> list[str]:
     """Returns the lines of a text file, without empty ones.
 
     Raises:
         UserError: the file cannot be read, or has no caption.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a readable text file: {error}") from None
-    captions = [line.strip() for line in lines if line.strip()]
+    captions = [line.strip() for line in read_lines(path) if line.strip()]
     if not captions:
         raise UserError(f"{path}: holds no caption")
     return captions
@@ -159,7 +180,7 @@ def _write_texts(
     pictures: list[Image],
     max_new_tokens: int,
     num_beams: int,
-    temperature: float,
+    sampling: Sampling,
     seed: int,
 ) -> None:
     import torch
@@ -169,16 +190,17 @@ def _write_texts(
 
     model, processor = load_run_model(run, device)
     torch.manual_seed(seed)
+    options: dict[str, Any] = {"num_beams": num_beams, "max_new_tokens": max_new_tokens, "do_sample": False}
+    if sampling.temperature > 0:
+        options |= {"do_sample": True, "temperature": sampling.temperature}
+        options |= {"top_k": sampling.top_k} if sampling.top_k else {}
+        options |= {"top_p": sampling.top_p} if sampling.top_p else {}
     if pictures:
-        texts = caption(model, processor, pictures, num_beams=num_beams, max_new_tokens=max_new_tokens)
+        texts = caption(model, processor, pictures, **options)
         for path, text in zip(paths, texts, strict=True):
             print(f"{path}\t{text}")
         return
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
-    texts = continue_text(model, processor, [prompt], max_new_tokens=max_new_tokens, num_beams=num_beams, **sampling)
-    print(texts[0])
+    print(continue_text(model, processor, [prompt], **options)[0])
 
 
 def _open_picture(path: Path) -> Image:

@@ -15,6 +15,8 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from m6.decoding import Decoding
 from m6.errors import UserError, nearest
 
+_LARGEST = 1000.0  # with larger guidance, or divided by less than its inverse, logits could overflow
+
 
 class CodeGrid(Protocol):
     """What drawing has to know of an image tokenizer; see ``ImageTokenizer`` for the attributes."""
@@ -50,10 +52,10 @@ class Sampling:
     passes: int = 12
 
     def __post_init__(self) -> None:
-        if self.guidance_scale < 0 or self.temperature < 0:
-            raise UserError(
-                f"guidance_scale {self.guidance_scale} and temperature {self.temperature} must be at least 0"
-            )
+        if not 0 <= self.guidance_scale <= _LARGEST:
+            raise UserError(f"guidance_scale must be from 0 to {_LARGEST:g}, found {self.guidance_scale}")
+        if self.temperature != 0 and not 1 / _LARGEST <= self.temperature <= _LARGEST:
+            raise UserError(f"temperature must be 0, or {1 / _LARGEST:g} to {_LARGEST:g}, found {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k must be at least 1, found {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:

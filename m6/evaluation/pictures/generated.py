@@ -11,6 +11,7 @@ import numpy as np
 from m6.data.pictures import decode_batch
 from m6.data.sources.local import unreadable_reason
 from m6.errors import UserError
+from m6.files import read_lines
 from m6.generation.folder import CAPTIONS_NAME
 
 
@@ -48,7 +49,9 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
         raise UserError(f'{manifest}: no such file; "m6 generate --out-dir {folder}" writes it')
     files: list[str] = []
     captions: list[str] = []
-    for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(manifest), start=1):
+        if not line:
+            continue
         try:
             entry = json.loads(line)
             file, caption = entry["file"], entry["caption"]

@@ -29,6 +29,15 @@ from tests.fixtures.command import user_error
         (["红", "--captions", "captions.txt", "--out", "grid.png"], "give either a caption or --captions"),
         (["--captions", "missing.txt", "--out", "grid.png"], "missing.txt: not a readable text file"),
         (["红", "--out", "grid.png", "--top-p", "2"], "top_p must be in (0, 1], found 2.0"),
+        (["红", "--out", "grid.png", "--guidance", "inf"], "guidance_scale must be from 0 to 1000, found inf"),
+        (["红", "--out", "."], "--out . is a folder; expected the PNG to write"),
+        (["红", "--out", "grid.png", "--num-beams", "2"], "--num-beams is for texts"),
+        (["今天", "--decoding", "masked"], "--decoding is for pictures, which --out and --out-dir draw"),
+        (["今天", "--guidance", "2"], "--guidance is for pictures"),
+        (["今天", "--top-k", "5"], "--top-k and --top-p of texts need a --temperature above 0"),
+        (["今天", "--temperature", "1e-310"], "temperature must be 0, or 0.001 to 1000, found 1e-310"),
+        (["\udcff", "--out", "grid.png"], r"the text '\udcff' is not in UTF-8"),
+        (["今天", "--temperature", "1", "--top-p", "0.9"], "neither a run nor an exported model"),
         (["红", "--out", "grid.png"], "neither a run nor an exported model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -55,6 +64,8 @@ def test_captions_are_the_lines_that_are_not_empty(tmp_path):
     file = tmp_path / "captions.txt"
     file.write_text(" 红色的圆形\n\n蓝色\n   \n", encoding="utf-8")
     assert read_captions(file) == ["红色的圆形", "蓝色"]
+    file.write_bytes("红\u2028色\r\n蓝色".encode("utf-8-sig"))
+    assert read_captions(file) == ["红\u2028色", "蓝色"]
     file.write_text("\n \n")
     with pytest.raises(UserError, match="holds no caption"):
         read_captions(file)

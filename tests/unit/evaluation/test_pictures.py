@@ -284,6 +284,12 @@ def test_bad_generated_pictures_are_skipped_by_name(tmp_path):
     (folder / "captions.jsonl").write_text('{"file": "0.png"}\n')
     with pytest.raises(UserError, match=r'captions.jsonl:1: expected {"file"'):
         load_generated(folder, 32)
+    lines = "\ufeff" + '{"file": "0.png", "caption": "红\u2028色"}\n'
+    (folder / "captions.jsonl").write_text(lines, encoding="utf-8")
+    assert load_generated(folder, 32)[0].captions == ["红\u2028色"]
+    (folder / "captions.jsonl").write_text(lines, encoding="utf-16")
+    with pytest.raises(UserError, match=r"captions\.jsonl: not a readable text file"):
+        load_generated(folder, 32)
     (folder / "captions.jsonl").write_text("")
     with pytest.raises(UserError, match="no picture can be used"):
         load_generated(folder, 32)

@@ -1,5 +1,7 @@
 """Drawing codes: against a loop by hand without a cache, guidance, sampling, choosing candidates."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -162,8 +164,19 @@ def test_unknown_characters_are_read_in_bytes(model, processor):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"guidance_scale": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}], ids=str
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": 1e-310},
+        {"guidance_scale": -0.1},
+        {"guidance_scale": math.inf},
+        {"guidance_scale": math.nan},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ],
+    ids=str,
 )
 def test_sampling_that_makes_no_sense(options):
-    with pytest.raises(UserError, match=r"at least|in \(0, 1\]"):
+    with pytest.raises(UserError, match=r"at least|from 0 to 1000|0\.001 to 1000|in \(0, 1\]"):
         Sampling(**options)

@@ -173,6 +173,22 @@ def test_what_cannot_be_drawn_is_refused(drawn: Path, tmp_path: Path):
     assert not (tmp_path / "grid.png").exists()
 
 
+def test_captions_are_drawn_as_the_options_say(drawn: Path, tmp_path: Path):
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "picture.png")
+
+    def captioned(*options: object) -> str:
+        command = ("generate", "--checkpoint", drawn, "--image", tmp_path / "picture.png", "--max-new-tokens", 8)
+        outcome = m6(*command, *options)
+        assert outcome.code == 0, outcome.stderr
+        return outcome.stdout
+
+    drawn_at_random = {captioned("--temperature", 5, "--seed", seed) for seed in range(3)}
+    assert len(drawn_at_random) > 1
+    assert captioned("--temperature", 5, "--seed", 1) in drawn_at_random
+    assert captioned("--temperature", 5, "--top-k", 1) == captioned()
+    assert captioned("--temperature", 5, "--top-p", 1e-9) == captioned()
+
+
 def test_unknown_characters_are_named(drawn: Path, tmp_path: Path):
     outcome = m6("generate", "--checkpoint", drawn, "红𠮷龘𠮷", "--passes", 1, "--out", tmp_path / "grid.png")
     assert outcome.code == 0
