@@ -37,6 +37,7 @@ def caption(
     *,
     num_beams: int = 5,
     max_new_tokens: int = 64,
+    batch_size: int = 64,
     **generate_kwargs: Any,
 ) -> list[str]:
     """Generates a caption for each picture, as in M6's pretraining (arXiv 2103.00823, section 3).
@@ -44,18 +45,21 @@ def caption(
     Args:
         model: in evaluation mode.
         processor: processor of the model.
-        images: B pictures.
+        images: N pictures.
         num_beams: width of the beam search; 1 is greedy decoding.
         max_new_tokens: longest caption, ``<eos>`` included.
+        batch_size: captions that are written at a time.
         generate_kwargs: passed to ``model.generate``.
 
     Returns:
-        B captions.
+        N captions.
     """
-    inputs = processor(images=list(images))
-    return _generate_text(
-        model, processor.tokenizer, dict(inputs), num_beams=num_beams, max_new_tokens=max_new_tokens, **generate_kwargs
-    )
+    generate_kwargs |= {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+    texts = []
+    for begin in range(0, len(images), batch_size):
+        inputs = processor(images=list(images[begin : begin + batch_size]))
+        texts += _generate_text(model, processor.tokenizer, dict(inputs), **generate_kwargs)
+    return texts
 
 
 def continue_text(

@@ -73,9 +73,10 @@ def match_by_model(
     max_tokens: int,
 ) -> NDArray[np.float64]:
     """Returns what ``match_pairs`` says of every pair of N pictures and M captions, [N, M]."""
-    every_picture = [picture for picture in pictures for _ in captions]
-    scores = match_pairs(model, processor, every_picture, [*captions] * len(pictures), max_tokens)
-    return scores.reshape(len(pictures), len(captions))
+    # One picture at a time: the examples of all pairs would not fit into memory.
+    return np.stack(
+        [match_pairs(model, processor, [picture] * len(captions), captions, max_tokens) for picture in pictures]
+    )
 
 
 def match_by_neighbour(neighbour_captions: Sequence[str], captions: Sequence[str]) -> NDArray[np.float64]:

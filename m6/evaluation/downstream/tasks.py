@@ -15,6 +15,7 @@ from m6.data.manifest import Manifest
 from m6.data.objectives import BadRow, Example, Sample, make_example, max_text_tokens
 from m6.data.order import permuted
 from m6.data.reader import open_split
+from m6.errors import UserError
 from m6.evaluation.downstream import captions, classification, continuation, matching
 from m6.evaluation.downstream.classification import LabelledTexts
 from m6.evaluation.downstream.estimates import Estimate, bootstrap, share
@@ -96,6 +97,8 @@ def _classification(subject: Subject, source: str, rows: Rows, training: Rows) -
     settings = subject.config.m6.objectives.text_classification
     test, train = (_labelled(part, settings.with_context) for part in (rows, training))
     validation = _labelled(subject.rows(source, "validation"), settings.with_context)
+    if len(set(train.labels)) < 2:
+        raise UserError(f'{source}: all training rows have the label "{train.labels[0]}"; expected two or more labels')
     predictions = {
         THIS_MODEL: classification.predict_by_likelihood(
             subject.model,
@@ -163,6 +166,8 @@ def _answering(subject: Subject, source: str, rows: Rows, training: Rows) -> Sco
 def _continuing(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
     tokenizer, max_tokens = subject.processor.tokenizer, subject.max_tokens("text_continuation")
     examples = [made for row in rows if (made := _continuation_example(subject, row, max_tokens)) is not None]
+    if not examples:
+        raise UserError(f"{source}: none of {len(rows)} test texts has two sentences, of which the second is written")
     decode = tokenizer.decode
     characters = np.array([len(str(decode(example.target_ids))) for example in examples])
     texts = [tokenizer.encode_ids(row["text"], max_tokens) for row in training]

@@ -227,6 +227,11 @@ def test_captions_and_continuations(tiny_model, pictures):
         == caption(model, Processor(model.config, pictures[1:]), ["second"], num_beams=2, max_new_tokens=5)[0]
     )
     assert all(0 < len(text) <= 5 for text in captions)
+    rows, generate = [], model.generate
+    model.generate = lambda ids, **options: rows.append(len(ids)) or generate(ids, **options)
+    three = caption(model, processor, ["first", "second", "first"], num_beams=2, max_new_tokens=5, batch_size=2)
+    assert three == [*captions, captions[0]]
+    assert rows == [2, 1]
 
     texts = continue_text(model, processor, ["hello", "a"], max_new_tokens=4)
     assert texts[0].startswith("hello")

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from m6.checkpoints.loading import load_run_model
+from m6.config.run import load_config
+from m6.data.manifest import Manifest
 from m6.data.objectives import (
     MATCH,
     NO_MATCH,
@@ -18,8 +20,10 @@ from m6.data.objectives import (
     Sample,
     make_example,
 )
+from m6.errors import UserError
 from m6.evaluation.downstream.classification import predict_by_likelihood
 from m6.evaluation.downstream.matching import match_by_model
+from m6.evaluation.downstream.tasks import TASKS, Subject
 from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
 from m6.tokenizers.pictures import decode_picture, pixel_values
@@ -89,7 +93,11 @@ def test_the_label_of_the_greatest_likelihood(judge):
 def test_matches_are_likelihood_ratios(judge):
     model, processor = judge
     pictures = [decode_picture(draw_shape(c, "圆形", "大"), IMAGE_SIDE) for c in ("红色", "蓝色")]
+    sizes = []
+    run = model.register_forward_hook(lambda _, __, output: sizes.append(len(output.target_losses)))
     scores = match_by_model(model, processor, pictures, TEXTS, max_tokens=40)
+    run.remove()
+    assert len(sizes) == 2, "a picture at a time"
     for row, picture in enumerate(pictures):
         for column, text in enumerate(TEXTS):
             yes, no = (by_hand(model, processor, text, answer, picture) for answer in (MATCH, NO_MATCH))
@@ -189,6 +197,24 @@ def test_table_of_labels(folder: Path):
         "| TF-IDF and logistic regression | 100.0% (51.0% to 100.0%) | 1.00 (",
     ):
         assert any(line.startswith(begin) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "message"),
+    [
+        ("labelled", "text_classification", 'own: all training rows have the label "好评"'),
+        ("data", "text_continuation", "own: none of 2 test texts has two sentences"),
+    ],
+)
+def test_rows_from_which_nothing_is_learned_are_refused_before_the_model_runs(
+    folder: Path, judge, monkeypatch, data, task, message
+):
+    config = load_config(run_of(folder, data, task) / "config.json")
+    subject = Subject(None, judge[1], config, Manifest.load(folder / data), 6)
+    rows = [{"id": str(number), "text": "一句话", "answer": "好评"} for number in range(2)]
+    monkeypatch.setattr(Subject, "rows", lambda *_: rows)
+    with pytest.raises(UserError, match=message):
+        TASKS[task].score(subject, "own", rows, rows)
 
 
 def test_a_run_without_a_task_is_refused(folder: Path):
