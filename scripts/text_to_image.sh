@@ -25,6 +25,7 @@ while [[ ${1:-} == --* ]]; do
     esac
     shift
 done
+[[ $# -le 1 && ${1:-} != -* ]] || pixels=''
 case $pixels in
 64) suffix='' ;;
 128) suffix=_128 ;;
