@@ -8,7 +8,8 @@ Who answers looks at the picture and the questions alone.
 
 from __future__ import annotations
 
-import json
+import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,8 @@ from PIL import Image, ImageDraw, ImageFont
 from m6.errors import UserError
 from m6.evaluation.downstream.estimates import share
 from m6.evaluation.pictures.generated import load_generated
-from m6.files import write_json, write_text
+from m6.files import read_lines, write_json, write_text
+from m6.validation import read_document
 
 NUM_DRAWINGS, NUM_CHOICES, COLUMNS = 40, 5, 8
 SIDE = 128  # pixels of a drawing in the quiz
@@ -75,8 +77,16 @@ def score(
     answers: Annotated[Path, typer.Argument(help="text file with the answers")],
 ) -> None:
     """Counts the right answers."""
-    key = json.loads((quiz / "key.json").read_text(encoding="utf-8"))
-    given = dict(line.split() for line in answers.read_text(encoding="utf-8").splitlines() if line.strip())
+    key = read_document(quiz / "key.json")
+    given = {}
+    for number, line in enumerate(read_lines(answers), start=1):
+        if line.strip():
+            match = re.fullmatch(rf"\s*(\d+)\s+([{LETTERS}])\s*", line, re.IGNORECASE)
+            if match is None:
+                raise UserError(
+                    f'{answers}:{number}: expected a number and a letter, such as "7 C", found "{line[:40]}"'
+                )
+            given[match[1]] = match[2]
     if given.keys() != key.keys():
         missing = sorted(key.keys() ^ given.keys(), key=int)
         raise UserError(f"{answers}: expected one answer for each of 1 to {len(key)}; missing or unknown: {missing}")
@@ -86,4 +96,8 @@ def score(
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

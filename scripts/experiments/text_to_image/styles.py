@@ -10,6 +10,7 @@ The judge learns to tell styles apart, and colours of silhouettes, on real pictu
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -110,4 +111,8 @@ def _parts(caption: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

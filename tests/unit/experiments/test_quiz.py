@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from m6.errors import UserError
 from m6.generation.folder import write_pictures
+from scripts.experiments.text_to_image import quiz as quiz_script
+from scripts.experiments.text_to_image import styles
 from scripts.experiments.text_to_image.quiz import app
 
 CAPTIONS = [f"{colour}的圆形" for colour in ("红色", "绿色", "蓝色", "黄色", "紫色", "黑色")]
@@ -48,6 +51,20 @@ def test_answers_are_counted(quiz, tmp_path):
     outcome = CliRunner().invoke(app, ["score", str(quiz), str(tmp_path / "answers.txt")])
     assert outcome.stdout.startswith("39 of 40: 97.5% (")
     assert f"wrong: 1 ({key['1']['caption']})" in outcome.stdout
+    (tmp_path / "answers.txt").write_text("\n".join(["", "2C", *lines]), encoding="utf-8-sig")
+    with pytest.raises(UserError, match='txt:2: expected a number and a letter, such as "7 C", found "2C"'):
+        CliRunner().invoke(app, ["score", str(quiz), str(tmp_path / "answers.txt")], catch_exceptions=False)
     (tmp_path / "answers.txt").write_text("\n".join(lines[1:]))
     with pytest.raises(UserError, match=r"missing or unknown: \['1'\]"):
         CliRunner().invoke(app, ["score", str(quiz), str(tmp_path / "answers.txt")], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("script", [quiz_script, styles])
+def test_a_mistake_is_a_line_without_a_traceback(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", [script.__file__, "score", *[str(tmp_path / "missing")] * 3][: 5 - (script is quiz_script)]
+    )
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script.__file__, run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'missing'}")
