@@ -11,6 +11,8 @@ import typer
 from m6.cli.options import DecodingWay, Passes
 from m6.errors import UserError
 
+_LONGEST_DEADLINE = 86_400.0  # a day
+
 
 def serve(
     checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
@@ -18,7 +20,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
     max_batch_size: Annotated[int, typer.Option(min=1, help="most requests of a batch")] = 16,
     max_waiting: Annotated[int, typer.Option(min=1, help="most requests in the queue; others get status 429")] = 64,
-    deadline: Annotated[float, typer.Option(min=0.001, help="longest time of a request in seconds")] = 60.0,
+    deadline: Annotated[float, typer.Option(help="longest time of a request in seconds")] = 60.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest caption in tokens")] = 48,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: PyTorch's choice")] = None,
     guidance: Annotated[float, typer.Option(min=0.0, help="pictures: classifier-free guidance; 1: none")] = 2.0,
@@ -32,6 +34,8 @@ def serve(
     passes: Passes = 12,
 ) -> None:
     """Serves a model over HTTP, with a demo page, until Ctrl-C or SIGTERM."""
+    if not 0.001 <= deadline <= _LONGEST_DEADLINE:  # typer's own limits let nan pass
+        raise UserError(f"serve: --deadline must be from 0.001 to {_LONGEST_DEADLINE:g} seconds, found {deadline}")
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')

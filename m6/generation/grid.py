@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -53,10 +54,13 @@ def _font(height: int) -> Font:
 
 
 def _wrapped(text: str, font: Font, height: int) -> str:
-    """Breaks a text at any Chinese character and between Latin words, and cuts it to the lines of a row."""
+    """Breaks a text at any Chinese character, between Latin words and in words that are longer than a line, and cuts it
+    to the lines of a row.
+    """
     limit = _CAPTION_EMS * font.getlength("国")
     lines = [""]
-    for part in re.findall(r"[!-~]+|\s+|.", text):
+    parts = re.findall(r"[!-~]+|\s+|.", text)
+    for part in itertools.chain(*(part if font.getlength(part) > limit else [part] for part in parts)):
         if lines[-1] and font.getlength(lines[-1] + part) > limit:
             lines.append("")
         lines[-1] = (lines[-1] + part).lstrip()

@@ -67,6 +67,7 @@ def test_a_grid_shows_its_captions():
     long = caption_of("一个红色的圆和一个绿色的三角形在蓝色的背景上，" * 9)
     assert long.shape[1] < 64 * 4, "a long caption is wrapped and cut"
     assert (long[[0, -1]] == 255).all(), "inside of its row"
+    assert caption_of("https://" + "x" * 200).shape[1] < 64 * 4, "as is a long word"
 
 
 def test_a_grid_without_captions_is_pictures_alone():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from m6.errors import UserError
+from m6.errors import UserError, nearest
 from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 
@@ -29,6 +29,9 @@ def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
                 f'{path_or_name} holds no image tokenizer ({CONFIG_FILE} is missing); train one with "m6 '
                 'train-image-tokenizer", or give the name of a VQModel of the Hub, OWNER/NAME'
             )
+        if (parent := Path(path_or_name).parent).is_dir():  # such as runs/, rather than an owner on the Hub
+            others = [folder.name for folder in parent.iterdir() if (folder / CONFIG_FILE).is_file()]
+            raise UserError(f"{path_or_name}: no such folder{nearest(Path(path_or_name).name, others)}")
         return DiffusersImageTokenizer.from_pretrained(str(path_or_name))
     try:
         document = json.loads(file.read_bytes())

@@ -154,6 +154,8 @@ USAGE = [
     (["pretrain", "a.json", "--run"], "--run"),
     (["pretrian", "a.json"], "No such command"),
     (["generate", "a prompt"], "--checkpoint"),
+    (["serve", "--checkpoint", "x", "--deadline", "inf"], "--deadline must be from 0.001 to 86400 seconds, found inf"),
+    (["serve", "--checkpoint", "x", "--deadline", "nan"], "--deadline must be from 0.001 to 86400 seconds, found nan"),
     (["generate", "--checkpoint", "x", "a prompt", "--num-beams", "0"], "--num-beams"),
     (["evaluate", "x", "--batches", "many"], "--batches"),
     (["data", "build"], "Missing argument"),

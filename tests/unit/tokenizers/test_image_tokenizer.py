@@ -108,6 +108,13 @@ def test_saving_and_loading_keeps_codes_and_checksum(tokenizer, pixels, tmp_path
     assert (loaded.image_size, loaded.codebook_size, loaded.num_codes) == (16, 12, 16)
 
 
+def test_a_misspelt_folder_is_not_looked_up_on_the_hub(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save_pretrained("runs/image_tokenizer")
+    with pytest.raises(UserError, match=r'^runs/image_tokeniser: no such folder; did you mean "image_tokenizer"\?$'):
+        load_image_tokenizer("runs/image_tokeniser")
+
+
 def test_the_checksum_depends_on_every_weight_and_the_configuration(tokenizer):
     before = tokenizer.checksum
     assert before == tokenizer.checksum
