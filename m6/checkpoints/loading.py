@@ -44,7 +44,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     """
     if is_exported(folder):
         model, processor = _load_exported(folder)
-        return model.to(device).eval(), processor
+        return model.to(device).eval(), processor  # type: ignore[arg-type]  # as a decorator of transformers types it
     config = load_config(folder / "config.json")
     reader = open_newest_checkpoint(folder)
     processor = run_processor(folder, config, reader)
@@ -64,11 +64,12 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
     """
     read_document(folder / "generation_config.json")
     try:
-        model, found = M6ForConditionalGeneration.from_pretrained(
+        loaded: Any = M6ForConditionalGeneration.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: not a complete exported model: {error}") from None
+    model, found = loaded
     for problem in ("missing", "unexpected", "mismatched"):
         if keys := sorted(map(str, found[f"{problem}_keys"])):
             raise UserError(f"{folder}: {len(keys)} {problem} weights for its config.json, such as {keys[0]}")

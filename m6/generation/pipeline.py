@@ -97,8 +97,8 @@ class M6TextToImagePipeline:
         """Generates pictures of each caption.
 
         A picture depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions. Two
-        exceptions: rounding differs between shapes and devices, and experts with a capacity make the tokens of a batch
-        compete.
+        exceptions: rounding differs between shapes and devices, which in bf16 (in fp32 hardly ever) changes pictures, and
+        experts with a capacity make the tokens of a batch compete.
 
         Args:
             captions: a text, or B texts.

@@ -117,8 +117,6 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> dict[str, bool]:
-        if batcher.stopping:
-            raise Stopping("the service is stopping")
         return {"ready": True}
 
     @app.post("/caption")

@@ -107,7 +107,7 @@ class RowLimits(StoppingCriteria):
 
 @dataclass(frozen=True)
 class DrawJob:
-    """A picture to generate: picture ``index`` of a text and a seed, the same as ``m6 generate`` makes."""
+    """A picture to generate: picture ``index`` of a text and a seed, in fp32 the same as ``m6 generate`` makes."""
 
     text: str
     seed: int
