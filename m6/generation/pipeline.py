@@ -97,7 +97,7 @@ class M6TextToImagePipeline:
         """Generates pictures of each caption.
 
         A picture depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions. Two
-        exceptions: rounding differs between shapes and devices, which in bf16 (in fp32 hardly ever) changes pictures, and
+        exceptions: rounding differs between shapes and devices, by enough to change pictures of a model in bf16, and
         experts with a capacity make the tokens of a batch compete.
 
         Args:
