@@ -97,7 +97,7 @@ def generate(
             "generate: give either a text to continue or --image; to generate pictures, give --out or --out-dir"
         )
     elif (top_k or top_p) and not temperature:
-        raise UserError("generate: --top-k and --top-p of texts need a --temperature above 0, their default")
+        raise UserError("generate: --top-k and --top-p of texts need --temperature above 0; its default is 0")
     pictures = [_open_picture(path) for path in image or ()]
     from m6.generation.sampling import Sampling
     from m6.runs.processes import default_device

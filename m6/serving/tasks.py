@@ -86,6 +86,7 @@ class Captioning:
             [job.picture for job in jobs],
             num_beams=1,
             max_new_tokens=max(limits),
+            batch_size=len(jobs),
             min_new_tokens=min_new_tokens,
             do_sample=False,
             stopping_criteria=stop,

@@ -31,7 +31,8 @@ def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
             )
         if (parent := Path(path_or_name).parent).is_dir():  # such as runs/, rather than an owner on the Hub
             others = [folder.name for folder in parent.iterdir() if (folder / CONFIG_FILE).is_file()]
-            raise UserError(f"{path_or_name}: no such folder{nearest(Path(path_or_name).name, others)}")
+            hint = nearest(Path(path_or_name).name, others) if others else f"; {parent} holds no image tokenizer"
+            raise UserError(f"{path_or_name}: no such folder{hint}")
         return DiffusersImageTokenizer.from_pretrained(str(path_or_name))
     try:
         document = json.loads(file.read_bytes())

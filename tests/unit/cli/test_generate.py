@@ -34,7 +34,7 @@ from tests.fixtures.command import user_error
         (["红", "--out", "grid.png", "--num-beams", "2"], "--num-beams is for texts"),
         (["今天", "--decoding", "masked"], "--decoding is for pictures, which --out and --out-dir draw"),
         (["今天", "--guidance", "2"], "--guidance is for pictures"),
-        (["今天", "--top-k", "5"], "--top-k and --top-p of texts need a --temperature above 0"),
+        (["今天", "--top-k", "5"], "--top-k and --top-p of texts need --temperature above 0"),
         (["今天", "--temperature", "1e-310"], "temperature must be 0, or 0.001 to 1000, found 1e-310"),
         (["\udcff", "--out", "grid.png"], r"the text '\udcff' is not in UTF-8"),
         (["今天", "--temperature", "1", "--top-p", "0.9"], "neither a run nor an exported model"),

@@ -103,6 +103,7 @@ def test_a_batch_of_different_lengths_equals_each_description_alone(captioning: 
     assert len(set(expected)) == 3
     jobs = [CaptionJob(Image.open(io.BytesIO(p)), limit) for p, limit in zip(PICTURES, limits, strict=True)]
     assert captioning.run(jobs) == expected
+    assert captioning.run(jobs * 22)[-3:] == expected, "66 at a time"
 
 
 def test_requests_that_wait_share_a_batch_and_get_their_own_answers(captioning: Captioning):

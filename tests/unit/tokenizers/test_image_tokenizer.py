@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -113,6 +114,9 @@ def test_a_misspelt_folder_is_not_looked_up_on_the_hub(tokenizer, tmp_path, monk
     tokenizer.save_pretrained("runs/image_tokenizer")
     with pytest.raises(UserError, match=r'^runs/image_tokeniser: no such folder; did you mean "image_tokenizer"\?$'):
         load_image_tokenizer("runs/image_tokeniser")
+    shutil.rmtree("runs/image_tokenizer")
+    with pytest.raises(UserError, match=r"^runs/image_tokenizer: no such folder; runs holds no image tokenizer$"):
+        load_image_tokenizer("runs/image_tokenizer")
 
 
 def test_the_checksum_depends_on_every_weight_and_the_configuration(tokenizer):
