@@ -96,3 +96,16 @@ def test_bf16_where_a_gpu_multiplies_it(tmp_path: Path, gpu: str, enabled: bool)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     found = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout == f"torch_autocast.enabled={str(enabled).lower()}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("", 9), ("--long FOLDER", 9), ("FOLDER --long", 2), ("--pixels 65", 2), ("--pixels", 2), ("--wide", 2)],
+)
+def test_the_demonstration_refuses_what_it_would_ignore(tmp_path: Path, arguments: str, code: int):
+    shutil.copy(SCRIPT.parent / "text_to_image.sh", tmp_path)
+    (tmp_path / "environment.sh").write_text(f"root={tmp_path}\nmake_environment() {{ exit 9; }}\n")
+    command = ["bash", tmp_path / "text_to_image.sh", *arguments.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    assert (f"[FOLDER]; found {arguments}\n" in ended.stderr) == (code == 2)
