@@ -163,6 +163,11 @@ class MoEConfig:
                 f"top_k {self.top_k} is more than the {self.experts_per_prototype} experts of a prototype "
                 f"(num_experts {self.num_experts} / num_prototypes {self.num_prototypes})"
             )
+        if self.normalize_gates and self.num_prototypes * self.top_k == 1:
+            raise ValueError(
+                "normalize_gates is true, but with num_prototypes 1 and top_k 1 a token has one expert: its gate would "
+                "always be 1, and the router would learn nothing from the task; use false"
+            )
         if self.experts_per_prototype % self.num_groups:
             raise ValueError(
                 f"num_groups {self.num_groups} does not divide the {self.experts_per_prototype} experts of a prototype"

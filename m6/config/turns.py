@@ -39,6 +39,11 @@ def check_turns(settings: M6Settings, model: M6Config) -> None:
             "its ranks sum up one micro-batch at a time; leave one of them out",
         ),
         (
+            'm6.pseudo_to_real.switch "gradient_correlation"',
+            settings.pseudo_to_real is not None and settings.pseudo_to_real.switch == "gradient_correlation",
+            "it tells the gradients of the layers apart as one micro-batch runs through them; leave one of them out",
+        ),
+        (
             "m6.training.batch_ramp",
             bool(training.batch_ramp),
             "the number of micro-batches grows with it; leave one of them out",

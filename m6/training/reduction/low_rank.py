@@ -9,6 +9,8 @@ from m6.planning.cost.gradient_bytes import GradientTensor
 from m6.training.reduction.collectives import CountedCollectives
 
 _SEED = 0
+# Added to the norm of a column of P, which is 0 where a gradient is.
+_EPSILON = 1e-20
 
 
 class LowRank:
@@ -35,7 +37,13 @@ class LowRank:
         self._ranks = [min(rank, rows, columns) for _, rows, columns in self._matrices]
         # It demands two plain steps, in which DistributedDataParallel makes its buckets; here there are none.
         self._state = PowerSGDState(
-            None, rank, start_powerSGD_iter=2, min_compression_rate=1, use_error_feedback=False, warm_start=True
+            None,
+            rank,
+            start_powerSGD_iter=2,
+            min_compression_rate=1,
+            use_error_feedback=False,
+            warm_start=True,
+            orthogonalization_epsilon=_EPSILON,
         )
         self._state.iter = self._state.start_powerSGD_iter
         sizes = list(zip(self._matrices, self._ranks, strict=True))
@@ -44,16 +52,20 @@ class LowRank:
         generator = torch.Generator().manual_seed(_SEED)
         first = torch.randn(q, generator=generator, dtype=torch.float64)
         self._state.p_memory_dict[0] = torch.empty(p, device=like.device, dtype=like.dtype)
-        self._state.q_memory_dict[0] = first.to(like.device, like.dtype)
+        self._first = first.to(like.device, like.dtype)
+        self._state.q_memory_dict[0] = self._first.clone()
 
     def factors(self) -> list[Tensor]:
         """Q of each tensor, [matrices, columns, rank]: what the next step begins with, the same on all ranks."""
+        return self._divided(self._state.q_memory_dict[0])
+
+    def _divided(self, q: Tensor) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         begin = 0
         for index in self._order:
             (number, _, columns), rank = self._matrices[index], self._ranks[index]
             numel = number * columns * rank
-            found[index] = self._state.q_memory_dict[0][begin : begin + numel].view(number, columns, rank)
+            found[index] = q[begin : begin + numel].view(number, columns, rank)
             begin += numel
         return [found[index] for index in range(len(found))]
 
@@ -68,6 +80,9 @@ class LowRank:
             for index, part in zip(self._order, parts, strict=True)
             for matrix in part.view(self._matrices[index])
         ]
+        # A gradient of 0 leaves columns of 0, through which nothing would ever be sent again.
+        for factors, first in zip(self.factors(), self._divided(self._first), strict=True):
+            factors.copy_(torch.where(factors.any(dim=1, keepdim=True), factors, first))
         powerSGD_hook(self._state, _Bucket(flat, matrices)).wait()  # type: ignore[arg-type]
         for memory in (self._state.p_memory_dict[0], self._state.q_memory_dict[0]):
             self._collectives.count_all_reduce(memory)

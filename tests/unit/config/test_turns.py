@@ -28,6 +28,10 @@ def turns(folder: Path, **changes: Any) -> dict[str, Any]:
             {"m6__training__deterministic": "any_world"},
         ),
         ("m6.parallel.pipeline: its schedule", {"m6__parallel__pipeline": {"num_ranks": 2}}),
+        (
+            'm6.pseudo_to_real.switch "gradient_correlation": it tells the gradients of the layers apart',
+            {"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}},
+        ),
         ("m6.training.batch_ramp: the number", {"m6__training__batch_ramp": [{"steps": 1, "batch_size": 4}]}),
         ("m6.offload.rules: activations are offloaded block by block", {"m6__offload": OFFLOAD}),
     ],

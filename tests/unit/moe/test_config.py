@@ -45,6 +45,7 @@ from moe import MoEConfig
         ({"aux_loss_weight": True}, "aux_loss_weight"),
         ({"bias": 1}, "bias"),
         ({"normalize_gates": "false"}, "normalize_gates"),
+        ({"normalize_gates": True}, "normalize_gates"),  # of one expert
     ],
 )
 def test_errors_begin_with_the_field(values, field) -> None:
