@@ -14,20 +14,22 @@ from m6.errors import UserError
 from m6.files import cache_folder
 
 
-def tar_rows(path: Path, name: str, options: SourceOptions) -> Iterator[Row]:
+def tar_rows(path: Path, folder: Path, name: str, options: SourceOptions) -> Iterator[Row]:
     """Yields the rows of a WebDataset tar file.
 
     Args:
         path: the file.
-        name: its name in the corpus, with which the ids begin.
+        folder: the input's folder.
+        name: name of the input, with which the ids begin.
         options: columns of its .json members.
     """
+    identity = f"{name}/{path.relative_to(folder).as_posix()}"
     try:
-        yield from WebDataset(name.rpartition("/")[0], [path], options).rows_of(path)
+        yield from WebDataset(name, folder, [path], options).rows_of(path)
     except UserError:  # the first .json has not the columns
-        yield Row(name, None, problem="no such column in a .json")
+        yield Row(identity, None, problem="no such column in a .json")
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
-        yield Row(name, None, problem=damaged(error))
+        yield Row(identity, None, problem=damaged(error))
 
 
 def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
@@ -45,7 +47,7 @@ def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
             identity, None, image=None if is_large else path.read_bytes(), problem=TOO_LARGE if is_large else None
         )
     elif path.suffix.lower() == ".tar":
-        yield from tar_rows(path, identity, SourceOptions(cache=cache_folder(), licence="private"))
+        yield from tar_rows(path, path.parent, name, SourceOptions(cache=cache_folder(), licence="private"))
     else:
         for number, entry in enumerate(parquet_entries(path, [image_column]), start=1):
             if isinstance(entry, str):

@@ -18,7 +18,7 @@ from m6.data.corpus.remote import is_remote, list_remote
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
 from m6.data.sources.folders import METADATA
-from m6.data.sources.local import PICTURE_SUFFIXES, split_of_name, unreadable_reason
+from m6.data.sources.local import PICTURE_SUFFIXES, split_of_file, split_of_folder, unreadable_reason
 from m6.data.sources.packages import combined_sha256
 from m6.errors import UserError
 
@@ -201,7 +201,7 @@ def _is_picture_folder(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """A file of an input: its name, its entry in the plan, and why it is not opened."""
+    """A file of an input: its name below the input's folder, its entry in the plan, and why it is not opened."""
 
     name: PurePath
     entry: InputFile
@@ -217,7 +217,7 @@ def _local_files(path: Path, read_before: dict[str, InputFile]) -> list[_Found]:
     for file in readable:
         reason = unreadable_reason(folder, file)
         unread = InputFile(path=str(file), bytes=0, modified_ns=0, sha256="")
-        found.append(_Found(file, unread if reason else _checked_file(file, read_before), reason))
+        found.append(_Found(file.relative_to(folder), unread if reason else _checked_file(file, read_before), reason))
     return found
 
 
@@ -256,11 +256,12 @@ def _add_files(plan: Plan, settings: InputSettings, found: list[_Found]) -> None
         if file.unreadable is not None:
             plan.parts.append(Part(input=settings.called, files=[number], unreadable=file.unreadable))
             continue
-        checksums.append((file.name.name, file.entry.sha256))
+        checksums.append((file.name.as_posix(), file.entry.sha256))
         if suffix_of(file.name) in TEXTS:
             texts.append(number)
+            splits.add(split_of_folder(file.name))
         else:
-            splits.add(split_of_name(file.name.name.split(".")[0]))
+            splits.add(split_of_file(file.name))
             plan.parts.append(Part(input=settings.called, files=[number]))
     for begin in range(0, len(texts), _FILES_OF_A_PART):
         plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _FILES_OF_A_PART]))

@@ -27,11 +27,12 @@ from m6.data.corpus.plan import (
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings
 from m6.data.corpus.remote import fetch
 from m6.data.corpus.web import read_archive
+from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.documents import Documents
 from m6.data.sources.folders import json_entries
-from m6.data.sources.local import split_of_name
-from m6.data.sources.tables import picture_row, text_rows
+from m6.data.sources.local import split_of_file
+from m6.data.sources.table_rows import picture_row, text_rows
 
 
 def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> Iterator[Row]:
@@ -89,19 +90,21 @@ def _rows_of(
         return
     for path, name in zip(paths, names, strict=True):
         if suffix_of(path) in TARS:
-            yield from tar_rows(path, name, options)
+            yield from tar_rows(path, folder, part.input, options)
         else:
-            yield from _table_rows(path, name, settings, options)
+            yield from _table_rows(path, name, split_of_file(path.relative_to(folder)), settings, options)
 
 
-def _table_rows(path: Path, name: str, settings: InputSettings, options: SourceOptions) -> Iterator[Row]:
-    split = split_of_name(path.name.split(".")[0])
+def _table_rows(
+    path: Path, name: str, split: Split | None, settings: InputSettings, options: SourceOptions
+) -> Iterator[Row]:
     columns, suffix = list(options_columns(settings).values()), suffix_of(path)
+    read: Iterator[tuple[int, dict[str, Any] | str]]
     if suffix in ARCHIVES:
-        read = _pages(path, settings)
+        read = enumerate(_pages(path, settings), start=1)
     else:
-        read = parquet_entries(path, columns) if suffix == ".parquet" else _json_lines(path)
-    for number, entry in enumerate(read, start=1):
+        read = enumerate(parquet_entries(path, columns), start=1) if suffix == ".parquet" else _json_lines(path)
+    for number, entry in read:
         identity = f"{name}:{number}"
         if isinstance(entry, str):
             yield Row(identity, None, problem=entry)
@@ -119,14 +122,15 @@ def _pages(path: Path, settings: InputSettings) -> Iterator[dict[str, Any] | str
         yield damaged(error)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    number = 0
     try:
         with path.open("rb") as file:
-            yield from json_entries(
-                cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix.lower() == ".gz" else file
-            )
+            lines = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix.lower() == ".gz" else file
+            for number, entry in json_entries(lines):
+                yield number, entry
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        yield damaged(error)
+        yield number + 1, damaged(error)
 
 
 def read_texts(path: Path, text_column: str) -> Iterator[str]:
@@ -138,5 +142,5 @@ def read_texts(path: Path, text_column: str) -> Iterator[str]:
         if suffix_of(file) in TEXTS:
             rows = Documents("set", file.parent, [file], options).rows()
         else:
-            rows = _table_rows(file, "set", settings, options)
+            rows = _table_rows(file, "set", None, settings, options)
         yield from (row.text for row in rows if row.problem is None)

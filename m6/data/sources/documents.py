@@ -26,7 +26,7 @@ class Documents(LocalSource):
     kind: SourceKind = "text"
 
     def __init__(self, name: str, folder: Path, files: list[Path], options: SourceOptions) -> None:
-        super().__init__(name, files, options)
+        super().__init__(name, folder, files, options)
         relative = {file: file.relative_to(folder) for file in files}
         self._names = {file: f"{name}/{part.as_posix()}" for file, part in relative.items()}
         self._splits = {file: split_of_folder(part) for file, part in relative.items()}

@@ -41,9 +41,9 @@ class PictureFolder(LocalSource):
     """
 
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
-        self._folder = folder
         self._pictures = sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURE_SUFFIXES)
-        captions = [file for file in sorted(folder.rglob("*.txt")) if unreadable_reason(folder, file) is None]
+        beside = {picture.with_suffix(".txt") for picture in self._pictures}
+        captions = [file for file in sorted(beside) if unreadable_reason(folder, file) is None]
         self._metadata = [
             file
             for metadata_name in METADATA
@@ -61,10 +61,12 @@ class PictureFolder(LocalSource):
             )
         # Only files that are read count in the checksum; opening a named pipe or a device could block forever.
         pictures = [file for file in self._pictures if unreadable_reason(folder, file) is None]
-        super().__init__(name, [*pictures, *(self._metadata or captions)], options)
+        super().__init__(name, folder, [*pictures, *(self._metadata or captions)], options)
         self.own_splits = own_splits(options, splits)
         if self._metadata:
-            self.columns = {role: column for role, column in options.columns().items() if role != "image"}
+            self.columns = {
+                role: column for role, column in options.columns().items() if role not in ("image", "context")
+            }
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of the metadata files, then one row for each other picture."""
@@ -80,19 +82,22 @@ class PictureFolder(LocalSource):
             elif self._classes:
                 yield self._row(file_name, picture.parent.name, {})
             else:
-                caption = picture.with_suffix(".txt")
-                readable = unreadable_reason(self._folder, caption) is None
-                text = caption.read_text(encoding="utf-8", errors="replace") if readable else ""
-                problem = unreadable_reason(self._folder, picture)
-                if problem is None and not text.strip():
-                    problem = "no caption"
+                text, problem = self._caption(picture.with_suffix(".txt"))
+                problem = unreadable_reason(self._folder, picture) or problem
                 yield self._row(file_name, text, {}) if problem is None else self._bad(file_name, problem)
+
+    def _caption(self, file: Path) -> tuple[str, str | None]:
+        """The text of a caption's file, and why there is none."""
+        try:
+            text = "" if unreadable_reason(self._folder, file) else file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            return "", "not UTF-8"
+        return text, None if text.strip() else "no caption"
 
     def _metadata_rows(self, metadata: Path, named: set[Path]) -> Iterator[Row]:
         parent = metadata.parent.relative_to(self._folder)
-        read = _csv_entries if metadata.suffix == ".csv" else _json_file_entries
         checked = False
-        for number, entry in enumerate(read(metadata), start=1):
+        for number, entry in file_entries(metadata):
             if isinstance(entry, str):
                 yield self._bad(f"{(parent / metadata.name).as_posix()}:{number}", entry)
                 continue
@@ -129,31 +134,42 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def json_entries(lines: IO[bytes]) -> Iterator[dict[str, Any] | str]:
-    """Yields each line of a JSONL file as an object, or as the reason why it is none."""
-    while line := lines.readline(MAX_LINE_BYTES):
-        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while (rest := lines.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            yield "line too long"
-            continue
-        yield parse_object(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+def file_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yields the rows of a JSONL or CSV file with their numbers from 1, or what is wrong with one.
 
-
-def _json_file_entries(file: Path) -> Iterator[dict[str, Any] | str]:
+    UserError for a file that is not CSV in UTF-8.
+    """
+    if file.suffix.lower() == ".csv":
+        yield from enumerate(_csv_entries(file), start=1)
+        return
     with file.open("rb") as lines:
         yield from json_entries(lines)
 
 
+def json_entries(lines: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yields the lines of a JSONL file that are not blank: the number, and the object or why there is none."""
+    number = 0
+    while line := lines.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := lines.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, "line too long"
+        elif line.strip():
+            yield number, parse_object(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+
+
 def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:
-    """Yields the rows of a CSV file, or what is wrong with one; UserError for a file that is not CSV in UTF-8."""
     limit = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
         with file.open(encoding="utf-8-sig", newline="") as lines:
             for entry in csv.DictReader(lines):
                 # Fields beyond the header are under the key None.
-                yield "more fields than columns" if None in entry else entry
+                if None in entry:
+                    yield "more fields than columns"
+                else:
+                    yield {column: value or None for column, value in entry.items()}
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8") from None
     except csv.Error as error:

@@ -1,15 +1,17 @@
 """What the sources of the user's own files share: the licence, links that are refused, splits and columns."""
 
+import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
+from m6 import files
 from m6.data.manifest import SPLITS, Origin, SourceKind, Split
 from m6.data.sources.base import SourceOptions
-from m6.data.sources.packages import tree_sha256
+from m6.data.sources.packages import combined_sha256
 from m6.data.sources.text import text_key
 from m6.errors import UserError, nearest
 
@@ -29,7 +31,8 @@ class LocalSource:
 
     Args:
         name: name in the manifest.
-        paths: all files that are read; the checksum of the origin covers them.
+        folder: folder of the files.
+        paths: the files; the checksum of the origin covers them and their paths in the folder.
         options: must have a licence for this name.
 
     Attributes:
@@ -43,20 +46,27 @@ class LocalSource:
     kind: SourceKind = "image_text"
     own_splits: frozenset[Split] = frozenset()
 
-    def __init__(self, name: str, paths: list[Path], options: SourceOptions) -> None:
+    def __init__(self, name: str, folder: Path, paths: list[Path], options: SourceOptions) -> None:
         licence = options.licences.get(name, options.licence)
         if licence is None:
             raise UserError(
                 f'--licence is missing: under which licence may "{name}" be used? It is recorded in the manifest, '
                 f"for example --licence CC-BY-4.0, --licence private, or --licence {name}=private for this source alone"
             )
-        self.name, self._paths, self._options, self._licence = name, paths, options, licence
+        self.name, self._folder, self._paths = name, folder, paths
+        self._options, self._licence = options, licence
 
     def origin(self) -> list[Origin]:
         """Returns one origin with a checksum of all files."""
-        checksum = tree_sha256(self._paths)
+        # Paths count, because folders name splits, labels and captions; not the folder itself: a copy is the same data.
+        checksum = combined_sha256(
+            (os.path.relpath(file, self._folder), files.sha256(file)) for file in self._files_read()
+        )
         columns = dict(self.columns) or None
         return [Origin(package=self.name, version="local", licence=self._licence, sha256=checksum, columns=columns)]
+
+    def _files_read(self) -> Iterable[Path]:
+        return self._paths
 
 
 def own_splits(options: SourceOptions, named: Iterable[Split | None]) -> frozenset[Split]:
@@ -69,9 +79,14 @@ def split_of_name(name: str) -> Split | None:
     return next((_SPLITS[part] for part in re.split("[^a-z]+", name.lower()) if part in _SPLITS), None)
 
 
-def split_of_folder(relative: Path) -> Split | None:
+def split_of_folder(relative: PurePath) -> Split | None:
     """Returns the split that the first folder of a relative path is named after."""
     return split_of_name(relative.parts[0]) if len(relative.parts) > 1 else None
+
+
+def split_of_file(relative: PurePath) -> Split | None:
+    """Returns the split that a file is named after, or else the first folder of its relative path."""
+    return split_of_name(relative.name) or split_of_folder(relative)
 
 
 def split_of_row(entry: Mapping[str, Any], options: SourceOptions) -> tuple[Split | None, str | None]:
@@ -104,7 +119,7 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
         resolved = path.resolve()
         if not resolved.is_relative_to(folder.resolve()):
             return "outside of the folder"
-        status = resolved.stat()
+        status = path.stat()  # not of the resolved path, which leaves out "missing/.."
     except (OSError, ValueError, RuntimeError):  # the name is too long or has a NUL, or links form a loop
         return "missing image" if path.suffix.lower() in PICTURE_SUFFIXES else "missing file"
     if not stat.S_ISREG(status.st_mode):

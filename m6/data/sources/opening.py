@@ -62,11 +62,11 @@ def _source(
         return PictureFolder(name, folder, options), ("pictures", "metadata", ".txt", "other")
     if ".tar" in forms:
         _refuse_links(folder, forms[".tar"])
-        return WebDataset(name, forms[".tar"], options), (".tar", "other")
+        return WebDataset(name, folder, forms[".tar"], options), (".tar", "other")
     if tables:
         files = [file for form in tables for file in forms[form]]
         _refuse_links(folder, files)
-        table = LocalTable(name, files, options)
+        table = LocalTable(name, folder, files, options)
         # Rows may name pictures by their path.
         return table, (*tables, "other", *(("pictures",) if table.kind == "image_text" else ()))
     documents = [file for form in Documents.FORMATS for file in forms.get(form, ())]

@@ -145,14 +145,13 @@ def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[
 
 
 def tree_sha256(paths: Iterable[Path]) -> str:
-    """Returns one SHA-256 over the names and contents of files. Their order and folders do not matter."""
+    """Returns one SHA-256 over the names and contents of a package's files. Their order and folders do not matter."""
     return combined_sha256((path.name, files.sha256(path)) for path in paths)
 
 
 def combined_sha256(named: Iterable[tuple[str, str]]) -> str:
-    """Returns one SHA-256 over names of files without their folders, and the SHA-256 of each."""
+    """Returns one SHA-256 over names of files, relative to the folder of the data, and the SHA-256 of each."""
     digest = hashlib.sha256()
-    # Names without folders: the same files in another place are the same data.
     for name, checksum in sorted(named):
         digest.update(f"{checksum}  {name}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()

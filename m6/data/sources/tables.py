@@ -1,15 +1,19 @@
 """Tables with a text column and optional pictures or labels: local files, saved data sets, and the Hub.
 
-Hugging Face Datasets streams them. No loading scripts are run, and pictures are not decoded.
+Hugging Face Datasets streams Parquet, saved data sets and the Hub. No loading scripts are run, and pictures are not
+decoded. JSONL and CSV are read here: one bad line costs one row, and a cell of CSV is the text that it was written as.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.folders import file_entries
 from m6.data.sources.local import (
     LocalSource,
     context_of_row,
@@ -18,48 +22,72 @@ from m6.data.sources.local import (
     label_of_row,
     own_splits,
     require_column,
+    split_of_file,
     split_of_name,
-    split_of_row,
     unreadable_reason,
 )
-from m6.data.sources.text import passages
+from m6.data.sources.table_rows import named_file, picture_row, split_or_problem, text_rows
 from m6.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
 
 
-# What Hugging Face Datasets lets through of damaged files: an empty JSONL ends in StopIteration, features that are not
-# an object in TypeError.
+# What Hugging Face Datasets lets through of damaged files: features that are not an object end in TypeError.
 _READ_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, StopIteration, RecursionError)
+_BATCH_ROWS = 256  # of Parquet; the default is the first row group, which may be empty
+_ROWS_FOR_COLUMNS = 1000  # JSONL has no schema: its columns are those of so many rows
 
 
 class LocalTable(LocalSource):
     """Parquet, JSONL or CSV files with a text column and an optional image column.
 
     An image is bytes, Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder. Files that are
-    named after splits, such as ``train.jsonl`` or ``data/test-00000.parquet``, are these splits.
+    named after splits, such as ``train.jsonl`` or ``data/test-00000.parquet``, or else whose folder at the top is, are
+    these splits.
 
     Raises:
-        UserError: forms are mixed, a file cannot be read, or a column is missing.
+        UserError: forms are mixed, a file cannot be read, all are empty, or a column is missing.
     """
 
-    FORMATS: ClassVar[dict[str, str]] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
+    FORMATS: ClassVar[tuple[str, ...]] = (".parquet", ".jsonl", ".csv")
 
-    def __init__(self, name: str, files: list[Path], options: SourceOptions) -> None:
-        super().__init__(name, files, options)
-        if len({file.suffix for file in files}) > 1:
-            raise UserError(
-                f'"{name}" mixes {" and ".join(sorted({f.suffix for f in files}))}: build them as two sources'
-            )
-        by_split: dict[Split | None, list[str]] = {}
+    def __init__(self, name: str, folder: Path, files: list[Path], options: SourceOptions) -> None:
+        super().__init__(name, folder, files, options)
+        forms = sorted({file.suffix.lower() for file in files})
+        if len(forms) > 1:
+            raise UserError(f'"{name}" mixes {" and ".join(forms)}: build them as two sources')
+        together: dict[tuple[Split | None, Path], list[Path]] = {}
         for file in files:
-            by_split.setdefault(split_of_name(file.stem), []).append(str(file))
-        form = self.FORMATS[files[0].suffix]
-        tables = {split: _load(name, form, data_files=part, split="train") for split, part in by_split.items()}
-        self._table = _Table(name, tables, files[0].parent, options)
-        self.kind, self.own_splits = self._table.kind, own_splits(options, by_split)
+            together.setdefault((split_of_file(file.relative_to(folder)), file.parent), []).append(file)
+        read = self._parquet if forms == [".parquet"] else self._text_files
+        parts = [read(split, parent, group) for (split, parent), group in together.items()]
+        if all(next(part.entries(part.columns[:1]), None) is None for part in parts):
+            raise UserError(f'"{name}" is empty: {files[0]} has no rows')
+        self._table = _Table(name, parts, options)
+        self.kind, self.own_splits = self._table.kind, own_splits(options, (part.split for part in parts))
         self.columns = self._table.columns
+
+    def _parquet(self, split: Split | None, folder: Path, files: list[Path]) -> "_Part":
+        data = _load(self.name, "parquet", data_files=list(map(str, files)), split="train", batch_size=_BATCH_ROWS)
+        return _streamed(self.name, split, folder, data)
+
+    def _text_files(self, split: Split | None, folder: Path, files: list[Path]) -> "_Part":
+        def entries(columns: list[str]) -> Iterator[dict[str, Any] | Row]:
+            for file in files:
+                for number, entry in file_entries(file):
+                    if isinstance(entry, str):
+                        line = f"{self.name}/{file.relative_to(self._folder).as_posix()}:{number}"
+                        yield Row(line, line, problem=entry)
+                    else:
+                        yield entry
+
+        sample = itertools.islice(entries([]), _ROWS_FOR_COLUMNS)
+        columns = dict.fromkeys(column for entry in sample if isinstance(entry, dict) for column in entry)
+        return _Part(split, folder, list(columns), entries)
+
+    def _files_read(self) -> Iterable[Path]:
+        return [*self._paths, *self._table.picture_files()]
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of all files in order; documents are cut into passages."""
@@ -76,17 +104,18 @@ class SavedDataset(LocalSource):
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
         import datasets
 
-        super().__init__(name, sorted(folder.rglob("*.arrow")), options)
+        super().__init__(name, folder, sorted(folder.rglob("*.arrow")), options)
         try:
             saved = datasets.load_from_disk(str(folder))
         except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
             raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
         parts = saved.items() if isinstance(saved, datasets.DatasetDict) else [("", saved)]
-        tables = {split_of_name(str(split)): data.to_iterable_dataset() for split, data in parts}
-        if len(tables) < len(parts):
+        splits = {split_of_name(str(split)) for split, _ in parts}
+        if len(splits) < len(parts):
             raise UserError(f"{folder}: of its splits {', '.join(map(str, saved))} two have the same meaning")
-        self._table = _Table(name, tables, None, options)
-        self.kind, self.own_splits = self._table.kind, own_splits(options, tables)
+        tables = [_streamed(name, split_of_name(str(split)), None, data.to_iterable_dataset()) for split, data in parts]
+        self._table = _Table(name, tables, options)
+        self.kind, self.own_splits = self._table.kind, own_splits(options, splits)
         self.columns = self._table.columns
 
     def rows(self) -> Iterator[Row]:
@@ -125,7 +154,7 @@ class HubTable:
         self.name = name
         # Pinned to the commit, so that the manifest names exactly what is read.
         data = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
-        self._table = _Table(name, {None: data}, None, options)
+        self._table = _Table(name, [_streamed(name, None, None, data)], options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, ())
         self.columns = self._table.columns
         package = f"hf:{dataset}:{split}"
@@ -146,82 +175,114 @@ def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
 
     try:
         data = datasets.load_dataset(path, streaming=True, **arguments)
-        # JSON has no schema: the columns are found by reading the first rows.
+        # JSON of the Hub has no schema: the columns are found by reading the first rows.
         return data if data.features is not None else data._resolve_features()
     except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one split, in one folder.
+
+    Attributes:
+        split: None: without a split of its own.
+        folder: folder that paths of pictures are relative to; None: only pictures inside of the table are read.
+        columns: names of its columns; empty if no row could be read.
+        entries: reads some columns of each row; a line that cannot be read is a row with a problem.
+    """
+
+    split: Split | None
+    folder: Path | None
+    columns: list[str]
+    entries: Callable[[list[str]], Iterator[dict[str, Any] | Row]]
+
+
+def _streamed(name: str, split: Split | None, folder: Path | None, table: "datasets.IterableDataset") -> _Part:
+    return _Part(split, folder, list(table.features), functools.partial(_stream, name, table))
+
+
+def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    features: dict[str, Any] = table.features
+    table = table.select_columns([column for column in columns if column in features])
+    for column in columns:
+        if isinstance(features.get(column), datasets.Image):
+            # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
+            table = table.cast_column(column, datasets.Image(decode=False))
+    entries = iter(table)
+    for number in itertools.count():
+        try:
+            entry = next(entries, None)
+        except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
+            raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
+        if entry is None:
+            return
+        yield entry
+
+
 class _Table:
-    """Rows of tables with the same columns, one for each split.
+    """Rows of tables with the same columns.
 
     Args:
         name: name of the source.
-        tables: tables by split; None: without a split of its own.
-        folder: folder that paths of pictures are relative to; None: only pictures inside of the table are read.
+        parts: the tables.
         options: columns.
 
     Raises:
         UserError: a column is missing.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tables: "dict[Split | None, datasets.IterableDataset]",
-        folder: Path | None,
-        options: SourceOptions,
-    ) -> None:
-        self._name, self._tables, self._folder, self._options = name, tables, folder, options
+    def __init__(self, name: str, parts: list[_Part], options: SourceOptions) -> None:
+        self._name, self._parts, self._options = name, parts, options
         self._image_column = options.image_column
-        for table in tables.values():
-            columns = list(table.features)
-            for column in options.columns().values():
-                require_column(column, columns, name)
-            if options.image_column is None and "image" in columns:
-                self._image_column = "image"
-        image = {} if self._image_column is None else {"image": self._image_column}
-        self.columns = options.columns() | image
+        if self._image_column is None and any("image" in part.columns for part in parts):
+            self._image_column = "image"
+        self.columns = options.columns()
         self.kind: SourceKind = "text"
         if self._image_column or options.label_column:
             self.kind = "image_text" if self._image_column else "labelled_text"
+        if self.kind == "image_text":
+            self.columns.pop("context", None)
+        for part in parts:
+            for column in self.columns.values():
+                if part.columns:
+                    require_column(column, part.columns, name)
+        if self._image_column:
+            self.columns["image"] = self._image_column
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows; documents are cut into passages."""
         number = 0
-        for split, table in self._tables.items():
-            for entry in self._entries(table, number):
-                yield from self._rows_of(entry, f"{self._name}/{number}", split)
+        for part in self._parts:
+            for entry in part.entries(list(dict.fromkeys(self.columns.values()))):
+                if isinstance(entry, Row):
+                    yield entry
+                    continue
+                yield from self._rows_of(entry, f"{self._name}/{number}", part)
                 number += 1
 
-    def _entries(self, table: "datasets.IterableDataset", first: int) -> Iterator[dict[str, Any]]:
-        import datasets
+    def picture_files(self) -> list[Path]:
+        """Returns the files that the column of pictures names, of those that are read."""
+        found: set[Path] = set()
+        for part in self._parts:
+            if self._image_column in part.columns and part.folder is not None:
+                for entry in part.entries([self._image_column]):
+                    file = None if isinstance(entry, Row) else named_file(entry.get(self._image_column), part.folder)
+                    if file is not None and unreadable_reason(part.folder, file) is None:
+                        found.add(file)
+        return sorted(found)
 
-        features: dict[str, Any] = table.features
-        wanted = dict.fromkeys(self.columns.values())
-        table = table.select_columns([column for column in wanted if column in features])
-        if self._image_column and isinstance(features.get(self._image_column), datasets.Image):
-            # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
-            table = table.cast_column(self._image_column, datasets.Image(decode=False))
-        entries = iter(table)
-        for number in itertools.count(first):
-            try:
-                entry = next(entries, None)
-            except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
-                raise UserError(f"{self._name}: reading stopped at row {number}: {_first_line(error)}") from None
-            if entry is None:
-                return
-            yield entry
-
-    def _rows_of(self, entry: dict[str, Any], identity: str, split: Split | None) -> Iterator[Row]:
+    def _rows_of(self, entry: dict[str, Any], identity: str, part: _Part) -> Iterator[Row]:
         options = self._options
         if self._image_column:
-            yield picture_row(entry, self._image_column, identity, split, self._folder, options)
+            yield picture_row(entry, self._image_column, identity, part.split, part.folder, options)
             return
         if not options.label_column:
-            yield from text_rows(entry, identity, split, options)
+            yield from text_rows(entry, identity, part.split, options)
             return
-        split, problem = _split_or_problem(entry, split, options)
+        split, problem = split_or_problem(entry, part.split, options)
         if problem is not None:
             yield Row(identity, identity, problem=problem)
             return
@@ -230,78 +291,6 @@ class _Table:
         group = group_of_row(entry, options) or group_of_text(text)
         text = text[: options.passage_chars]
         yield Row(identity, group, text, answer=label, context=context, split=split)
-
-
-def picture_row(
-    entry: Mapping[str, Any],
-    column: str,
-    identity: str,
-    split: Split | None,
-    folder: Path | None,
-    options: SourceOptions,
-) -> Row:
-    """Returns the row of one entry of a table of pictures, or one with the problem.
-
-    Args:
-        entry: the values of the columns.
-        column: the column of pictures: bytes, Hugging Face's ``{"bytes", "path"}``, or a path.
-        identity: id of the row.
-        split: the split of the whole table, if it is one.
-        folder: folder that paths are relative to; None: paths are not followed.
-        options: the other columns.
-    """
-    split, problem = _split_or_problem(entry, split, options)
-    if problem is not None:
-        return Row(identity, identity, problem=problem)
-    image, problem = _picture_or_problem(entry.get(column), folder)
-    group, label = group_of_row(entry, options), label_of_row(entry, options)
-    return Row(identity, group, entry[options.text_column], image, answer=label, split=split, problem=problem)
-
-
-def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
-    """Yields the passages of one entry of a table of texts, or one row with the problem.
-
-    Args:
-        entry: the values of the columns.
-        identity: id of the entry; the ids of its passages begin with it.
-        split: the split of the whole table, if it is one.
-        options: columns, and the length of passages.
-    """
-    split, problem = _split_or_problem(entry, split, options)
-    if problem is not None:
-        yield Row(identity, identity, problem=problem)
-        return
-    text = entry[options.text_column]
-    cut = list(passages(text, options.passage_chars))
-    if not cut:
-        yield Row(identity, identity, problem="empty text")
-    group = group_of_row(entry, options) or group_of_text(text)
-    for index, passage in enumerate(cut):
-        yield Row(f"{identity}/{index}", group, passage, split=split)
-
-
-def _split_or_problem(
-    entry: Mapping[str, Any], split: Split | None, options: SourceOptions
-) -> tuple[Split | None, str | None]:
-    """The split of an entry and why it cannot be used: it has no text, or an unknown split."""
-    text = entry.get(options.text_column)
-    if not isinstance(text, str):
-        return None, f"the text is {'null' if text is None else type(text).__name__}"
-    named, problem = split_of_row(entry, options)
-    return named or split, problem
-
-
-def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | None, str | None]:
-    """The contents of a picture file, or why there is none."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    # A data set of the Hub (no folder) must not name local files.
-    if isinstance(value, str) and folder is not None:
-        picture = folder / value
-        problem = unreadable_reason(folder, picture)
-        value = None if problem else picture.read_bytes()
-        return value, problem or (None if value else "missing image")
-    return (value, None) if isinstance(value, bytes) and value else (None, "missing image")
 
 
 def _first_line(error: BaseException) -> str:

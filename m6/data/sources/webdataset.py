@@ -18,7 +18,7 @@ from m6.data.sources.local import (
     label_of_row,
     own_splits,
     require_column,
-    split_of_name,
+    split_of_file,
     split_of_row,
 )
 from m6.errors import UserError
@@ -30,14 +30,14 @@ class WebDataset(LocalSource):
     Other members are not read; in particular, nothing is unpickled. No member is written to disk or followed: a row of
     a link, of a name outside of the archive, or of a very large file has a problem. Split and group columns are those
     of ``key.json``.
-    A tar file may also be named after its split, such as ``train-0000.tar``.
+    A tar file, or else its folder, may also be named after its split, such as ``train-0000.tar``.
     """
 
-    def __init__(self, name: str, paths: list[Path], options: SourceOptions) -> None:
-        super().__init__(name, paths, options)
-        self._splits = {path: split_of_name(path.name) for path in paths}
+    def __init__(self, name: str, folder: Path, paths: list[Path], options: SourceOptions) -> None:
+        super().__init__(name, folder, paths, options)
+        self._splits = {path: split_of_file(path.relative_to(folder)) for path in paths}
         self.own_splits = own_splits(options, self._splits.values())
-        self.columns = {role: column for role, column in options.columns().items() if role != "image"}
+        self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
         self._checked = False
 
     def rows(self) -> Iterator[Row]:
@@ -56,9 +56,10 @@ class WebDataset(LocalSource):
 
     def rows_of(self, path: Path) -> Iterator[Row]:
         """Yields the rows of one tar file. TarError or EOFError for a damaged one."""
+        name = f"{self.name}/{path.relative_to(self._folder).as_posix()}"
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for key, group in itertools.groupby((member for member in tar if not member.isdir()), _key):
-                identity, parts, problem = f"{self.name}/{path.name}/{key}", {}, None
+                identity, parts, problem = f"{name}/{key}", {}, None
                 for member in group:
                     suffix = Path(member.name).suffix.lower()
                     if suffix in PICTURE_SUFFIXES or suffix in (".txt", ".json"):
@@ -81,7 +82,10 @@ class WebDataset(LocalSource):
             for role, column in self.columns.items():
                 if role != "text" or ".txt" not in parts:
                     require_column(column, entry, f"{identity}.json")
-        text = parts.get(".txt", b"").decode("utf-8", "replace") or entry.get(self._options.text_column)
+        try:
+            text = parts.get(".txt", b"").decode("utf-8-sig") or entry.get(self._options.text_column)
+        except UnicodeDecodeError:
+            return Row(identity, None, problem="not UTF-8")
         named, problem = split_of_row(entry, self._options)
         if not images:
             problem = "missing image"

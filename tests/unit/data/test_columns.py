@@ -93,6 +93,15 @@ def test_texts_beside_a_source_with_the_column(texts: Path, metadata: Path, tmp_
         find_sources([str(texts), str(metadata)], options(tmp_path, image="dish"))
 
 
+@pytest.mark.parametrize("form", ["metadata", "tar", "table"])
+def test_pictures_have_no_contexts(form: str, request: pytest.FixtureRequest, tmp_path: Path):
+    table = tmp_path / "table.jsonl"
+    table.write_text(json.dumps({"image": "photos/a.png", **ENTRY}))
+    path = table if form == "table" else request.getfixturevalue(form)
+    with pytest.raises(UserError, match=r"--context-column dish: .* has no such column"):
+        find_sources([str(path)], options(tmp_path, label="kind", context="dish"))
+
+
 def test_a_tar_without_json_has_no_columns(tmp_path: Path):
     path = tmp_path / "plain.tar"
     with tarfile.open(path, "w") as file:

@@ -93,7 +93,9 @@ def test_the_working_directory_is_no_source(specifier: str, tmp_path: Path):
         find_source(specifier, SourceOptions(cache=tmp_path, licence="private"))
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".png", "a\x00b.png", "../secret.png", "/etc/passwd", "\ud800.png"])
+@pytest.mark.parametrize(
+    "name", ["x" * 5000 + ".png", "a\x00b.png", "../secret.png", "/etc/passwd", "\ud800.png", "x/../good.png"]
+)
 def test_a_bad_file_name_costs_one_row(folder: Path, name: str):
     lines = [{"file_name": name, "text": "坏"}, {"file_name": "good.png", "text": "好"}]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -168,6 +170,35 @@ GOOD = b'{"file_name": "good.png", "text": "\xe5\xa5\xbd"}\n'
 def test_a_bad_line_of_metadata_costs_one_row(folder: Path, line: bytes, problem: str):
     (folder / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + line + GOOD)
     assert [row.problem for row in read(folder)] == [None, problem, None]
+    (folder / "rows.jsonl").write_bytes(b"\n" + GOOD + line)
+    assert problems(read(folder / "rows.jsonl")) == {"mine/0/0": None, "mine/rows.jsonl:3": problem}
+
+
+def test_blank_lines_of_metadata_are_no_rows(folder: Path):
+    (folder / "metadata.jsonl").write_bytes(GOOD + b"\n \r\n" + b"{torn\n\n")
+    assert problems(read(folder)) == {"mine/good.png": None, "mine/metadata.jsonl:4": "invalid JSON"}
+
+
+@pytest.mark.parametrize("form", ["beside", "tar"])
+def test_a_caption_that_is_not_utf_8_is_counted(folder: Path, form: str):
+    content = "今天".encode("gbk")
+    if form == "beside":
+        (folder / "good.txt").write_bytes(content)
+    else:
+        with tarfile.open(folder / "a.tar", "w") as tar:
+            for name, part in (("a.png", png()), ("a.txt", content)):
+                member = tarfile.TarInfo(name)
+                member.size = len(part)
+                tar.addfile(member, io.BytesIO(part))
+    assert list(problems(read(folder)).values()) == ["not UTF-8"]
+
+
+def test_texts_that_are_no_captions_do_not_hide_classes(tmp_path: Path):
+    for name in ("cat", "dog"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        (tmp_path / "classes" / name / "a.png").write_bytes(png())
+    (tmp_path / "classes" / "LICENSE.txt").write_text("MIT")
+    assert [row.answer for row in read(tmp_path / "classes")] == ["cat", "dog"]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +220,11 @@ def test_fields_of_a_csv(folder: Path):
 
 def test_an_empty_table(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(UserError, match="mine"):
-        read(tmp_path / "empty.jsonl")
+    (tmp_path / "empty.csv").write_text("text\n")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    for form in ("jsonl", "csv", "parquet"):
+        with pytest.raises(UserError, match=rf'"mine" is empty: .*empty\.{form} has no rows'):
+            read(tmp_path / f"empty.{form}")
 
 
 def test_parquet_whose_features_are_no_object(tmp_path: Path):

@@ -270,6 +270,72 @@ def test_a_hub_that_cannot_be_reached_is_a_users_error(tmp_path, monkeypatch):
         find_source("hf:owner/news", options(tmp_path))
 
 
+def test_pictures_of_a_table_are_beside_its_file(tmp_path):
+    for colour in ("red", "blue"):
+        folder = tmp_path / "set" / colour
+        folder.mkdir(parents=True)
+        (folder / "1.png").write_bytes(png(colour))
+        (folder / "rows.jsonl").write_text(json.dumps({"text": colour, "image": "1.png"}))
+    rows = rows_of(tmp_path / "set", tmp_path)
+    assert [(row.id, row.text, row.image) for row in rows] == [
+        ("set/0", "blue", png("blue")),
+        ("set/1", "red", png("red")),
+    ]
+
+
+def test_a_changed_picture_of_a_table_or_name_of_a_folder_is_other_data(tmp_path):
+    def checksum():
+        return find_source(str(tmp_path / "set"), options(tmp_path)).origin()[0].sha256
+
+    folder = tmp_path / "set" / "train"
+    folder.mkdir(parents=True)
+    (folder / "a.png").write_bytes(png())
+    (folder / "rows.jsonl").write_text(json.dumps({"text": "猫", "image": "a.png"}))
+    before = checksum()
+    (folder / "a.png").write_bytes(png("blue"))
+    changed = checksum()
+    folder.rename(tmp_path / "set" / "test")
+    assert len({before, changed, checksum()}) == 3
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet", "tar"])
+def test_folders_of_tables_and_tars_are_splits(form, tmp_path):
+    for split in ("train", "test"):
+        folder = tmp_path / "set" / split
+        folder.mkdir(parents=True)
+        if form == "jsonl":
+            (folder / "0.jsonl").write_text(json.dumps({"text": split}))
+        elif form == "csv":
+            (folder / "0.csv").write_text(f"text\n{split}\n")
+        elif form == "parquet":
+            pq.write_table(pa.table({"text": [split]}), folder / "0.parquet")
+        else:
+            with tarfile.open(folder / "0.tar", "w") as tar:
+                for name, content in (("0.png", png()), ("0.txt", split.encode())):
+                    info = tarfile.TarInfo(name)
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    source = find_source(str(tmp_path / "set"), options(tmp_path))
+    assert source.own_splits == {"train", "test"}
+    rows = list(source.rows())
+    assert sorted((row.text, row.split) for row in rows) == [("test", "test"), ("train", "train")]
+    assert len({row.id for row in rows}) == 2
+
+
+def test_cells_of_csv_are_texts(tmp_path):
+    path = tmp_path / "posts.CSV"
+    path.write_text("text,stars\nNA,1\nnull,01\n很差,\n,3\n")
+    rows = [(row.text, row.answer, row.problem) for row in rows_of(path, tmp_path, label_column="stars")]
+    assert rows == [("NA", "1", None), ("null", "01", None), ("很差", None, None), ("", None, "the text is null")]
+
+
+def test_suffixes_of_tables_may_differ_in_case(tmp_path):
+    (tmp_path / "set").mkdir()
+    for name in ("a.JSONL", "b.jsonl"):
+        (tmp_path / "set" / name).write_text(json.dumps({"text": name}))
+    assert [row.text for row in rows_of(tmp_path / "set", tmp_path)] == ["a.JSONL", "b.jsonl"]
+
+
 def test_the_command_builds_a_folder_once(folder, tmp_path):
     (folder / "a.txt").write_text("一只狗")
     (folder / "c.txt").write_text("一只猫")

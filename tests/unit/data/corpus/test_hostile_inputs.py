@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
         b"{broken",
         b"[" * 100_000,
         b'{"text": "' + "好".encode()[:2] + b'"}',
+        b"",  # a blank line is no document
         b'{"text": null}',
         b'{"text": 3}',
         b'{"text": "   "}',

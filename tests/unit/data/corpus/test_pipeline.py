@@ -15,6 +15,7 @@ from m6.data.corpus import stages
 from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.output import load_record
 from m6.data.corpus.plan import make_plan
+from m6.data.corpus.reading import read_part
 from m6.data.corpus.slurm import check_jobs_ended
 from m6.data.corpus.stages import STAGES, run_task, unfinished
 from m6.data.corpus.work import prepare, work_folder
@@ -79,6 +80,22 @@ def documents(folder: Path) -> dict[str, dict[str, str]]:
                     name = row["id"].rpartition("/")[0]
                     texts[name] = texts.get(name, "") + row["text"]
     return found
+
+
+@pytest.mark.parametrize("form", ["jsonl", "txt"])
+def test_folders_of_files_are_splits(form: str, tmp_path: Path):
+    for split in ("train", "test"):
+        write_lines(tmp_path / "web" / split / f"0.{form}", [text_of(split)])
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web"))
+    plan = make_plan(recipe)
+    assert plan.inputs["web"].own_splits == ["test", "train"]
+    rows = [row for part in plan.parts for row in read_part(recipe, plan, part, tmp_path / "fetched")]
+    assert {(row.id.rpartition("/")[0].partition(":")[0], row.split) for row in rows} == {
+        (f"web/train/0.{form}", "train"),
+        (f"web/test/0.{form}", "test"),
+    }
+    (tmp_path / "web" / "train").rename(tmp_path / "web" / "validation")
+    assert make_plan(recipe).inputs["web"].origin != plan.inputs["web"].origin
 
 
 def test_every_document_is_kept_or_counted(corpus: Path):
