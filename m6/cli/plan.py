@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -86,13 +87,15 @@ def best(
     booked = [book_stage(stage, plan, time_limit_min) for stage, plan in zip(stages, plans, strict=True)]
     print(json.dumps(booking(booked, planner)) if as_json else booking_table(booked, planner, time_limit_min))
     if out is not None:
+        said = sys.stderr if as_json else sys.stdout
         jobs = job_files(stages, plans, config.stem, time_limit_min)
         for job in jobs:
             job.write(out)
-            print(f"\nwrote {out / job.name}.json, .job.json and .sbatch", end="")
-        print("; to submit it:" if len(jobs) == 1 else "; to submit both, of which the second waits for the first:")
+            print(f"\nwrote {out / job.name}.json, .job.json and .sbatch", end="", file=said)
+        next_step = "to submit it:" if len(jobs) == 1 else "to submit both, of which the second waits for the first:"
+        print(f"; {next_step}", file=said)
         for job in jobs:
-            print(f"m6 submit {out / job.name}.json --job {out / job.name}.job.json --run-dir RUN")
+            print(f"m6 submit {out / job.name}.json --job {out / job.name}.job.json --run-dir RUN", file=said)
 
 
 @app.command()

@@ -194,12 +194,15 @@ def _build_source(
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
     entry = describe_source(source.kind, source.own_splits, origin, writers.splits, writers.contents, skipped)
-    _warn_of_splits(source.name, entry.splits, grouping, settings)
+    _warn_of_splits(source, entry.splits, grouping, settings)
     return entry
 
 
-def _warn_of_splits(name: str, splits: dict[Split, SplitEntry], grouping: Grouping, settings: BuildSettings) -> None:
+def _warn_of_splits(
+    source: Source, splits: dict[Split, SplitEntry], grouping: Grouping, settings: BuildSettings
+) -> None:
     """Says what a user would not expect of a split: that it is empty, or that it shares data with training."""
+    name, own = source.name, source.own_splits
     if grouping.rows:
         _warn(f"{name}: {grouping.rows} pictures in {grouping.groups} groups of equal captions or pictures")
     for split, entry in splits.items():
@@ -211,7 +214,12 @@ def _warn_of_splits(name: str, splits: dict[Split, SplitEntry], grouping: Groupi
     shares = {"validation": settings.validation_share, "test": settings.test_share}
     for split in ("validation", "test"):
         if not splits[split].rows and shares[split]:
-            _warn(f"{name}: no row is in the {split} split; a larger --{split}-share holds out more")
+            # Beside splits of its own a source gives no test rows, and validation rows only where it has none.
+            if own if split == "test" else split in own:
+                advice = f"its own splits ({', '.join(sorted(own))}) are kept as they are"
+            else:
+                advice = f"a larger --{split}-share holds out more"
+            _warn(f"{name}: no row is in the {split} split; {advice}")
 
 
 def _warn(message: str) -> None:

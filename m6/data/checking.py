@@ -27,7 +27,13 @@ def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 6
     row = dataclasses.replace(row, id=_printable(row.id), group=group)
     if row.problem:
         return row, row.problem
-    row = dataclasses.replace(row, text=clean(row.text), context=None if row.context is None else clean(row.context))
+    row = dataclasses.replace(
+        row,
+        text=clean(row.text),
+        question=_clean_or_none(row.question),
+        answer=_clean_or_none(row.answer),
+        context=_clean_or_none(row.context),
+    )
     if not (row.question and row.answer if kind == "vqa" else row.text):
         return row, "empty text"
     if len(row.text) > max_chars:
@@ -42,6 +48,10 @@ def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 6
         return dataclasses.replace(row, image=encode(row.image, image_size)), None
     except BadPicture as problem:
         return row, str(problem)
+
+
+def _clean_or_none(text: str | None) -> str | None:
+    return None if text is None else clean(text)
 
 
 def _printable(name: str) -> str:

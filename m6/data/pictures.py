@@ -133,7 +133,7 @@ def picture_sources(manifest: Manifest, sources: Sequence[str] | None) -> list[s
     names = list(sources or (name for name, entry in manifest.sources.items() if entry.kind == "image_text"))
     for name in names:
         manifest.split(name, "train")  # raises for an unknown name
-        if manifest.sources[name].kind == "text":
+        if manifest.sources[name].kind in ("text", "labelled_text"):
             raise UserError(f'{manifest.folder}: source "{name}" holds texts, no pictures')
     if not names:
         raise UserError(f"{manifest.folder} holds no source of pictures with captions")

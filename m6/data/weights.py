@@ -59,9 +59,7 @@ def pair_weights(
     Raises:
         UserError: all objectives have weight 0, or an objective with positive weight has no source.
     """
-    total = sum(objectives.of(name).weight for name in OBJECTIVES)
-    if not total:
-        raise UserError("m6.objectives: every weight is 0")
+    total = _total_weight(objectives)
     pairs: dict[tuple[str, str], float] = {}
     for name in OBJECTIVES:
         weight = objectives.of(name).weight
@@ -100,10 +98,10 @@ def cap_epochs(
         max_epochs: how often the rows of a source may be read in the run.
 
     Raises:
-        UserError: all sources of a kind together have too few rows.
+        UserError: all objectives have weight 0, or all sources of a kind together have too few rows.
     """
     capped = dict(sources)
-    total = sum(objectives.of(name).weight for name in OBJECTIVES)
+    total = _total_weight(objectives)
     for kind in sorted({manifest.sources[source].kind for source in sources}):
         names = [name for name in OBJECTIVES if source_kind(name) == kind]
         samples = num_samples * sum(objectives.of(name).weight for name in names) / total
@@ -133,3 +131,10 @@ def cap_epochs(
                 samples -= limits[source]
                 del free[source]
     return capped
+
+
+def _total_weight(objectives: ObjectivesSettings) -> float:
+    total = sum(objectives.of(name).weight for name in OBJECTIVES)
+    if not total:
+        raise UserError("m6.objectives: every weight is 0")
+    return total

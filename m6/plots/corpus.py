@@ -130,7 +130,7 @@ def _reasons(tallies: Iterable[Tally]) -> list[tuple[str, str]]:
     for tally in tallies:
         for stage, reasons in tally.removed.items():
             counts.setdefault(stage, Counter()).update(reasons)
-    order = ["read", "filter", "duplicates", "captions", "decontamination"]
+    order = dict.fromkeys(["read", "filter", "matching", "duplicates", "captions", "decontamination", *counts])
     return [(stage, reason) for stage in order for reason, _ in counts.get(stage, Counter()).most_common()]
 
 

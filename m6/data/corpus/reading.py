@@ -33,6 +33,7 @@ from m6.data.sources.documents import Documents
 from m6.data.sources.folders import json_entries
 from m6.data.sources.local import split_of_file
 from m6.data.sources.table_rows import picture_row, text_rows
+from m6.errors import UserError
 
 
 def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> Iterator[Row]:
@@ -45,6 +46,9 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
         plan: its plan.
         part: what is read.
         fetched: a folder of this part alone, which holds its remote files while they are read.
+
+    Raises:
+        UserError: a whole source has changed since the plan, such as a data set of the Hub with a newer commit.
     """
     if part.input in plan.sets:
         named = next(each for each in recipe.decontamination.picture_sets if each.name == part.input)
@@ -53,7 +57,12 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
         return
     settings = recipe.input(part.input)
     if not part.files:
-        yield from open_source(settings, recipe).rows()
+        source = open_source(settings, recipe)
+        if source.origin() != plan.inputs[part.input].origin:
+            raise UserError(
+                f"{settings.source} has changed since the corpus was begun; remove its work folder to begin anew"
+            )
+        yield from source.rows()
         return
     with _here(settings, plan, part, fetched) as (folder, paths):
         yield from _rows_of(folder, paths, recipe, settings, part)

@@ -44,8 +44,8 @@ def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Sour
     """Returns the sources that the arguments of a command name.
 
     Raises:
-        UserError: as ``find_source``; an option names a column that none of the sources reads; or there is a column of
-            contexts and none of labels.
+        UserError: as ``find_source``; an option names a column that none of the sources reads, or a licence of none
+            of the user's own; or there is a column of contexts and none of labels.
     """
     if options.context_column is not None and options.label_column is None:
         raise UserError(
@@ -53,8 +53,12 @@ def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Sour
             "name the column of labels by --label-column"
         )
     sources = [find_source(specifier, options) for specifier in specifiers]
-    with_columns = [source for source in sources if isinstance(source, LocalSource | HubTable)]
-    read = {role for source in with_columns for role in source.columns}
+    own = [source for source in sources if isinstance(source, LocalSource | HubTable)]
+    names = [source.name for source in own]
+    for name in options.licences:
+        if name not in names:
+            raise UserError(f'a licence for "{name}", which is not among the sources of your own{nearest(name, names)}')
+    read = {role for source in own for role in source.columns}
     for role, column in options.columns().items():
         if role not in read and (role, column) != ("text", SourceOptions.text_column):
             reasons = [

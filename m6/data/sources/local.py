@@ -49,9 +49,11 @@ class LocalSource:
     def __init__(self, name: str, folder: Path, paths: list[Path], options: SourceOptions) -> None:
         licence = options.licences.get(name, options.licence)
         if licence is None:
+            given = f"; given: one for {', '.join(options.licences)}" if options.licences else ""
             raise UserError(
                 f'--licence is missing: under which licence may "{name}" be used? It is recorded in the manifest, '
                 f"for example --licence CC-BY-4.0, --licence private, or --licence {name}=private for this source alone"
+                f"{given}"
             )
         self.name, self._folder, self._paths = name, folder, paths
         self._options, self._licence = options, licence

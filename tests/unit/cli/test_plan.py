@@ -1,5 +1,6 @@
 """``m6 plan`` as a user types it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     job = load_job(tmp_path / "m6_base.job.json")
     assert (job.nodes, job.ranks_per_node, job.gpus_per_node, job.time_limit_min) == (1, 8, 8, 1440)
     assert f"m6 submit {tmp_path}/m6_base.json --job {tmp_path}/m6_base.job.json" in text
+
+
+def test_json_is_all_of_the_output(tmp_path: Path):
+    arguments = [CONFIG, *MACHINE, "--world", "8", "--json", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    json.loads(result.stdout)
+    assert f"wrote {tmp_path}/m6_base.json" in result.stderr
 
 
 def test_two_stages_of_one_layout_are_one_job(tmp_path: Path):

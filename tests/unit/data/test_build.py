@@ -121,6 +121,16 @@ def test_a_source_with_its_own_test_split_gets_no_other_test_rows(tmp_path):
     assert splits["validation"]
 
 
+def test_a_larger_share_is_advised_only_where_it_helps(tmp_path, capsys):
+    source = Fake([Row("f/0", "0", "字", split="train"), Row("f/1", "1", "句", split="train")], kind="text")
+    source.own_splits = frozenset({"train"})
+    build([source], tmp_path / "data", BuildSettings(validation_share=1e-9))
+    assert capsys.readouterr().err.splitlines() == [
+        "fake: no row is in the validation split; a larger --validation-share holds out more",
+        "fake: no row is in the test split; its own splits (train) are kept as they are",
+    ]
+
+
 def test_bad_rows_are_counted_and_listed(tmp_path):
     rows = [
         *pairs(4),
@@ -264,3 +274,11 @@ def test_a_labelled_text_needs_its_label():
     assert check_row(Row("r/0", "r/0", "很好", answer="好评"), "labelled_text", max_chars=256)[1] is None
     assert check_row(Row("r/1", "r/1", "很好"), "labelled_text", max_chars=256)[1] == "no label"
     assert check_row(Row("r/2", "r/2", " ", answer="好评"), "labelled_text", max_chars=256)[1] == "empty text"
+
+
+def test_labels_questions_and_answers_are_cleaned_as_texts_are():
+    row, problem = check_row(Row("r/0", "r/0", "很好", answer="好\ud800\x00评 "), "labelled_text", max_chars=256)
+    assert (row.answer, problem) == ("好评", None)
+    assert check_row(Row("r/1", "r/1", "很好", answer="\x00"), "labelled_text", max_chars=256)[1] == "no label"
+    row, _ = check_row(Row("1", "g", image=picture(), question="什么\ud800？", answer="红\x00色"), "vqa", max_chars=256)
+    assert (row.question, row.answer) == ("什么？", "红色")

@@ -10,6 +10,7 @@ from PIL import Image
 
 from m6.data.codes import Codes, codes_folder, write_codes
 from m6.data.manifest import Manifest
+from m6.data.pictures import picture_sources
 from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.files import sha256
@@ -140,6 +141,13 @@ def test_pictures_that_changed_and_damaged_codes_are_errors(manifest, tokenizer)
     manifest.sources["tiny_shapes"].splits["train"].shards[0].sha256 = "0" * 64
     with pytest.raises(UserError, match="has changed since its codes were made"):
         Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+
+
+@pytest.mark.parametrize("kind", ["text", "labelled_text"])
+def test_texts_have_no_codes(manifest, kind):
+    manifest.sources["tiny_text"].kind = kind
+    with pytest.raises(UserError, match='source "tiny_text" holds texts, no pictures'):
+        picture_sources(manifest, ["tiny_text"])
 
 
 def test_the_command(manifest, tokenizer, tmp_path):

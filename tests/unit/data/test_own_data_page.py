@@ -4,6 +4,7 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -13,7 +14,9 @@ from PIL import Image
 
 from m6.data.build import BuildSettings, build
 from m6.data.manifest import Manifest
-from m6.data.sources import SourceOptions, find_source
+from m6.data.sources import SourceOptions, find_source, find_sources
+from m6.errors import UserError
+from tests.fixtures.command import m6
 
 PAGE = Path(__file__).resolve().parents[3] / "m6/data/sources/README.md"
 _FORMS = re.compile(r"```\n(?P<tree>.*?)```\n(?P<rows>\d+) rows?(?P<rest>[^\n]*)\.", re.DOTALL)
@@ -109,3 +112,20 @@ def test_a_licence_for_each_source(tmp_path: Path):
     build(sources, tmp_path / "out", BuildSettings(validation_share=0.0, test_share=0.0))
     licences = {name: entry.licence for name, entry in Manifest.load(tmp_path / "out").sources.items()}
     assert licences == {"a": "private", "b": "CC0-1.0"}
+
+
+def test_a_licence_of_no_source_is_refused(tmp_path: Path):
+    path = make("photos/x.txt  一\n", tmp_path)
+    options = SourceOptions(cache=tmp_path, licence="private", licences={"photo": "CC0-1.0"})
+    with pytest.raises(UserError, match=r'a licence for "photo", which is not among.*did you mean "photos"'):
+        find_sources([str(path)], options)
+    with pytest.raises(UserError, match=r"--licence is missing: .*; given: one for photo$"):
+        find_sources([str(path)], replace(options, licence=None))
+
+
+def test_a_licence_may_be_a_url_with_a_query(tmp_path: Path):
+    path, url = make("photos/x.txt  一\n", tmp_path), "https://example.org/licence?id=3"
+    for number, licence in enumerate((url, f"photos={url}")):
+        out = tmp_path / str(number)
+        assert m6("data", "build", path, "--out", out, "--licence", licence).code == 0
+        assert Manifest.load(out).sources["photos"].licence == url

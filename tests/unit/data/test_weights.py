@@ -83,3 +83,8 @@ def test_a_limit_that_the_rows_cannot_meet_names_what_would_do(manifest):
     assert "or max_epochs 8 they suffice" in str(error.value)
     just = cap_epochs(manifest, "train", asked, dict.fromkeys(SIZES, 1.0), 8000, 8)
     assert just["photos"] == pytest.approx(4000)
+
+
+def test_a_limit_without_objectives_is_refused(manifest):
+    with pytest.raises(UserError, match=r"m6\.objectives: every weight is 0"):
+        cap_epochs(manifest, "train", objectives(), dict.fromkeys(SIZES, 1.0), 8000, 2)

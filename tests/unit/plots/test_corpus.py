@@ -1,11 +1,14 @@
 """The page about a corpus."""
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from m6.data.corpus.tally import Tally
+from m6.plots.corpus import _funnel
 from scripts.benchmarks.alterations import ALTERATIONS
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
@@ -37,6 +40,13 @@ def test_the_page_shows_counts_and_examples(tmp_path: Path):
     for figure in ("lengths.png", "chinese.png"):
         with Image.open(page.parent / figure) as image:
             assert min(image.size) > 100
+
+
+def test_the_reasons_of_all_stages_are_in_the_table():
+    stages = ("read", "matching", "a new stage")
+    tally = Tally(documents=4, kept=1, removed={stage: Counter({"because": 1}) for stage in stages})
+    table = _funnel({"web": tally})
+    assert all(f"| - {stage}: because | 1 |" in table for stage in stages)
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path):

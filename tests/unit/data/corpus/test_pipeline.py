@@ -98,6 +98,20 @@ def test_folders_of_files_are_splits(form: str, tmp_path: Path):
     assert make_plan(recipe).inputs["web"].origin != plan.inputs["web"].origin
 
 
+def test_a_whole_source_is_read_as_it_was_planned(tmp_path: Path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"picture")
+    (folder / "a.txt").write_text("一只猫")
+    recipe = recipe_of(tmp_path / "data", own("photos", folder))
+    plan = make_plan(recipe)
+    [part] = plan.parts
+    assert [row.text for row in read_part(recipe, plan, part, tmp_path / "fetched")] == ["一只猫"]
+    (folder / "a.txt").write_text("一条狗")
+    with pytest.raises(UserError, match="photos has changed since the corpus was begun"):
+        list(read_part(recipe, plan, part, tmp_path / "fetched"))
+
+
 def test_every_document_is_kept_or_counted(corpus: Path):
     record = load_record(corpus)
     web, books = record.inputs["web"], record.inputs["books"]
