@@ -32,6 +32,12 @@ def shard(data: Path) -> Path:
     return file
 
 
+def flip_a_bit(data: Path) -> None:
+    content = bytearray(shard(data).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(data).write_bytes(content)
+
+
 def open_train(data: Path) -> int:
     return len(open_split(Manifest.load(data), "news", "train"))
 
@@ -48,9 +54,7 @@ def test_a_flipped_bit_is_found(data: Path, seed: int):
 
 def test_a_flipped_bit_is_found_after_the_file_was_verified(data: Path):
     assert open_train(data) == 5
-    content = bytearray(shard(data).read_bytes())
-    content[len(content) // 2] ^= 1
-    shard(data).write_bytes(content)
+    flip_a_bit(data)
     with pytest.raises(UserError, match="SHA-256 differs"):
         open_train(data)
 
@@ -64,9 +68,7 @@ def test_without_locks_or_space_for_its_record_a_file_is_read_each_time(
 
     monkeypatch.setattr(f"m6.data.verification.{call}", refused)
     assert open_train(data) == 5
-    content = bytearray(shard(data).read_bytes())
-    content[len(content) // 2] ^= 1
-    shard(data).write_bytes(content)
+    flip_a_bit(data)
     with pytest.raises(UserError, match="SHA-256 differs"):
         open_train(data)
 
