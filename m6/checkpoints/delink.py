@@ -13,7 +13,7 @@ from torch import Tensor
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.ancestry import INITIAL
 from m6.checkpoints.delinked import STATE, is_pseudo, real_state, sharing_of
-from m6.checkpoints.discovery import newest_on_main_rank, open_together
+from m6.checkpoints.discovery import open_needed
 from m6.checkpoints.format import SHARD_BYTES, CheckpointReader, Range, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.checkpoints.tokenizers import copy_kept_tokenizers
@@ -49,19 +49,14 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         raise UserError(f"{run_dir}: has no m6.pseudo_to_real: its layers share no weights")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; choose another --out")
-    newest = newest_on_main_rank(RunDirectory(run_dir).checkpoints)
-    if newest is None:
-        raise UserError(f"{RunDirectory(run_dir).checkpoints} holds no complete checkpoint")
-    reader, problems = open_together(newest)
-    if reader is None:
-        raise UserError("; ".join(problems))
+    reader = open_needed(RunDirectory(run_dir).checkpoints)
     if not is_pseudo(reader):
         raise UserError(f"{run_dir} is already Real: delinked after {reader.state[STATE]['switch_step']} steps")
     reset = config.m6.pseudo_to_real.optimizer_state == "reset"
 
     # Next to ``out``, hence on the same file system: the rename at the end is then atomic.
     temporary = RunDirectory(out.absolute().with_name(f".{out.name}.delink.tmp"))
-    folder = temporary.checkpoints / newest.name
+    folder = temporary.checkpoints / reader.folder.name
 
     def prepare() -> None:
         shutil.rmtree(temporary.root, ignore_errors=True)

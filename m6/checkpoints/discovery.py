@@ -46,7 +46,7 @@ def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
         StorageError: see ``open_together``.
     """
     problems: list[str] = []
-    while (folder := newest_on_main_rank(root)) is not None:
+    while (folder := _newest_on_main_rank(root)) is not None:
         reader, folder_problems = open_together(folder)
         if reader is not None:
             return reader, problems
@@ -56,7 +56,23 @@ def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
     return None, problems
 
 
-def newest_on_main_rank(root: Path) -> Path | None:
+def open_needed(root: Path) -> CheckpointReader:
+    """Opens the newest checkpoint in ``root`` for a command that cannot do without. Every rank calls this function.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+        StorageError: see ``open_together``.
+    """
+    folder = _newest_on_main_rank(root)
+    if folder is None:
+        raise UserError(f"{root} holds no complete checkpoint")
+    reader, problems = open_together(folder)
+    if reader is None:
+        raise UserError("; ".join(problems))
+    return reader
+
+
+def _newest_on_main_rank(root: Path) -> Path | None:
     """The newest complete checkpoint in ``root`` that the main rank sees. Every rank calls this function.
 
     Ranks that looked for themselves could resume from different steps: a node may see a shared folder as it was.

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from m6.architecture.configuration import M6Config
-from m6.checkpoints.discovery import newest_on_main_rank, open_together
+from m6.checkpoints.discovery import open_needed
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
@@ -120,14 +120,7 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
 
 
 def _open_checkpoint(run: Path) -> CheckpointReader:
-    root = RunDirectory(run).checkpoints
-    folder = newest_on_main_rank(root)
-    if folder is None:
-        raise UserError(f"{root} holds no complete checkpoint")
-    reader, problems = open_together(folder)
-    if reader is None:
-        raise UserError("; ".join(problems))
-    return as_plain_model(reader)
+    return as_plain_model(open_needed(RunDirectory(run).checkpoints))
 
 
 def _model_sections(init: Path) -> dict[str, dict[str, Any]]:

@@ -29,8 +29,9 @@ def _parse_limit(text: str) -> tuple[str, int]:
 
 def _parse_licence(text: str) -> tuple[str, str]:
     """Parses ``LICENCE`` or ``SOURCE=LICENCE`` to the source (empty for ``LICENCE``) and the licence."""
-    # A licence may hold "=" itself, as a URL with a query does.
-    source, licence = re.fullmatch(r"(?:([\w-]+)=)?(.*)", text, re.DOTALL).groups("")  # type: ignore[union-attr]
+    source, _, licence = text.partition("=")
+    if "=" not in text or not re.fullmatch(r"[\w-]+", source):  # a licence may hold "=", as a URL with a query does
+        source, licence = "", text
     if not licence:
         raise UserError(f"--licence {text}: expected LICENCE or SOURCE=LICENCE, as in CC-BY-4.0 or photos=private")
     return source, licence

@@ -10,6 +10,9 @@ from m6.config.sections import LoraSettings, M6Settings, ScheduleSettings
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 
+# Keys of zero_optimization that say how DeepSpeed reduces gradients.
+_REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
+
 
 def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
     """Raises UserError if parts of an exchange have no token each, or an offloaded expert no single gradient."""
@@ -29,10 +32,6 @@ def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6C
         )
 
 
-# Keys of zero_optimization that say how DeepSpeed reduces gradients.
-REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
-
-
 def check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
     """Raises UserError if something adds up in an order that depends on the number of ranks."""
     name = 'm6.training.deterministic "any_world"'
@@ -47,8 +46,9 @@ def check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> N
             "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
         )
     zero = deepspeed.keys.get("zero_optimization", {})
-    ignored = [key for key in ("communication_data_type",) if deepspeed.keys.get(key)]
-    ignored += [f"zero_optimization.{key}" for key in REDUCTION_KEYS if key in zero]
+    ignored = [f"zero_optimization.{key}" for key in _REDUCTION_KEYS if key in zero]
+    if deepspeed.keys.get("communication_data_type"):
+        ignored.append("communication_data_type")
     if ignored:
         raise UserError(f"{name}: our engine adds up gradients, in fp32, and would ignore {ignored[0]}; leave it out")
     if deepspeed.optimizer_type in ("Lamb", "Lars") and deepspeed.zero_stage == 1:

@@ -43,6 +43,17 @@ def write_cluster(folder: Path, **changes: object) -> Path:
     return path
 
 
+def trained_run(folder: Path) -> tuple[Path, Path]:
+    """A run with one checkpoint, which fits the job of ``write_cluster``, and its configuration."""
+    write_run_and_data(folder)
+    run, config = folder / "run", folder / "run" / "config.json"
+    (run / "last_checkpoint").write_text("step_00000100\n")
+    document = json.loads(config.read_text())
+    document["train_micro_batch_size_per_gpu"] = 1
+    config.write_text(json.dumps(document))
+    return run, config
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of a machine whose sbatch notes its arguments and gives out ids."""
@@ -208,13 +219,8 @@ def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: s
 
 
 def test_a_run_begins_again_once(cluster: Path, tmp_path: Path, slurm: dict[str, str]):
-    write_run_and_data(tmp_path)
-    run, config = tmp_path / "run", tmp_path / "run" / "config.json"
-    (run / "last_checkpoint").write_text("step_00000100\n")
+    run, config = trained_run(tmp_path)
     (run / "DONE").write_text("100\n")
-    document = json.loads(config.read_text())
-    document["train_micro_batch_size_per_gpu"] = 1
-    config.write_text(json.dumps(document))
     arguments = ("submit", config, "--job", cluster, "--run-dir", run)
     assert "the run is finished" in user_error(*arguments)
     assert m6(*arguments, "--restart", "--dry-run").code == 0
@@ -230,12 +236,7 @@ def test_a_run_begins_again_once(cluster: Path, tmp_path: Path, slurm: dict[str,
 def test_what_an_attempt_would_refuse_is_refused_at_once(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    write_run_and_data(tmp_path)
-    run, config = tmp_path / "run", tmp_path / "run" / "config.json"
-    (run / "last_checkpoint").write_text("step_00000100\n")
-    document = json.loads(config.read_text())
-    document["train_micro_batch_size_per_gpu"] = 1
-    config.write_text(json.dumps(document))
+    run, config = trained_run(tmp_path)
     arguments = ("submit", config, "--job", cluster, "--run-dir", run, "--dry-run")
     assert m6(*arguments).code == 0
     (run / "checkpoints").rename(run / "elsewhere")
