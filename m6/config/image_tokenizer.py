@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -50,7 +51,10 @@ class LossSettings(Section):
 
 
 class ImageTokenizerOptimizer(Section):
-    """AdamW with a linear warm-up, then a cosine decay to a tenth of the peak."""
+    """Muon for the convolutions of residual blocks and AdamW for all else, of which a discriminator is a part.
+
+    The learning rate rises linearly, then falls by a cosine to a tenth of the peak.
+    """
 
     total_steps: PositiveInt = Field(le=10**12, description="optimizer steps of the whole run")
     batch_size: PositiveInt = Field(le=10**6, description="pictures per step")
@@ -58,6 +62,13 @@ class ImageTokenizerOptimizer(Section):
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up from 0")
     gradient_clipping: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     seed: int = Field(0, ge=0, description="determines initial weights, order of pictures and restarts of codes")
+
+
+class AutocastSettings(Section):
+    """Convolutions of the autoencoder in 16 bits, as with the key of the same name of a DeepSpeed JSON."""
+
+    enabled: bool = Field(False, description="whether convolutions compute in ``dtype``; all else stays in fp32")
+    dtype: Literal["bfloat16"] = Field("bfloat16", description="the type of the products")
 
 
 class ReportSettings(Section):
@@ -76,6 +87,7 @@ class ImageTokenizerTraining(Section):
     data: PictureSettings
     loss: LossSettings = LossSettings()
     optimizer: ImageTokenizerOptimizer
+    torch_autocast: AutocastSettings = AutocastSettings()
     report: ReportSettings = ReportSettings()
 
     @model_validator(mode="after")

@@ -58,8 +58,12 @@ class M6ImageTokenizer(ImageTokenizer):
     def forward(self, pixels: Tensor) -> Reconstruction:
         """Encodes, quantises and decodes. In training mode this also updates the codebook."""
         self._check_pixels(pixels)
-        quantized, codes, commitment_loss = self.quantizer(self.encoder(2 * pixels - 1))
-        return Reconstruction((self.decoder(quantized) + 1) / 2, self._flatten(codes), commitment_loss.sum())
+        features = self.encoder(2 * pixels - 1).float()
+        # In 16 bits a moving average would not move, and near codes would be equal.
+        with torch.autocast(pixels.device.type, enabled=False):
+            quantized, codes, commitment_loss = self.quantizer(features)
+        reconstruction = (self.decoder(quantized).float() + 1) / 2
+        return Reconstruction(reconstruction, self._flatten(codes), commitment_loss.sum())
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -49,6 +49,12 @@ class Muon(torch.optim.AdamW):
         self.layouts = layouts
         self._momentum, self._dtype = momentum, dtype
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a saved state. AdamW sees its own groups alone, since it expects a step counter of each parameter."""
+        groups = state["param_groups"]
+        super().__setstate__(state | {"param_groups": [group for group in groups if not group.get("muon")]})
+        self.param_groups = groups
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Updates the parameters. Gradients of the groups with ``muon`` are overwritten."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -34,11 +34,15 @@ from m6.formatting import log_line
 from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.modeling import M6ImageTokenizer
+from m6.tokenizers.image.networks import ResBlock
+from m6.training.engine.matrices import MatrixLayout, Run
+from m6.training.engine.muon import Muon
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.training.tokenizers.sheet import draw_sheet
 from m6.training.tokenizers.state import load_state, save_state
 
 FINAL_LR_RATIO = 0.1
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
 
 
 class ImageTokenizerTrainer:
@@ -56,8 +60,10 @@ class ImageTokenizerTrainer:
         self.tokenizer = M6ImageTokenizer(settings.model).to(device)
         self.perceptual = PerceptualLoss().to(device) if settings.loss.perceptual else None
         self.discriminator = PatchDiscriminator().to(device) if settings.loss.adversarial else None
-        self.optimizer = _adamw(self.tokenizer)
-        self.judge_optimizer = _adamw(self.discriminator) if self.discriminator else None
+        self.optimizer = build_optimizer(self.tokenizer, settings.torch_autocast.enabled)
+        self.judge_optimizer = (
+            torch.optim.AdamW(self.discriminator.parameters(), **_ADAMW) if self.discriminator else None
+        )
         self.step = 0
 
     def train_step(self, pixels: Tensor) -> dict[str, float]:
@@ -73,7 +79,8 @@ class ImageTokenizerTrainer:
         # Random numbers depend only on the step, so a resumed run draws the same ones.
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         self.tokenizer.train()
-        reconstruction = self.tokenizer(pixels)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.torch_autocast.enabled):
+            reconstruction = self.tokenizer(pixels)
         # Times 2: the terms are defined for pixels in [-1, 1].
         difference = 2 * (reconstruction.pixels - pixels)
         parts = {
@@ -221,16 +228,29 @@ def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
 
 
-def _adamw(module: torch.nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(module.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+def build_optimizer(tokenizer: M6ImageTokenizer, in_bf16: bool) -> Muon:
+    """Makes Muon for the convolutions of residual blocks and AdamW for all other parameters, with one learning rate.
+
+    A kernel ``[C, C, k, k]`` is a matrix ``[C, C * k * k]``.
+
+    Args:
+        in_bf16: whether the products that make matrices orthogonal are in bf16, not in fp32.
+    """
+    blocks = [module for module in tokenizer.modules() if isinstance(module, ResBlock)]
+    kernels = [part.weight for block in blocks for part in block.modules() if isinstance(part, nn.Conv2d)]
+    layouts = {kernel: MatrixLayout([Run(0, 1, (len(kernel), kernel[0].numel()))], kernel.device) for kernel in kernels}
+    others = [parameter for parameter in tokenizer.parameters() if parameter not in layouts]
+    groups = [{"params": kernels, "muon": True}, {"params": others}]
+    return Muon(groups, layouts, 0.95, torch.bfloat16 if in_bf16 else torch.float32, **_ADAMW)
 
 
 def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: ImageTokenizerOptimizer, step: int) -> None:
-    group = optimizer.param_groups[0]
-    group["lr"] = options.learning_rate * lr_factor(step, options)
+    for group in optimizer.param_groups:
+        group["lr"] = options.learning_rate * lr_factor(step, options)
     optimizer.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(group["params"], options.gradient_clipping)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, options.gradient_clipping)
     optimizer.step()
 
 

@@ -67,6 +67,30 @@ def test_the_matrices_of_blocks_are_those_between_embeddings_and_head(folder: Pa
     assert len(names) == 12, "router, embeddings, norms and biases are not among them"
 
 
+def test_a_saved_state_goes_on_to_the_bit(folder: Path):
+    config = config_of(folder)
+    finished, first, second = (build_model(config, torch.device("cpu"))[0] for _ in range(3))
+    second.load_state_dict(first.state_dict())
+    finished.load_state_dict(first.state_dict())
+
+    def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    whole = build_optimizer(finished, config.deepspeed, ep_size=1)
+    for seed in range(2):
+        update(finished, whole, seed)
+    before, after = (build_optimizer(model, config.deepspeed, ep_size=1) for model in (first, second))
+    update(first, before, 0)
+    second.load_state_dict(first.state_dict())
+    after.load_state_dict(before.state_dict())
+    update(second, after, 1)
+    for found, expected in zip(second.parameters(), finished.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_each_matrix_takes_the_update_of_pytorchs_muon(folder: Path):
     """PyTorch's holds every expert's matrix, and each of queries, keys and values, as a parameter of its own."""
     model, _ = build_model(config_of(folder, m6__moe=SWIGLU), torch.device("cpu"))
