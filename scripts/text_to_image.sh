@@ -14,12 +14,13 @@ name=text_to_image
 concepts=40  # emoji, a fair sample of all, in five drawing styles and as silhouettes
 shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
 width=128    # of the model
-steps=4200   # of the fine-tuning
+tokenizer_steps=4000 # steps of the image tokenizer
+steps=2800   # of the fine-tuning
 pixels=64    # a side of a picture
 given=$*
 while [[ ${1:-} == --* ]]; do
     case $1 in
-    --long) name=text_to_image_long concepts=200 shapes=60000 width=192 steps=14000 ;;
+    --long) name=text_to_image_long concepts=200 shapes=60000 width=192 tokenizer_steps=8000 steps=12000 ;;
     --pixels) pixels=${2:-} && shift $(($# > 1)) ;;
     *) pixels='' && break ;;
     esac
@@ -38,7 +39,7 @@ here=scripts/experiments/text_to_image
 out=${1:-runs/$name$suffix}
 pictures=data/pictures$suffix # all emoji, from which the image tokenizer learns what pictures look like
 data=data/$name$suffix        # those whose captions the model learns
-tokenizer=runs/image_tokenizer$suffix
+tokenizer=runs/image_tokenizer${name#text_to_image}$suffix
 make_environment data
 mkdir -p "$out"
 
@@ -100,7 +101,7 @@ export_model() { # for others to start from: m6 finetune --init, from_pretrained
 
 part "data" build
 part "image tokenizer" m6 train-image-tokenizer "configs/image_tokenizer/pictures_$pixels.json" \
-    --set data.path="$pictures" --out "$tokenizer" "${precision[@]}"
+    --set data.path="$pictures" --set optimizer.total_steps="$tokenizer_steps" --out "$tokenizer" "${precision[@]}"
 finished "$tokenizer/training/DONE"
 part "image codes" m6 data codes "$data" --image-tokenizer "$tokenizer"
 part "pretraining" on_both_cores 16 pretrain "$here/pretrain.json" --run-dir "$out/pretrained" \

@@ -73,9 +73,12 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
     for problem in ("missing", "unexpected", "mismatched"):
         if keys := sorted(map(str, found[f"{problem}_keys"])):
             raise UserError(f"{folder}: {len(keys)} {problem} weights for its config.json, such as {keys[0]}")
-    for way in model.decodings:
+    ways: Any = model.decodings
+    for way in ways if isinstance(ways, list) else [ways]:
         if way not in (valid := get_args(Decoding)):
-            raise UserError(f'{folder / "generation_config.json"}: unknown way to draw "{way}"{nearest(way, valid)}')
+            raise UserError(
+                f'{folder / "generation_config.json"}: unknown way to draw "{way}"{nearest(str(way), valid)}'
+            )
     tokenizer = load_text_tokenizer(folder)
     for name, file in (("text_vocab_size", MODEL_FILE), ("image_vocab_size", "tokenizer_config.json")):
         actual, expected = getattr(tokenizer, name), getattr(model.config, name)

@@ -140,6 +140,7 @@ def drop_a_weight(file: Path) -> None:
         ("generation_config.json", Path.unlink, r"generation_config\.json: no such file"),
         ("generation_config.json", cut, r"generation_config\.json: not readable as JSON"),
         ("generation_config.json", change_json(code_decodings=["mask"]), 'unknown way to draw "mask"; did .*"masked"'),
+        ("generation_config.json", change_json(code_decodings=None), 'unknown way to draw "None"'),
         ("model.safetensors", drop_a_weight, r"hf: 1 missing weights for its config\.json, such as model\.embeddings"),
         ("config.json", change_json(num_layers=1), "hf: .* unexpected weights"),
         ("config.json", change_json(hidden_size=48), "hf: .* mismatched weights"),
