@@ -11,12 +11,12 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 name=text_to_image
-concepts=40  # emoji, a fair sample of all, in five drawing styles and as silhouettes
-shapes=10000 # drawings of coloured shapes, of which the split leaves three quarters to train on
-width=128    # of the model
-tokenizer_steps=4000 # steps of the image tokenizer
-steps=2800   # of the fine-tuning
-pixels=64    # a side of a picture
+concepts=40          # emoji, a fair sample of all, in five drawing styles and as silhouettes
+shapes=10000         # drawings of coloured shapes, of which the split leaves three quarters to train on
+width=128            # of the model
+tokenizer_steps=4000 # of the image tokenizer
+steps=2800           # of the fine-tuning
+pixels=64            # a side of a picture
 given=$*
 while [[ ${1:-} == --* ]]; do
     case $1 in
@@ -52,9 +52,6 @@ part() { # part NAME COMMAND...: runs a part and notes its seconds
 }
 
 choose_precision
-# glibc gives large tensors back to the system, which clears their pages anew at every step. Kept, in huge pages, a
-# step takes about a sixth less CPU time.
-export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 on_both_cores() { # on_both_cores MICRO_BATCH COMMAND...: one rank on each core
     local micro_batch=$1

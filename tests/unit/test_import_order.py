@@ -27,10 +27,10 @@ LEVELS = {
         {"cli"},
     ),
     "m6.training": (
-        {"expert_groups", "fake_batch", "meta_model", "places", "schedule", "tokenizers"},
+        {"expert_groups", "fake_batch", "meta_model", "places", "schedule"},
         {"offloading", "reduction"},
         {"engine"},
-        {"stages", "reporting", "checkpointing", "evaluation"},
+        {"stages", "reporting", "checkpointing", "evaluation", "tokenizers"},
         {"train_step"},
         {"flushless_step"},
         {"dry_run", "loop"},

@@ -240,7 +240,7 @@ def build_optimizer(tokenizer: M6ImageTokenizer, in_bf16: bool) -> Muon:
     kernels = [part.weight for block in blocks for part in block.modules() if isinstance(part, nn.Conv2d)]
     layouts = {kernel: MatrixLayout([Run(0, 1, (len(kernel), kernel[0].numel()))], kernel.device) for kernel in kernels}
     others = [parameter for parameter in tokenizer.parameters() if parameter not in layouts]
-    groups = [{"params": kernels, "muon": True}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": kernels, "muon": True}, {"params": others}]
     return Muon(groups, layouts, 0.95, torch.bfloat16 if in_bf16 else torch.float32, **_ADAMW)
 
 
