@@ -180,13 +180,17 @@ def _continuing(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
         return bootstrap(len(own), lambda index: float(own[index].sum() / characters[index].sum()))
 
     scores = {name: {"nats per character": per_character(own)} for name, own in nats.items()}
-    verse = [e for e in examples if continuation.line_length(str(decode([*e.source_ids, *e.target_ids]))) is not None]
+
+    def line_length(ids: Sequence[int]) -> int | None:
+        return continuation.line_length(str(decode(ids)))
+
+    # A first half that is only the heading shows no form, so there is none to keep.
+    verse = [e for e in examples if line_length([*e.source_ids, *e.target_ids]) and line_length(e.source_ids)]
     if verse:
         sources = [example.source_ids for example in verse]
         written = write_targets(subject.model, subject.processor, sources, max_new_tokens=max_tokens, do_sample=False)
         kept = [
-            continuation.line_length(text) == continuation.line_length(str(decode(source)))
-            for text, source in zip(written, sources, strict=True)
+            continuation.line_length(text) == line_length(source) for text, source in zip(written, sources, strict=True)
         ]
         scores[THIS_MODEL]["verse that keeps its form"] = share(kept)
     return scores

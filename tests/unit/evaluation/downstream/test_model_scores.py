@@ -186,6 +186,28 @@ def test_table_of_continuations(folder: Path):
     assert scores["5-gram model of the training texts"] < scores["this model"]
 
 
+def test_verse_of_which_a_model_reads_only_the_heading_is_not_counted(folder: Path, judge, monkeypatch):
+    """Its form is unknown: a regular continuation would count as an error, and a broken one as kept."""
+    config = load_config(run_of(folder, "data", "text_continuation") / "config.json")
+    subject = Subject(None, judge[1], config, Manifest.load(folder / "data"), 6)
+    lines = "今天早上，小明看书。"
+    texts = [f"《小明在公园里看书》老师\n{lines}", f"{lines}{lines}", f"《小明》老师\n{lines}{lines}{lines}"]
+    rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
+    sources = []
+
+    def write(model, processor, asked, **_):
+        sources.extend(str(processor.tokenizer.decode(ids)) for ids in asked)
+        return [lines, "今天，小明看书。"]
+
+    monkeypatch.setattr("m6.evaluation.downstream.tasks.write_targets", write)
+    monkeypatch.setattr(
+        "m6.evaluation.downstream.continuation.nats_by_model", lambda model, processor, examples: np.ones(len(examples))
+    )
+    scores = TASKS["text_continuation"].score(subject, "own", rows, rows)
+    assert sources == [lines, f"《小明》老师\n{lines}"]
+    assert scores["this model"]["verse that keeps its form"].value == 0.5
+
+
 def test_table_of_labels(folder: Path):
     run = run_of(folder, "labelled", "text_classification")
     outcome = m6("downstream", run, "--out", run / "labels.md")
