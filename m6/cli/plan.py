@@ -242,10 +242,15 @@ def calibrate(
 
     runtime = start()
     previous = load_profile(out) if out.exists() else None
-    profile = measure(runtime.device, {"AdamW": adamw, "Adafactor": Adafactor}, previous, disk)
+    profile = measure(runtime.device, {"AdamW": adamw, "Adafactor": Adafactor}, previous, disk, runtime.nodes)
     if runtime.is_main:
         save_profile(profile, out)
         print(f"{out}: {profile.source}; {len(profile.matmul)} products, {len(profile.collectives)} collectives")
+        if previous is not None and profile.factors != previous.factors:
+            print(
+                "Factors that were fitted to the rates before are left out; m6 plan validate RUN... --profile "
+                f"{out} --refit {out} fits new ones."
+            )
 
 
 @app.command()
@@ -256,14 +261,20 @@ def validate(
 ) -> None:
     """Compares the predicted memory and time of runs with the measured ones, as the profile predicts them.
 
-    Without a profile the rates are those that each run was predicted with at its start.
+    Without a profile the rates are those that each run was predicted with at its start. Factors for --refit are fitted
+    to the rates of --profile, without it to the assumed ones.
     """
+    from m6.errors import UserError
     from m6.planning.machine.profile import Profile, load_profile, save_profile
     from m6.planning.prediction import read_outcome, validation_table
     from m6.planning.prediction import refit as fit
 
     calibration = Profile() if profile is None else load_profile(profile)
-    outcomes = [read_outcome(run, None if profile is None else calibration) for run in runs]
+    if refit is not None and profile is None and refit.exists():
+        raise UserError(f"--refit {refit}: exists; choose a new file, or give the profile to fit with --profile")
+    # The factors are saved with these rates, so they have to be fitted to predictions by these rates.
+    anew = profile is not None or refit is not None
+    outcomes = [read_outcome(run, calibration if anew else None) for run in runs]
     if refit is not None:
         calibration = fit(calibration, outcomes)
         save_profile(calibration, refit)

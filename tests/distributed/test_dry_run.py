@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from m6.config.run import load_config, parse_config
@@ -186,6 +187,28 @@ def test_a_dry_run_needs_budgets():
         dry_plan.dry_plans(config, 16, 16, None)
     with pytest.raises(UserError, match="chunk_mib"):
         dry_plan.dry_plans(parse_config(offloaded(chunk_mib="auto")), 16, 5, None)
+
+
+def collectives_count_inputs(_: None) -> None:
+    share, whole = torch.zeros(100), torch.zeros(400)
+    with fake_process_group(1, 4), fake_tensors() as world:
+        dist.all_gather_into_tensor(whole, share)
+        dist.all_gather(list(whole.chunk(4)), share)
+        dist.reduce_scatter_tensor(share, whole)
+        dist.reduce_scatter(share, list(whole.chunk(4)))
+        dist.all_to_all_single(torch.zeros(700), whole, [400, 100, 100, 100], [100] * 4)
+        dist.all_reduce(whole)
+        ranks = (0, 1, 2, 3)
+        assert world.collectives == {
+            ("allgather", ranks): [2, 800],
+            ("reduce_scatter", ranks): [2, 3200],
+            ("alltoall", ranks): [1, 1600],
+            ("allreduce", ranks): [1, 1600],
+        }
+
+
+def test_bytes_that_a_rank_contributes():
+    run_distributed(collectives_count_inputs, 1, None)
 
 
 def bytes_to_other_nodes(config: MoEConfig, ep_size: int = 512, dtype: torch.dtype = torch.float16) -> float:

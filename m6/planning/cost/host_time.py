@@ -60,8 +60,8 @@ class HostTime:
         """Seconds in which the threads of the store update ``numel`` parameters of each rank."""
         ranks, name = self.nodes.devices_per_node, store.optimizer_type
         threads = min(store.num_threads, self.nodes.host.cpus / ranks)
-        each = self.profile.host_update_s_per_parameter.get(name, _STORE_UPDATE_S[name])
-        return max(numel * each / threads, numel * store.update_bytes / self._memory_rate)
+        # The profile measures PyTorch's optimizers in fp32, which DeepSpeed runs on the host; the store has its own.
+        return max(numel * _STORE_UPDATE_S[name] / threads, numel * store.update_bytes / self._memory_rate)
 
     @property
     def _memory_rate(self) -> float:

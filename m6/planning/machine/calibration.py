@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -31,6 +31,7 @@ _GROUPED_WIDTHS = {
     "cpu": ((512, 128), (128, 512), (2048, 512)),
     "cuda": ((2048, 512), (512, 2048), (4096, 1024), (1024, 4096), (8192, 2048), (2048, 8192)),
 }
+_COLLECTIVE_PARTS = ("exchange", "reduction")  # parts of a step that collectives take
 _COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}  # larger products would take seconds
 _UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}  # parameters
@@ -46,6 +47,7 @@ def calibrate(
     optimizers: Mapping[str, OptimizerMaker],
     previous: Profile | None = None,
     disk: Path | None = None,
+    nodes: Collection[str] = (),
 ) -> Profile:
     """Measures ``device`` and, with several ranks, collectives over all of them.
 
@@ -54,17 +56,25 @@ def calibrate(
     Args:
         device: the device of this rank.
         optimizers: makers of the optimizers that are measured, by their type in a run's JSON.
-        previous: a profile; its factors, and its collectives of other group sizes, are kept.
+        previous: a profile; its collectives of other group sizes, its activation factor and its checkpoint speed are
+            kept. So is, where several ranks measure, what one process measured. Factors were fitted to its rates: those
+            of parts that are measured anew are dropped.
         disk: a folder in which all ranks write a file at the same time, to measure the writing of checkpoints.
+        nodes: the name of each rank's node; none: all ranks are on one.
     """
     written = _write_bytes_per_s(disk) if disk is not None else previous and previous.checkpoint_bytes_per_s
-    collectives = _collectives(device)
+    collectives = _collectives(device, "device" if len(set(nodes)) <= 1 else "network")
     kept = [] if previous is None else [p for p in previous.collectives if not _is_replaced(p, collectives)]
     world = dist.get_world_size() if dist.is_initialized() else 1
     # Ranks that share a CPU disturb each other: products that one process measured are kept.
     if previous is not None and previous.calibrated and world > 1:
+        factors = {part: factor for part, factor in previous.factors.items() if part not in _COLLECTIVE_PARTS}
         return previous.model_copy(
-            update={"collectives": kept + collectives, "checkpoint_bytes_per_s": written or None}
+            update={
+                "collectives": kept + collectives,
+                "checkpoint_bytes_per_s": written or None,
+                "factors": factors,
+            }
         )
     host_bytes = psutil.Process().memory_info().rss
     process_bytes = 0
@@ -87,7 +97,7 @@ def calibrate(
         process_bytes=process_bytes,
         host_bytes=host_bytes,
         checkpoint_bytes_per_s=written or None,
-        factors={} if previous is None else previous.factors,
+        activation_factor=1.0 if previous is None else previous.activation_factor,
     )
 
 
@@ -120,15 +130,14 @@ def _grouped(device: torch.device, dtype: torch.dtype) -> Iterable[MatmulPoint]:
             )
 
 
-def _collectives(device: torch.device) -> list[CollectivePoint]:
+def _collectives(device: torch.device, tier: Literal["device", "network"]) -> list[CollectivePoint]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return []
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
-    tier = "device" if local >= world else "network"
     points = []
     for num_bytes in _COLLECTIVE_BYTES:
-        numel = num_bytes // 4 // world * world
+        # Equal shares of all ranks, of at least one element.
+        numel = max(1, num_bytes // 4 // world) * world
         source, target = torch.zeros(numel, device=device), torch.empty(numel, device=device)
         operations: dict[CollectiveKind, Callable[[], object]] = {
             "all_reduce": lambda source=source: dist.all_reduce(source),  # type: ignore[misc]

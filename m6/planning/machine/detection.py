@@ -46,9 +46,10 @@ def _tasks_per_node(world_size: int) -> int:
 
 
 def _described(name: str) -> Nodes:
-    """The nodes of the shipped cluster whose device's name is part of ``name``."""
+    """The nodes of the shipped cluster whose device's name is part of ``name``: of several, such as B200 and GB200, the
+    longest."""
     known = {nodes.device.name: nodes for path in sorted(CLUSTERS.glob("*.json")) for nodes in load_cluster(path).nodes}
-    for device, nodes in known.items():
-        if device in name:
-            return nodes
-    raise UserError(f"device {name!r} is in no description of configs/clusters{nearest(name, known)}")
+    matching = [device for device in known if device in name]
+    if not matching:
+        raise UserError(f"device {name!r} is in no description of configs/clusters{nearest(name, known)}")
+    return known[max(matching, key=len)]

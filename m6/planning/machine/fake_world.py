@@ -39,7 +39,7 @@ class FakeWorld(TorchDispatchMode):
         total: the sum of ``live``.
         peak: the largest ``total`` since :meth:`restart_peak`.
         at_peak: ``live`` at that time.
-        collectives: (operator, ranks of the group) -> [calls, input bytes of this rank].
+        collectives: (operator, ranks of the group) -> [calls, input bytes of this rank; of a receive its output].
         modules: the names of the modules whose forward pass runs, outermost first.
     """
 
@@ -132,10 +132,12 @@ class FakeWorld(TorchDispatchMode):
         group = CollectiveOp.get_process_group(function, args)
         if isinstance(group, ProcessGroup) and name != "barrier":
             ranks = tuple(dist.get_process_group_ranks(group))
-            tensors = [leaf for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor)]
+            # Those with the group as third argument have output and input; the others work in place.
+            inputs = args[1] if function in CollectiveOp.PG_ARG_2 else args[0]
+            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             entry = self.collectives.setdefault((name, ranks), [0, 0])
             entry[0] += 1
-            entry[1] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
+            entry[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             if name == "alltoall" and not isinstance(args[0], FakeTensor) and not isinstance(args[1], FakeTensor):
                 with _disable_current_modes():
                     args[0].copy_(args[1])

@@ -67,7 +67,7 @@ class Profile(Section):
     )
     host_update_s_per_parameter: dict[str, PositiveFloat] = Field(
         default_factory=dict,
-        description="measured seconds of the optimizer's step on one core of the host, by its type",
+        description="measured seconds of PyTorch's optimizer, as DeepSpeed runs it, on one core of the host, by type",
     )
     host_copy_bytes_per_s: PositiveFloat | None = Field(None, description="measured, between host and device")
     activation_factor: PositiveFloat = Field(

@@ -20,7 +20,7 @@ from m6.planning.prediction import (
     refit,
     validation_table,
 )
-from tests.fixtures.command import m6
+from tests.fixtures.command import m6, user_error
 
 CONFIG = Path(__file__).parents[3] / "configs" / "m6_smoke.json"
 
@@ -111,6 +111,30 @@ def test_the_command_predicts_with_the_profile_that_it_is_given(tmp_path: Path):
         row = next(line for line in outcome.stdout.splitlines() if line.startswith("| tour |"))
         predicted.append(float(row.split("|")[3]))
     assert predicted[1] > 3 * predicted[0]
+
+
+def test_factors_fit_the_rates_that_they_are_saved_with(tmp_path: Path):
+    """Those of the new profile, whatever rates the run was predicted with at its start."""
+    run = finished_run(tmp_path / "run", 2.0)
+    slow = Profile(matmul_efficiency=0.007, calibrated=True)
+    config = load_config(CONFIG)
+    announce(run, config, 1, SHAPE, slow)
+    new = tmp_path / "new.json"
+    assert m6("plan", "validate", run, "--refit", new).code == 0
+    assert load_profile(new) == refit(Profile(), [read_outcome(run, Profile())])
+    assert load_profile(new) != refit(Profile(), [read_outcome(run)])
+
+
+def test_a_profile_is_not_replaced_by_assumed_rates(tmp_path: Path):
+    run = finished_run(tmp_path / "run", 2.0)
+    profile = tmp_path / "profile.json"
+    save_profile(Profile(source="this machine", calibrated=True), profile)
+    message = user_error("plan", "validate", run, "--refit", profile)
+    assert f"--refit {profile}: exists; choose a new file, or give the profile to fit with --profile" in message
+    assert load_profile(profile).factors == {}
+    assert m6("plan", "validate", run, "--profile", profile, "--refit", profile).code == 0
+    assert load_profile(profile).calibrated
+    assert load_profile(profile).factors
 
 
 def test_an_older_run_cannot_be_predicted_anew(tmp_path: Path):

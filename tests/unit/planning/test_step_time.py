@@ -113,6 +113,15 @@ def test_streamed_experts_hide_behind_computation_until_they_cannot():
     assert found.host == pytest.approx(2 * 2 * numel / (1e8 * 0.8) - found.compute - found.exchange)
 
 
+def test_a_measurement_of_pytorchs_optimizer_says_nothing_about_the_stores():
+    config, cluster = load_config(CONFIGS / "m6_10t.json"), load_cluster(Path("v100_32g_x512"))
+    measured = PERFECT.model_copy(update={"host_update_s_per_parameter": {"AdamW": 1.0, "Adafactor": 1.0}})
+    sheet, calibrated = (model(config, cluster, profile) for profile in (PERFECT, measured))
+    store = sheet.memory.expert_store(replace(layout_of(config, 512), stream_experts=True))
+    assert calibrated.host.store_update_s(10**6, store) == sheet.host.store_update_s(10**6, store)
+    assert calibrated.host.update_s(10**6, "AdamW") > sheet.host.update_s(10**6, "AdamW"), "DeepSpeed runs PyTorch's"
+
+
 def test_more_ranks_than_cores_share_them():
     config = load_config(CONFIGS / "m6_cpu.json")
     laptop = load_cluster(Path("cpu_laptop"))
