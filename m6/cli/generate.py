@@ -105,6 +105,8 @@ def generate(
     device = default_device()
     temperature = float(is_text_to_image) if temperature is None else temperature
     sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
+    if is_text_to_image and temperature == 0 and num > 1:
+        print(f"warning: with --temperature 0 the {num} pictures of a caption are equal", file=sys.stderr)
     if not is_text_to_image:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, sampling, seed)
         return
@@ -189,11 +191,11 @@ def _write_texts(
     from m6.generation.captioning import caption, continue_text
 
     model, processor = load_run_model(run, device)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)  # the range that PyTorch takes; pictures take any integer, too
     options: dict[str, Any] = {"num_beams": num_beams, "max_new_tokens": max_new_tokens, "do_sample": False}
     if sampling.temperature > 0:
-        options |= {"do_sample": True, "temperature": sampling.temperature}
-        options |= {"top_k": sampling.top_k} if sampling.top_k else {}
+        # 0 is all tokens; without a value transformers draws from the 50 most likely ones.
+        options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         options |= {"top_p": sampling.top_p} if sampling.top_p else {}
     if pictures:
         texts = caption(model, processor, pictures, **options)

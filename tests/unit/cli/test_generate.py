@@ -5,7 +5,8 @@ from PIL import Image
 
 from m6.cli.generate import read_captions
 from m6.errors import UserError
-from tests.fixtures.command import user_error
+from m6.generation.pipeline import M6TextToImagePipeline
+from tests.fixtures.command import m6, user_error
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,33 @@ def test_a_picture_without_a_greatest_level_is_refused(tmp_path):
     Image.new("I", (8, 8), 300).save(tmp_path / "grey.tiff")
     text = user_error("generate", "--checkpoint", tmp_path, "--image", tmp_path / "grey.tiff")
     assert "grey.tiff: not a readable picture: a picture of mode I; expected" in text
+
+
+@pytest.mark.parametrize(("chosen", "top_k"), [((), 0), (("--top-k", 7), 7)])
+def test_texts_are_drawn_from_all_tokens_unless_fewer_are_asked_for(tmp_path, monkeypatch, chosen, top_k):
+    """Without a number transformers would take 50. Seeds are any integers, as those of pictures."""
+    asked = []
+    monkeypatch.setattr("m6.checkpoints.loading.load_run_model", lambda *_: (None, None))
+    monkeypatch.setattr(
+        "m6.generation.captioning.continue_text", lambda *_, **options: asked.append(options) or ["今天"]
+    )
+    arguments = ("--checkpoint", tmp_path, "今天", "--temperature", 1, *chosen)
+    for seed in (2**64, -(2**63) - 1):
+        outcome = m6("generate", *arguments, "--seed", seed)
+        assert outcome.code == 0, outcome
+    assert [options["top_k"] for options in asked] == [top_k, top_k]
+    assert asked[0]["do_sample"]
+
+
+def test_equal_pictures_are_announced(tmp_path, monkeypatch):
+    def stop(*_):
+        raise UserError("no model")
+
+    monkeypatch.setattr(M6TextToImagePipeline, "from_pretrained", stop)
+    command = ("generate", "--checkpoint", tmp_path, "红", "--out", tmp_path / "grid.png", "--num", 8)
+    warning = "warning: with --temperature 0 the 8 pictures of a caption are equal"
+    assert m6(*command, "--temperature", 0).stderr.splitlines() == [warning, "error: no model"]
+    assert m6(*command).stderr.splitlines() == ["error: no model"]
 
 
 def test_pictures_are_not_mixed_with_what_is_there(tmp_path):
