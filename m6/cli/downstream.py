@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from m6.cli.options import check_report
 from m6.errors import UserError
 
 
@@ -20,6 +21,8 @@ def downstream(
     for package in ("sacrebleu", "sklearn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
+    out = out or run / "downstream.md"
+    check_report(out)
     from m6.evaluation.downstream.report import write_downstream
 
-    print(write_downstream(run, out or run / "downstream.md", max_rows).read_text(encoding="utf-8"))
+    print(write_downstream(run, out, max_rows).read_text(encoding="utf-8"))

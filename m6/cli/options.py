@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from m6.decoding import Decoding
+from m6.errors import UserError
 
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 Overrides = Annotated[
@@ -32,3 +33,13 @@ DecodingWay = Annotated[
 ]
 Passes = Annotated[int, typer.Option(min=1, help="pictures: passes of the model for a picture, if it draws masked")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
+
+
+def check_report(out: Path) -> None:
+    """Raises UserError if ``out`` cannot be a Markdown report whose numbers are written beside it, to NAME.json."""
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder; expected the Markdown file to write")
+    if out.suffix == ".json":
+        raise UserError(
+            f"--out {out}: the numbers get this name; expected a Markdown file, such as {out.with_suffix('.md')}"
+        )

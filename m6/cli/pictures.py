@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from m6.cli.options import check_report
+
 
 def evaluate_pictures(
     generated: Annotated[Path, typer.Argument(help="folder of PNG files with captions.jsonl, from generate --out-dir")],
@@ -38,6 +40,8 @@ def evaluate_pictures(
     ] = None,
 ) -> None:
     """Evaluates generated pictures: accuracy of a classifier trained on real ones, FID and KID, search for copies."""
+    out = out or generated / "report.md"
+    check_report(out)
     from m6.cli.generate import read_captions
     from m6.data.manifest import Manifest
     from m6.evaluation.pictures.generated import load_generated
@@ -60,7 +64,6 @@ def evaluate_pictures(
     device = default_device()
     network = load_or_train_judge(real.judged, settings, judge, device)
     report = compare(pictures, skipped, real, network, device, inception)
-    out = out or generated / "report.md"
     write_json(out.with_suffix(".json"), report.document())
     write_text(out, markdown(report))
     print(markdown(report), end="")

@@ -130,7 +130,11 @@ class M6LM(TemplateLM):
         if not chosen["do_sample"]:
             chosen.pop("temperature", None)
         tokenizer = self.processor.tokenizer
-        prompt = str(tokenizer.decode(self.tok_encode(context)[new_tokens - self.max_length :]))
+        room = self.max_length - new_tokens
+        prompt = str(tokenizer.decode(self.tok_encode(context)[-room:]))
+        # A character cut between its bytes is decoded to replacement characters, which take more tokens than the rest.
+        while len(self.tok_encode(prompt)) > room:
+            prompt = prompt[1:]
         [text] = continue_text(self.model, self.processor, [prompt], max_new_tokens=new_tokens, **chosen)
         text = text.removeprefix(prompt)
         return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]

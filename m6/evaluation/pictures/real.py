@@ -87,6 +87,11 @@ def load_real(
             f"least {MIN_PICTURES} times, and {len(real.held_out)} with such a caption are held out; both numbers must "
             "be positive (--held-out-style names a drawing style to hold out)"
         )
+    if not len(real.training):
+        raise UserError(
+            f'{manifest.folder}: no picture of its sources is in the split "train"; expected pictures that a generator '
+            "was trained on, among which copies are looked for"
+        )
     return real
 
 

@@ -116,9 +116,9 @@ def evaluate_pictures(
     features, scores = judge.apply_to(judged, device)
     held_out_features, held_out_scores = judge.apply_to(held_out, device)
     sample_features, _ = judge.apply_to(sample, device)
-    groups = {}
+    groups, trained_on = {}, real.seen
     for name, is_seen in ((SEEN, True), (UNSEEN, False)):
-        captions = {caption for caption in judged_captions if (caption in real.seen) == is_seen}
+        captions = {caption for caption in judged_captions if (caption in trained_on) == is_seen}
         on_generated = accuracy(judge, judged, scores, captions)
         if on_generated is not None:
             groups[name] = Group(on_generated, accuracy(judge, held_out, held_out_scores, captions))

@@ -107,6 +107,22 @@ def test_generated_texts_end_at_the_first_stop(lm: M6LM):
     assert len(lm.generate_until(long, disable_tqdm=True)) == 1
 
 
+def test_a_context_cut_inside_of_a_character_fits_the_model(lm: M6LM, monkeypatch: pytest.MonkeyPatch):
+    """A character that the tokenizer spells in bytes: one that is left over would be encoded as three."""
+    prompts: list[str] = []
+
+    def continued(model: object, processor: object, asked: list[str], **_: object) -> list[str]:
+        prompts.extend(asked)
+        return asked
+
+    monkeypatch.setattr("m6.evaluation.harness.adapter.continue_text", continued)
+    new_tokens = range(10, 14)
+    asked = [("😀" * 60, {"max_gen_toks": number}) for number in new_tokens]
+    lm.generate_until(requests("generate_until", asked), disable_tqdm=True)
+    lengths = [len(lm.tok_encode(prompt)) for prompt in prompts]
+    assert all(LIMIT - n - 6 <= length <= LIMIT - n for n, length in zip(new_tokens, lengths, strict=True)), lengths
+
+
 def test_an_exported_model_has_the_same_likelihoods(lm: M6LM, folder: Path, tmp_path: Path):
     export_hf(folder / "run", tmp_path / "exported")
     exported = M6LM(tmp_path / "exported")

@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -89,6 +90,15 @@ def test_the_sets_of_real_pictures(real):
     assert len(real.judged) == 11 * 4 + 2
     assert len(real.held_out) == 11 * 4 + 2 + 4  # the style; of the unseen caption also both styles of the test split
     assert len(real.training) == 11 * 8 + 1
+
+
+def test_copies_need_pictures_to_be_copies_of(data, tmp_path):
+    entry = Manifest.load(data).sources["shapes"]
+    splits = {name: split for name, split in entry.splits.items() if name != "train"}
+    shutil.copytree(data, tmp_path / "data")
+    Manifest(sources={"shapes": entry.model_copy(update={"splits": splits})}).save(tmp_path / "data")
+    with pytest.raises(UserError, match='no picture of its sources is in the split "train"'):
+        load_real(Manifest.load(tmp_path / "data"), None, None, 32)
 
 
 def test_the_judge_recognises_shapes(real, judge):
@@ -315,6 +325,9 @@ def test_the_command_and_its_mistakes(data, tmp_path):
     assert 'no id ends in "/tiny"; frequent ends: large, small' in message
     assert 'no source "shape"' in user_error(*command, "--source", "shape")
     assert "no such file" in user_error("evaluate-pictures", tmp_path, "--data", data)
+    assert f"--out {tmp_path}: is a folder; expected the Markdown file" in user_error(*command, "--out", tmp_path)
+    message = user_error(*command, "--out", tmp_path / "new.json")
+    assert "new.json: the numbers get this name; expected a Markdown file, such as" in message
     alone = write_generated(tmp_path / "alone", [("x.png", "独一无二", shapes()[0][2])])
     message = user_error("evaluate-pictures", alone, "--data", data, "--judge-steps", 10)
     assert "the judge knows none of the generated captions" in message

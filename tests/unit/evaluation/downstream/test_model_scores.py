@@ -239,6 +239,14 @@ def test_rows_from_which_nothing_is_learned_are_refused_before_the_model_runs(
         TASKS[task].score(subject, "own", rows, rows)
 
 
+def test_a_report_needs_a_name_that_its_numbers_do_not_get(folder: Path, tmp_path: Path):
+    run = run_of(folder, "data", "text_continuation")
+    message = user_error("downstream", run, "--out", tmp_path / "scores.json")
+    assert f"scores.json: the numbers get this name; expected a Markdown file, such as {tmp_path}/scores.md" in message
+    assert "is a folder; expected the Markdown file" in user_error("downstream", run, "--out", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_without_a_task_is_refused(folder: Path):
     assert "none of its objectives is a downstream task" in user_error(
         "downstream", run_of(folder, "data", "text_denoising")
