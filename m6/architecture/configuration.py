@@ -151,6 +151,10 @@ class M6Config(PreTrainedConfig):
                 f"rotary_base needs heads of an even size, found hidden_size {self.hidden_size} / num_attention_heads "
                 f"{self.num_attention_heads}"
             )
+        if self.image_vocab_size % self.codes_per_place:
+            raise UserError(
+                f"image_vocab_size {self.image_vocab_size} is not divisible by codes_per_place {self.codes_per_place}"
+            )
         if self.image_size % self.patch_size:
             raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
         if self.patch_encoder == "efficientnet_lite0" and self.patch_size < _EFFICIENTNET_SMALLEST_SIDE:
@@ -205,6 +209,11 @@ class M6Config(PreTrainedConfig):
     def first_code_id(self) -> int:
         """Id of the first image code; all higher ids are codes too."""
         return self.text_vocab_size + NUM_SPECIAL_TOKENS
+
+    @property
+    def codebook_size(self) -> int:
+        """Image codes of each codebook; the ids of a book follow those of the book before."""
+        return self.image_vocab_size // self.codes_per_place
 
     @property
     def code_mask_id(self) -> int:

@@ -154,10 +154,12 @@ def train_image_tokenizer(
     from m6.config.image_tokenizer import load_settings
 
     settings = load_settings(config, tuple(overrides or ()))
-    from m6.runs.processes import default_device
+    from m6.runs.processes import default_device, keep_freed_memory
     from m6.training.tokenizers.image import train_image_tokenizer as train
 
-    measures = train(settings, out, default_device(), stopped=lambda: stop_flag.raised)
+    device = default_device()
+    keep_freed_memory(device)
+    measures = train(settings, out, device, stopped=lambda: stop_flag.raised)
     stop_flag.ignore()
     if measures is None:
         print(f"stopped; the same command resumes the training in {out}")

@@ -144,10 +144,16 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_p
             f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
             f"{codebook_size} or more, or train an image tokenizer with model.codebook_size {model.image_vocab_size}"
         )
-    if model.code_grid_size and codes_per_place != model.codes_per_place:
+    if (model.code_grid_size or model.codes_per_place > 1) and codes_per_place != model.codes_per_place:
         raise UserError(
             f"the image tokenizer has {codes_per_place} codes at each place, but the model's codes_per_place is "
             f"{model.codes_per_place}: pretrain one with m6.model.codes_per_place={codes_per_place}"
+        )
+    if model.codes_per_place > 1 and codebook_size != model.image_vocab_size:
+        raise UserError(
+            f"the image tokenizer has {codebook_size} codes in {codes_per_place} codebooks, but the model's "
+            f"image_vocab_size, which it divides into as many books, is {model.image_vocab_size}: pretrain one with a "
+            f"text tokenizer that was made with --image-vocab-size {codebook_size}"
         )
     places = num_codes // codes_per_place
     if model.code_grid_size and model.code_grid_size**2 != places:

@@ -18,11 +18,10 @@ from m6.model.embeddings import M6Embeddings
 from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
+from m6.model.losses import losses_of_logits, losses_of_states
 from m6.model.outputs import M6ModelOutput, M6Output
 from m6.model.rotary import Rotation, rotation_of
 from moe import RoutingStats
-
-ROWS_IN_CACHE = 64  # of logits, whose loss a CPU computes at once
 
 
 class M6PreTrainedModel(PreTrainedModel):
@@ -263,14 +262,16 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         )
         hidden_states: Tensor = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self._head(hidden_states[:, kept]) if return_logits else None
+        logits = F.linear(hidden_states[:, kept], self._table) if return_logits else None
         loss = target_losses = None
         if labels is not None:
             targets = labels[:, 1:]
             labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
-            # Logits of all positions would be the largest tensor of a training step.
-            target_logits = self._head(hidden_states[:, :-1][labelled]) if logits is None else logits[:, :-1][labelled]
-            target_losses = cross_entropy(target_logits, targets[labelled])
+            if logits is not None:
+                target_losses = losses_of_logits(logits[:, :-1][labelled], targets[labelled], self.config)
+            else:  # logits of all positions would be the largest tensor of a training step
+                states = hidden_states[:, :-1][labelled]
+                target_losses = losses_of_states(states, self._table, targets[labelled], self.config)
             weights = torch.ones_like(target_losses)
             if loss_weights is not None:
                 weights = loss_weights[:, 1:][labelled].to(target_losses)
@@ -286,17 +287,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             past_key_values=outputs.past_key_values,
         )
 
-    def _head(self, hidden_states: Tensor) -> Tensor:
-        return F.linear(hidden_states, self.model.embeddings.tokens.weight)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each target, [N], from logits [N, V] and int64 [N], in at least fp32.
-
-    A sum over a large vocabulary loses too much in 16 bits. A CPU takes a few rows at a time, which then stay in its
-    cache.
-    """
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    rows = ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
-    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
-    return torch.cat([F.cross_entropy(piece.to(precise), own, reduction="none") for piece, own in pieces])
+    @property
+    def _table(self) -> Tensor:
+        """The matrix of the head."""
+        return self.model.embeddings.tokens.weight

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.model.attention import prefix_lm_mask
 from m6.model.blocks import BlockOutput, M6Block, run_blocks, seed_layer
-from m6.model.modeling import M6ForConditionalGeneration, cross_entropy
+from m6.model.losses import losses_of_states
+from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
@@ -69,7 +69,7 @@ class ModelStage(nn.Module):
     def __init__(self, model: M6ForConditionalGeneration, layers: range, table: nn.Parameter | None) -> None:
         super().__init__()
         inner, config = model.model, model.config
-        self.numbers = layers
+        self.config, self.numbers = config, layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.embeddings = inner.embeddings if self.is_first else None
         self.layers = nn.ModuleList(inner.layers[index] for index in layers)
@@ -203,8 +203,8 @@ class ModelStage(nn.Module):
             hidden_states = self.norm(hidden_states)
             targets = labels[:, 1:]
             labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
-            logits = F.linear(hidden_states[:, : targets.shape[1]][labelled], self.table)
-            target_losses = cross_entropy(logits, targets[labelled])
+            states = hidden_states[:, : targets.shape[1]][labelled]
+            target_losses = losses_of_states(states, self.table, targets[labelled], self.config)
         return hidden_states, M6Output(target_losses=target_losses, aux_loss=aux_loss, router_stats=all_stats)
 
 

@@ -60,8 +60,8 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     _complete_environment()
     import deepspeed
 
+    keep_freed_memory(torch.device("cuda" if cuda else "cpu"))
     if not cuda:
-        _keep_freed_memory()
         # oneDNN caches a kernel with its buffers for each of the last 1,024 shapes, and packed micro-batches have that
         # many. That cache held 1.1 GiB more than one of 64 kernels, which stopped growing, in a smoke run in bf16;
         # without a cache the steps took 1.7 times as long (scripts/benchmarks/results/train_step_onednn.md). 64 are too
@@ -112,7 +112,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Returns what ``start`` made glibc keep to the kernel; does nothing where tensors are not in host memory.
+    """Returns to the kernel what ``keep_freed_memory`` made glibc keep; does nothing where tensors are on a GPU.
 
     Buffers of ever other sizes break the kept memory into pieces: without this, it grows over thousands of steps.
     """
@@ -121,14 +121,14 @@ def return_freed_memory(device: torch.device) -> None:
         libc.malloc_trim(0)
 
 
-def _keep_freed_memory() -> None:
-    """Tells glibc to reuse freed memory instead of returning it to the kernel.
+def keep_freed_memory(device: torch.device) -> None:
+    """Tells glibc to reuse freed memory instead of returning it to the kernel, where tensors are in host memory.
 
     Every step frees and allocates the same large buffers. The kernel would clear all their pages each time, which
     takes a large part of a step on a CPU.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if device.type == "cpu" and hasattr(libc, "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, -1)

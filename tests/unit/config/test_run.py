@@ -345,3 +345,9 @@ def test_codes_without_room_or_of_another_grid_are_refused():
     with pytest.raises(UserError, match=r"grid of 16 codes, but the model's code_grid_size is 3: pretrain one with 4"):
         check_codes_fit(model, 8, 16)
     check_codes_fit(M6Config(image_vocab_size=8), 8, 16)
+    books = M6Config(image_vocab_size=8, codes_per_place=2)
+    check_codes_fit(books, 8, 32, 2)
+    with pytest.raises(UserError, match=r"has 6 codes in 2 codebooks, .* is 8: .* --image-vocab-size 6"):
+        check_codes_fit(books, 6, 32, 2)
+    with pytest.raises(UserError, match="has 1 codes at each place, but the model's codes_per_place is 2"):
+        check_codes_fit(books, 8, 16)

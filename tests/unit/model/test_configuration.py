@@ -81,6 +81,7 @@ def test_joint_id_space(tiny_config):
         ({"num_layer": 3}, '"num_layers"'),
         ({"hidden_size": 30}, "30 is not divisible by num_attention_heads 4"),
         ({"patch_size": 7}, "16 is not divisible by patch_size 7"),
+        ({"codes_per_place": 3}, "image_vocab_size 8 is not divisible by codes_per_place 3"),
         ({"num_layers": "2"}, "num_layers must be a positive integer, found '2'"),
         ({"image_vocab_size": -1}, "found -1"),
         ({"code_grid_size": -1}, "code_grid_size must be an integer of at least 0, found -1"),

@@ -1,5 +1,7 @@
 """The loss: its value, how it splits over rows, micro-batches and recomputation, and saving."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -7,7 +9,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
-from m6.model.modeling import cross_entropy
+from m6.model.losses import losses_of_logits, losses_of_states
 
 
 def test_loss_and_target_losses_in_row_major_order(tiny_model, pack, samples):
@@ -31,8 +33,10 @@ def test_loss_and_target_losses_in_row_major_order(tiny_model, pack, samples):
 
 
 def test_no_logits_gives_the_same_loss(tiny_model, pack, samples):
-    model = tiny_model()
-    batch = pack(model.config, [samples])
+    model = tiny_model(codes_per_place=2)
+    first = model.config.first_code_id
+    codes = replace(samples[0], target=[9, first + 7, first, first + 3, first + 4, 9])
+    batch = pack(model.config, [[*samples, codes]])
     whole, gathered = model(**batch), model(**batch, return_logits=False)
     assert gathered.logits is None
     torch.testing.assert_close(gathered.loss, whole.loss, atol=1e-12, rtol=0)
@@ -46,18 +50,47 @@ def test_cross_entropy_is_fp32_in_a_bf16_model(tiny_model, pack, samples):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 64, 150])
-def test_cross_entropy_of_many_rows(rows):
+def test_losses_of_many_rows(rows, tiny_config):
     """Row by row, with a gradient that weighs them, in 16 bits: the sum is in fp32, each gradient is rounded once."""
+    config = tiny_config()
+    size = config.first_code_id
     generator = torch.Generator().manual_seed(rows)
-    logits = (4 * torch.randn(rows, 37, generator=generator)).bfloat16().requires_grad_()
-    targets, weights = torch.randint(37, (rows,), generator=generator), torch.rand(rows, generator=generator)
-    losses = cross_entropy(logits, targets)
+    logits = (4 * torch.randn(rows, config.vocab_size, generator=generator)).bfloat16().requires_grad_()
+    targets, weights = torch.randint(size, (rows,), generator=generator), torch.rand(rows, generator=generator)
+    losses = losses_of_logits(logits, targets, config)
     (gradient,) = torch.autograd.grad(losses, logits, weights)
     likely = logits.detach().double().softmax(-1)
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), -likely.gather(1, targets[:, None])[:, 0].log(), atol=1e-5, rtol=0)
-    expected = weights.double()[:, None] * (likely - F.one_hot(targets, 37))
+    expected = weights.double()[:, None] * (likely - F.one_hot(targets, config.vocab_size))
     torch.testing.assert_close(gradient.double(), expected, atol=1e-6, rtol=2**-8)
+
+
+@pytest.mark.parametrize(("books", "kinds"), [(1, "both"), (2, "both"), (4, "both"), (2, "codes"), (2, "one code")])
+def test_a_code_competes_with_its_own_codebook(books, kinds, tiny_config):
+    """Against logits with -inf at all other tokens; text competes with everything."""
+    config = tiny_config(image_vocab_size=32, codes_per_place=books)
+    assert config.codebook_size == 32 // books
+    first, generator = config.first_code_id, torch.Generator().manual_seed(books)
+    states = torch.randn(150, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(config.vocab_size, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0 if kinds == "both" else first, config.vocab_size, (150,), generator=generator)
+    if kinds == "one code":
+        targets[:] = first + 17
+    tokens = torch.arange(config.vocab_size)
+    book = (targets - first) // config.codebook_size
+    rivals = (tokens - first) // config.codebook_size == book[:, None]
+    rivals |= targets[:, None] < first
+    expected = F.cross_entropy((states @ table.T).masked_fill(~rivals, -torch.inf), targets, reduction="none")
+    weights = torch.rand(150, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, (states, table), weights, retain_graph=True)
+    for losses in (
+        losses_of_states(states, table, targets, config),
+        losses_of_logits(F.linear(states, table), targets, config),
+    ):
+        torch.testing.assert_close(losses, expected, atol=1e-12, rtol=0)
+        found = torch.autograd.grad(losses, (states, table), weights, retain_graph=True)
+        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
 def test_packing_equals_separate_samples(tiny_model, pack, samples):

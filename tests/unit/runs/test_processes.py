@@ -9,12 +9,12 @@ import pytest
 
 CODE = """
 import torch
-from m6.runs.processes import _keep_freed_memory, return_freed_memory
+from m6.runs.processes import keep_freed_memory, return_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 
-_keep_freed_memory()
+keep_freed_memory(torch.device("cpu"))
 before = resident()
 pieces = [torch.ones(1 << 20) for _ in range(100)]  # 4 MiB each
 pinned = torch.ones(1 << 10)  # lies behind them, so that the end of the heap cannot be cut off
