@@ -63,7 +63,7 @@ class M6Config(PreTrainedConfig):
         code_grid_size: codes in a row of a generated picture; adds learned row and column positions to image codes
             (DALL-E, arXiv 2102.12092, appendix B.1); 0: no such positions.
         codes_per_place: codes at each place of a generated picture, one of each codebook of the image tokenizer; they
-            follow each other and share their row and column.
+            follow each other and share their row and column. Divides ``image_vocab_size``: the books are equally large.
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; divides ``image_size``.
         patch_encoder: network that maps a patch to a vector, see :mod:`m6.model.patch_encoders`.

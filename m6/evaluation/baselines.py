@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from m6.architecture.configuration import M6Config
 from m6.config.run import RunConfig
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.manifest import MANIFEST_NAME
@@ -16,7 +17,7 @@ from m6.data.objectives import is_in_place, source_kind
 from m6.data.pretraining import PretrainingData
 from m6.data.weights import source_weights
 from m6.errors import UserError
-from m6.evaluation.ngram import Ints, NGramCounts, NGramModel
+from m6.evaluation.ngram import Floats, Ints, NGramCounts, NGramModel
 from m6.files import sha256, write_json
 
 ORDERS = {"unigram": 1, "bigram": 2, "5-gram": 5}
@@ -66,7 +67,8 @@ def compute_baselines(
     With ``held_out``, they are evaluated on micro-batches of its split instead.
 
     Every training row of the objective's sources is used once; the sources' weights in the mixture are ignored. The
-    n-gram models have the vocabulary of the run's model, so that the losses are comparable.
+    n-gram models have the vocabulary of the run's model, so that the losses are comparable. The unigram model, which
+    cannot see where a code of which book comes, is told, as the loss of the model is (:mod:`m6.model.losses`).
     """
     losses: Baselines = {}
     for objective in (held_out or data).active_objectives:
@@ -79,10 +81,22 @@ def compute_baselines(
             continue
         targets = training_targets(config, data, objective)
         counts = NGramCounts(targets, max(ORDERS.values()), config.model.vocab_size)
-        losses[objective] = {
-            name: NGramModel(counts, order).mean_loss(evaluated) for name, order in orders(objective).items()
-        }
+        own = losses[objective] = {}
+        for name, order in orders(objective).items():
+            model = NGramModel(counts, order)
+            own[name] = model.mean_loss(evaluated)
+            if order == 1:
+                tokens = np.concatenate([ids[1:] for ids in evaluated])
+                own[name] += float(_log_book_masses(model, config.model)[tokens].mean())
     return losses
+
+
+def _log_book_masses(unigram: NGramModel, config: M6Config) -> Floats:
+    """Log probability in nats of the codebook of each token, [V]; 0 for text, which competes with all tokens."""
+    pairs = [np.array([config.bos_token_id, token]) for token in range(config.vocab_size)]
+    each = np.exp(unigram.log_probabilities(pairs))
+    books = each[config.first_code_id :].reshape(config.codes_per_place, config.codebook_size).sum(axis=1)
+    return np.concatenate([np.zeros(config.first_code_id), np.log(books).repeat(config.codebook_size)])
 
 
 def orders(objective: str) -> dict[str, int]:
@@ -127,6 +141,7 @@ def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[
         "sources": settings.data.sources,
         "sequence_length": settings.data.sequence_length,
         "num_patches": config.model.num_patches,
+        "codes_per_place": config.model.codes_per_place,
         "micro_batch_size": config.deepspeed.micro_batch_size,
         "num_batches": num_batches,
     }

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from m6.architecture.configuration import M6Config
 
-_ROWS_IN_CACHE = 64  # of logits, whose loss a CPU computes at once
+ROWS_IN_CACHE = 64  # of logits, whose loss a CPU computes at once
 
 
 def losses_of_states(hidden_states: Tensor, table: Tensor, targets: Tensor, config: M6Config) -> Tensor:
@@ -53,6 +53,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     cache.
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    rows = _ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
+    rows = ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     return torch.cat([F.cross_entropy(piece.to(precise), own, reduction="none") for piece, own in pieces])

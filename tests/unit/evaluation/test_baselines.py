@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from m6.architecture.configuration import M6Config
 from m6.config.run import parse_config
 from m6.data.manifest import Manifest
 from m6.data.objectives import OBJECTIVES
@@ -80,6 +81,17 @@ def test_losses(make_config):
         counts = NGramCounts(baselines.training_targets(config, data, objective), 2, config.model.vocab_size)
         model = NGramModel(counts, 2)
         assert by_model["bigram"] == model.mean_loss(held_out)
+
+
+def test_the_unigram_model_knows_the_codebook_of_a_code():
+    config = M6Config(text_vocab_size=10, image_vocab_size=6, codes_per_place=2)
+    first, bos, eos = config.first_code_id, config.bos_token_id, config.eos_token_id
+    sequences = [[bos, 3, first, first + 4, first + 1, first + 4, eos], [bos, 3, first, first + 5, eos]]
+    unigram = NGramModel(NGramCounts(sequences, 1, config.vocab_size), 1)
+    masses = baselines._log_book_masses(unigram, config)
+    each = [np.exp(unigram.log_probabilities([[bos, token]]))[0] for token in range(config.vocab_size)]
+    books = [sum(each[first : first + 3]), sum(each[first + 3 :])]
+    assert masses == pytest.approx([0.0] * first + [np.log(books[0])] * 3 + [np.log(books[1])] * 3)
 
 
 def test_targets_in_place_have_no_context():
