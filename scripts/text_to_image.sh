@@ -15,7 +15,7 @@ concepts=40          # emoji, a fair sample of all, in five drawing styles and a
 shapes=10000         # drawings of coloured shapes, of which the split leaves three quarters to train on
 width=128            # of the model
 tokenizer_steps=4000 # of the image tokenizer
-steps=2800           # of the fine-tuning
+steps=2600           # of the fine-tuning
 pixels=64            # a side of a picture
 given=$*
 while [[ ${1:-} == --* ]]; do
