@@ -131,7 +131,7 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_p
     """Checks that a model can read and write the codes of an image tokenizer.
 
     Args:
-        codebook_size: number of different codes.
+        codebook_size: number of different codes, of all codebooks.
         num_codes: codes of one picture.
         codes_per_place: those at each place of its grid.
 
@@ -142,7 +142,8 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_p
         raise UserError(
             f"the image tokenizer has {codebook_size} codes, but the model's image_vocab_size is "
             f"{model.image_vocab_size}: pretrain one with a text tokenizer that was made with --image-vocab-size "
-            f"{codebook_size} or more, or train an image tokenizer with model.codebook_size {model.image_vocab_size}"
+            f"{codebook_size} or more, or train an image tokenizer with model.codebook_size "
+            f"{model.image_vocab_size // codes_per_place}"
         )
     if (model.code_grid_size or model.codes_per_place > 1) and codes_per_place != model.codes_per_place:
         raise UserError(

@@ -1,7 +1,7 @@
 """The losses of targets: a text token competes with the joint vocabulary, an image code with its own codebook.
 
 Where a code comes and of which book is fixed, and drawing takes nothing else there (:mod:`m6.generation`), so a model
-need not learn it. The scores of all other tokens took a quarter of a step of the small text-to-image model.
+need not learn it, nor compute the scores of all other tokens.
 """
 
 from collections.abc import Callable

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from m6.config.checks import check_codes_fit, check_world_size
+from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
-from m6.model import M6Config
 from m6.validation import read_document
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
@@ -335,19 +334,3 @@ def test_accumulation_follows_from_the_batch_sizes(folder: Path, world_size: int
     config = parse_config(tiny_document(folder))
     check_world_size(config, world_size)
     assert config.deepspeed.accumulation_steps(world_size) == accumulation
-
-
-def test_codes_without_room_or_of_another_grid_are_refused():
-    model = M6Config(image_vocab_size=8, code_grid_size=3)
-    check_codes_fit(model, 8, 9)
-    with pytest.raises(UserError, match=r"9 codes, but the model's image_vocab_size is 8.*--image-vocab-size 9"):
-        check_codes_fit(model, 9, 9)
-    with pytest.raises(UserError, match=r"grid of 16 codes, but the model's code_grid_size is 3: pretrain one with 4"):
-        check_codes_fit(model, 8, 16)
-    check_codes_fit(M6Config(image_vocab_size=8), 8, 16)
-    books = M6Config(image_vocab_size=8, codes_per_place=2)
-    check_codes_fit(books, 8, 32, 2)
-    with pytest.raises(UserError, match=r"has 6 codes in 2 codebooks, .* is 8: .* --image-vocab-size 6"):
-        check_codes_fit(books, 6, 32, 2)
-    with pytest.raises(UserError, match="has 1 codes at each place, but the model's codes_per_place is 2"):
-        check_codes_fit(books, 8, 16)

@@ -94,6 +94,14 @@ def test_the_unigram_model_knows_the_codebook_of_a_code():
     assert masses == pytest.approx([0.0] * first + [np.log(books[0])] * 3 + [np.log(books[1])] * 3)
 
 
+def test_only_the_unigram_model_is_told_the_codebook(make_config, monkeypatch):
+    config = make_config(image_captioning=1.0)
+    plain = baselines.compute_baselines(config, open_data(config), 3)["image_captioning"]
+    monkeypatch.setattr(baselines, "_log_book_masses", lambda *_: np.full(config.model.vocab_size, -0.25))
+    told = baselines.compute_baselines(config, open_data(config), 3)["image_captioning"]
+    assert told == pytest.approx({**plain, "unigram": plain["unigram"] - 0.25})
+
+
 def test_targets_in_place_have_no_context():
     assert list(baselines.orders("image_code_denoising")) == ["unigram"]
     assert list(baselines.orders("text_to_image")) == ["unigram", "bigram", "5-gram"]
