@@ -197,7 +197,9 @@ class CheckpointSettings(Section):
     interval_steps: PositiveInt = Field(200, description="steps between checkpoints; one is also written at the end")
     keep_last: PositiveInt = Field(2, description="number of complete checkpoints that stay on disk")
     async_save: bool = Field(
-        True, description="write in a background thread; training waits only for the copy to host memory"
+        True,
+        description="write in a background thread; training waits only for the copy to host memory. False: training "
+        "waits, and host memory holds the copies of one file of 4 GiB, not of all that a rank writes",
     )
 
 

@@ -10,7 +10,7 @@ from m6.formatting import markdown_table
 from m6.planning.cost.step_parts import StepTime
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.loss.outlook import loss_document, loss_line, predicted_loss
-from m6.planning.search.job_files import signal_lead_s
+from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
 from m6.planning.search.stages import stage_steps
@@ -29,8 +29,8 @@ class StageBooking:
         step_s: seconds of a step.
         step_s_range: the same with the fastest and the slowest machine to be expected.
         samples_per_s, tokens_per_s: of all devices; padding counts as tokens.
-        days: of all steps.
-        days_range: from ``step_s_range``.
+        days: of all steps, and of the checkpoints for which the training waits (``m6.checkpoint.async_save: false``).
+        days_range: the same from ``step_s_range``.
         gpu_days: days times devices.
         device_gb: memory of the fullest device, in GB of 10^9 bytes.
         host_gb: memory of a node's host.
@@ -70,6 +70,9 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     tokens = samples * config.m6.data.sequence_length
     steps, per_node = stage_steps(planner), cluster.smallest.devices_per_node
     fastest, slowest = (_step_s(planner, plan, bound) for bound in range(2))
+    saving = config.m6.checkpoint
+    wait_s = 0.0 if saving.async_save else checkpoint_s(planner, plan) / saving.interval_steps  # for each step
+    days = steps * (time.total + wait_s) / _DAY_S
     job_s = time_limit_min * 60 - signal_lead_s(planner, plan)
     return StageBooking(
         stage="real" if planner.memory.sharing is None else "pseudo",
@@ -79,16 +82,16 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         step_s_range=(fastest, slowest),
         samples_per_s=samples / time.total,
         tokens_per_s=tokens / time.total,
-        days=steps * time.total / _DAY_S,
-        days_range=(steps * fastest / _DAY_S, steps * slowest / _DAY_S),
-        gpu_days=steps * time.total / _DAY_S * cluster.num_devices,
+        days=days,
+        days_range=(steps * (fastest + wait_s) / _DAY_S, steps * (slowest + wait_s) / _DAY_S),
+        gpu_days=days * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
         host_gb=plan.footprint.host * per_node / 1e9,
         mfu=planner.time.compute.flops(plan.layout, recomputed=False) / (planner.time.peak_flops * time.total),
         exposed_s=time.exchange + time.reduction + time.host,
         hidden_s=planner.time.hidden_s(plan.layout),
         limited_by=_longest(time),
-        jobs=math.ceil(steps * time.total / job_s) if job_s > 0 else None,
+        jobs=math.ceil(days * _DAY_S / job_s) if job_s > 0 else None,
         parts=time.parts(),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from m6.formatting import markdown_table
+from m6.planning.cost.checkpoint import checkpoint_bytes, copied_bytes
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.step_parts import StepTime
 from m6.planning.search.alternatives import alternatives
 from m6.planning.search.compression import compression_line
 from m6.planning.search.delay import delay_line
-from m6.planning.search.job_files import checkpoint_bytes, checkpoint_s, signal_lead_s
+from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.neighbours import neighbours
 from m6.planning.search.planner import Planner
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
@@ -125,11 +126,15 @@ def time_table(time: StepTime) -> str:
 
 
 def checkpoint_line(planner: Planner, plan: PricedLayout) -> str:
-    """Size and duration of a checkpoint, and when the job needs its signal."""
+    """Size and duration of a checkpoint, its copy in host memory, and when the job needs its signal."""
     known = "measured" if planner.profile.checkpoint_bytes_per_s else "assumed"
-    size, seconds = format_gb(checkpoint_bytes(planner, plan)), checkpoint_s(planner, plan)
+    size, seconds = format_gb(checkpoint_bytes(planner.memory, plan.layout)), checkpoint_s(planner, plan)
+    copied = planner.cluster.smallest.devices_per_node * copied_bytes(planner.memory, plan.layout)
+    background = planner.config.m6.checkpoint.async_save
     return (
-        f"A checkpoint is {size} of a rank and takes {seconds:.0f} s at the {known} rate: a job must be told "
+        f"A checkpoint is {size} of a rank and takes {seconds:.0f} s at the {known} rate, "
+        f"{'beside the training' if background else 'for which the training waits'}, with {format_gb(copied)} more in "
+        f"the host memory of a node (m6.checkpoint.async_save {str(background).lower()}): a job must be told "
         f"{signal_lead_s(planner, plan)} s before its end."
     )
 

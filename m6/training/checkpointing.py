@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -42,7 +43,7 @@ class Checkpointer:
     Args:
         root: RUN/checkpoints.
         keep_last: number of complete checkpoints that stay.
-        async_save: False makes ``save`` wait for the thread.
+        async_save: False makes ``save`` do all of that itself, with the copies of one file at a time in host memory.
         timeout_s: how long rank 0 waits for the record of another rank, in seconds.
     """
 
@@ -81,14 +82,17 @@ class Checkpointer:
             return time.perf_counter() - begin
         # One after the other: offloaded experts are read into new tensors, which must not be there all at once.
         fragments = chain(engine.fragments(), engine.residual_fragments())
-        pieces = [_copy_to_host(fragment.owned()) for fragment in fragments]
+        copies = (_copy_to_host(fragment.owned()) for fragment in fragments)
         state = {**state, "step": step, **engine.counters()}
         self._deadline = time.monotonic() + self._timeout_s
-        # Not a daemon: a process that exits must first finish its checkpoint.
-        self._thread = threading.Thread(target=self._run, args=(folder, pieces, state), name="checkpoint")
-        self._thread.start()
-        if not self._async:
-            self.wait()
+        if self._async:
+            # Not a daemon: a process that exits must first finish its checkpoint.
+            self._thread = threading.Thread(target=self._run, args=(folder, list(copies), state), name="checkpoint")
+            self._thread.start()
+        else:
+            self._run(folder, copies, state)
+            deque(copies, maxlen=0)  # ranks that share tensors collect them together, also when one cannot write
+            self.check()
         return time.perf_counter() - begin
 
     def folder(self, step: int) -> Path:
@@ -117,13 +121,13 @@ class Checkpointer:
             failure, self._failure = self._failure, None
             raise StorageError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
 
-    def _run(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
+    def _run(self, folder: Path, pieces: Iterable[Fragment], state: dict[str, Any]) -> None:
         try:
             self._write(folder, pieces, state)
         except Exception as error:  # the training thread raises it
             self._failure = error
 
-    def _write(self, folder: Path, pieces: list[Fragment], state: dict[str, Any]) -> None:
+    def _write(self, folder: Path, pieces: Iterable[Fragment], state: dict[str, Any]) -> None:
         write_shards(folder, self.runtime.rank, pieces)
         if not self.runtime.is_main:
             return

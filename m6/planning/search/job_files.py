@@ -9,6 +9,7 @@ from typing import Any
 
 from m6.errors import UserError
 from m6.files import write_json, write_text
+from m6.planning.cost.checkpoint import checkpoint_bytes, copied_bytes
 from m6.planning.search.configuration import configured
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
@@ -72,23 +73,7 @@ def job_files(stages: list[Planner], plans: list[PricedLayout], name: str, time_
 def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
     """Seconds of writing a checkpoint, at the measured rate or an assumed one."""
     assumed = min(_RANK_BYTES_PER_S, _JOB_BYTES_PER_S / planner.cluster.num_devices)
-    return checkpoint_bytes(planner, plan) / (planner.profile.checkpoint_bytes_per_s or assumed)
-
-
-def checkpoint_bytes(planner: Planner, plan: PricedLayout) -> float:
-    """Bytes that one rank writes: fp32 weights and moments."""
-    layout, memory = plan.layout, planner.memory
-    counts = memory.counts(layout).divided(layout)
-    replicas = layout.dp_size // layout.ep_size
-    owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
-    written = owned * _state_bytes(planner.config.deepspeed.optimizer_type)
-    streamed = memory.stored_experts(layout) / layout.tp_size / replicas
-    return written + streamed * _state_bytes(memory.expert_store(layout).optimizer_type) if streamed else written
-
-
-def _state_bytes(optimizer_type: str) -> int:
-    """The weight, and two moments or a momentum. Adafactor's row and column means are negligible."""
-    return {"AdamW": 12, "Lamb": 12, "SGD": 8, "Muon": 8, "Lars": 8, "Adafactor": 4}[optimizer_type]
+    return checkpoint_bytes(planner.memory, plan.layout) / (planner.profile.checkpoint_bytes_per_s or assumed)
 
 
 def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:
@@ -107,10 +92,10 @@ def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -
         raise UserError(f"{planner.cluster.name} mixes types of nodes: one job cannot ask for them")
     nodes = planner.cluster.nodes[0]
     per_node = nodes.devices_per_node
-    on_host = per_node * (plan.footprint.host + plan.footprint.host_process)
+    on_host = per_node * (plan.footprint.host + plan.footprint.host_process + copied_bytes(planner.memory, plan.layout))
     if nodes.links.host is None:  # a CPU: the ranks compute in host memory
         on_host += per_node * plan.footprint.peak
-    # At least half of a node: data, page cache and copies of checkpoints need memory, too.
+    # At least half of a node: data and the page cache need memory, too.
     memory = min(nodes.host.memory_bytes, max(2 * on_host, nodes.host.memory_bytes // 2))
     document = {
         "nodes": nodes.count,

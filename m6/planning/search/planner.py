@@ -21,6 +21,7 @@ from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.planning.cost.batch_shape import BatchShape
+from m6.planning.cost.checkpoint import copied_bytes
 from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.cost.memory import MemoryModel
@@ -297,13 +298,17 @@ class Planner:
         """Yields kinds of memory with the bytes that are needed, those that there are, and a name."""
         nodes = min(self.time.pipeline.nodes_of(layout, place), key=lambda nodes: nodes.device.memory_bytes)
         per_node, host = nodes.devices_per_node, nodes.host.memory_bytes * self.memory_fraction
-        on_host = per_node * (footprint.host + footprint.host_process)
+        copied = per_node * copied_bytes(self.memory, layout)
+        on_host = per_node * (footprint.host + footprint.host_process) + copied
         if nodes.links.host is None:  # a CPU: device and host memory are the same
             on_host += per_node * footprint.peak
         else:
             device = nodes.device.memory_bytes * self.memory_fraction
             yield "device memory", footprint.peak, device, f"on {nodes.device.name}"
-        yield "host memory", on_host, host, "in the host memory of a node"
+        where = "in the host memory of a node"
+        if on_host > host >= on_host - copied and self.config.m6.checkpoint.async_save:
+            where += f" (of it {format_gb(copied)} the copy of a checkpoint, see m6.checkpoint.async_save)"
+        yield "host memory", on_host, host, where
         store = self.config.expert_store
         if not layout.stream_experts or store is None:
             return

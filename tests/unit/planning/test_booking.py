@@ -11,7 +11,7 @@ from m6.cli.plan import app
 from m6.config.run import load_config
 from m6.planning.booking import book_stage, booking, booking_table
 from m6.planning.machine.cluster import load_cluster
-from m6.planning.search.job_files import signal_lead_s
+from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.stages import stage_steps, training_stages
 from m6.training.reporting.throughput import training_flops
@@ -43,6 +43,14 @@ def test_the_cost_of_a_stage():
     flops = training_flops(config.model, 128 * length, 128 * length, 128, 128 * length**2)
     # The planner counts all pairs of tokens in attention, as the kernel does.
     assert found.mfu == pytest.approx(flops / (8 * 312e12 * seconds), rel=0.1)
+
+
+def test_checkpoints_for_which_the_training_waits_count():
+    waiting = planner("m6.checkpoint.async_save=false", "m6.checkpoint.interval_steps=10")
+    plan = waiting.search().best
+    found, steps = book_stage(waiting, plan, 1440), waiting.config.m6.training.total_steps
+    assert found.days == pytest.approx(steps * (plan.time.total + checkpoint_s(waiting, plan) / 10) / 86400)
+    assert found.days_range[0] == pytest.approx(found.days - steps * (plan.time.total - found.step_s_range[0]) / 86400)
 
 
 def test_a_time_limit_too_short_for_a_step_and_a_checkpoint():

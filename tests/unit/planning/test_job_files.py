@@ -11,7 +11,6 @@ from m6.planning.machine.profile import Profile
 from m6.planning.reports import checkpoint_line
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import (
-    checkpoint_bytes,
     checkpoint_s,
     job_description,
     job_files,
@@ -63,12 +62,3 @@ def test_measured_writing_decides_when_a_job_is_told(tmp_path: Path):
         leads.append(signal_lead_s(subject, best))
         assert f"{leads[-1]} s before its end" in checkpoint_line(subject, best)
     assert leads[1] - leads[0] == pytest.approx(600, abs=60)
-
-
-def test_a_checkpoint_has_the_states_of_two_optimizers():
-    """AdamW's moments of the dense part, which all ranks share; Adafactor's means of experts are negligible."""
-    subject = planner("m6_1t", "v100_32g_x480", forced={"ep_size": 480, "micro_batch_size": 4})
-    plan = subject.search().best
-    dense, experts = subject.memory.counts(plan.layout).local, subject.memory.stored_experts(plan.layout)
-    assert experts == 2 * 2 * 1024 * 21248 * 24
-    assert checkpoint_bytes(subject, plan) == pytest.approx(12 * dense / 480 + 4 * experts)

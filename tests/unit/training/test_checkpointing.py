@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ import torch
 
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints, open_newest
-from m6.checkpoints.format import MANIFEST, CheckpointReader
+from m6.checkpoints.format import MANIFEST, CheckpointReader, write_shards
 from m6.checkpoints.fragment import Fragment
 from m6.errors import UserError
+from m6.training import checkpointing
 from m6.training.checkpointing import Checkpointer, restore
 from m6.training.loop import Trainer
 from tests.fixtures.command import contents
@@ -106,6 +108,31 @@ def test_what_is_read_for_a_checkpoint_is_there_one_at_a_time(
     trainer.checkpointer.wait()
     assert len(made) > 10
     assert max(alive) <= 2
+
+
+def test_a_checkpoint_for_which_the_training_waits_copies_one_file_at_a_time(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+):
+    """Host memory that is full of experts has no room for a copy of all of them."""
+    trainer = make_trainer(m6__checkpoint__async_save=False)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def copy(fragment: Fragment) -> Fragment:
+        found = plain(fragment)
+        made.append(weakref.ref(found.data))
+        alive.append(sum(each().nbytes for each in made if each() is not None))
+        return found
+
+    plain = checkpointing._copy_to_host
+    monkeypatch.setattr(checkpointing, "_copy_to_host", copy)
+    whole = sum(fragment.owned().data.nbytes for fragment in trainer.engine.fragments())
+    largest = max(fragment.owned().data.nbytes for fragment in trainer.engine.fragments())
+    monkeypatch.setattr(checkpointing, "write_shards", partial(write_shards, shard_bytes=whole // 8))
+    trainer.checkpointer.save(trainer.engine, 99, {})
+    assert len(made) > 10
+    assert max(alive) <= whole // 8 + 2 * largest < whole / 2
+    assert CheckpointReader(trainer.run.checkpoints / "step_00000099").verify() == []
 
 
 def test_a_step_is_saved_once(make_trainer: MakeTrainer):
