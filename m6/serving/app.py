@@ -100,6 +100,18 @@ def create_app(
         float, Query(alias="deadline_s", gt=0, le=deadline_s, description="seconds until the request is given up")
     ]
 
+    async def result_of(request: Request, lane: str, job: CaptionJob | DrawJob) -> Any:
+        """Queues a job; one that still waits when its client has gone is not run."""
+        done, gone = asyncio.ensure_future(batcher.submit(lane, job)), asyncio.ensure_future(disconnection(request))
+        try:
+            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise ClientDisconnect
+            return done.result()
+        finally:
+            done.cancel()
+            gone.cancel()
+
     async def within(seconds: float, answer: Awaitable[Result]) -> Result:
         try:
             return await asyncio.wait_for(answer, seconds)
@@ -132,7 +144,7 @@ def create_app(
         async def answer() -> str:
             async with intake.body(request, MAX_BODY_BYTES) as body:
                 picture = await intake.run(open_picture, content_type, body, image_size)
-            return await batcher.submit("caption", CaptionJob(picture, max_new_tokens))
+            return await result_of(request, "caption", CaptionJob(picture, max_new_tokens))
 
         return {"text": await within(deadline, answer())}
 
@@ -150,7 +162,7 @@ def create_app(
             async with intake.body(request, MAX_TEXT_BYTES) as body:
                 # Before the job is queued, so that a bad one cannot fail a batch.
                 job = await intake.run(read_drawing, drawing, body)
-            return await batcher.submit("generate", job)
+            return await result_of(request, "generate", job)
 
         return Response(await within(deadline, answer()), media_type="image/png")
 
@@ -169,6 +181,12 @@ def create_app(
         app.add_exception_handler(kind, _answer_with(status))
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     return app
+
+
+async def disconnection(request: Request) -> None:
+    """Returns when the client of a request whose body was read has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def check_parameters(request: Request, *known: str) -> None:

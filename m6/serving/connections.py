@@ -22,7 +22,8 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol with the limits that uvicorn has no option for.
 
     A connection beyond ``MAX_CONNECTIONS`` is answered with 503 and closed. A connection whose next request does not
-    have all its headers after ``HEADER_SECONDS`` is closed: uvicorn would keep it open for ever.
+    have all its headers after ``HEADER_SECONDS`` is closed, and one that goes on for as long with the body of a request
+    that is answered already: uvicorn would keep them open for ever.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,11 +40,12 @@ class BoundedProtocol(H11Protocol):
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Stops the time when the headers are complete; starts it at the first byte of a further request."""
+        """Stops the time when the headers are complete; starts it at the first byte that belongs to no open request."""
         if self.transport.is_closing():
             return
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not answered:
             self._stop_timer()
         elif self._header_timer is None:
             self._start_timer()

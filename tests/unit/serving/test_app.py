@@ -124,6 +124,37 @@ def test_requests_that_wait_share_a_batch_and_get_their_own_answers(captioning: 
     with_client(task, scenario)
 
 
+def test_what_waits_for_a_client_that_has_gone_is_not_run(captioning: Captioning):
+    task = Gated(captioning)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(client.post("/caption", content=PICTURES[0]))
+        await asyncio.to_thread(task.entered.wait, 30)
+        application = client._transport.app  # type: ignore[attr-defined]
+        said = [{"type": "http.request", "body": PICTURES[1]}, {"type": "http.disconnect"}]
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if len(said) == 1:
+                await gone.wait()
+            return said.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/caption", "query_string": b"", "headers": []}
+        left = asyncio.create_task(application(scope, receive, send))
+        await until_waiting(client, 1)
+        gone.set()
+        await until_waiting(client, 0)
+        await left
+        task.gate.set()
+        assert (await first).status_code == 200
+        assert task.sizes == [1]
+
+    with_client(task, scenario)
+
+
 def png_bomb() -> bytes:
     """A PNG of a few bytes whose header promises 40,000 x 40,000 pixels."""
     header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)

@@ -76,6 +76,17 @@ def test_a_further_request_of_a_connection_has_its_time_too(address: tuple[str, 
         assert read_all(client) == b""
 
 
+def test_a_body_that_goes_on_after_the_answer(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
+    """The next byte ends the time that uvicorn gives an idle connection."""
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
+    with connect(address) as client:
+        client.sendall(post(10, path="/caption?unknown=1"))
+        assert read_answer(client)[0] == 422
+        client.sendall(b"x")
+        assert read_all(client) == b""
+    assert works(address)
+
+
 def test_a_request_that_runs_longer_than_its_headers_may_take(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ):
