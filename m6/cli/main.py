@@ -18,7 +18,7 @@ import m6
 from m6.cli.address_space import check_address_space
 from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
 from m6.cli.imports import quick_imports
-from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder
+from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file
 from m6.cli.terminal import keep_bars_out_of_logs
 from m6.errors import StorageError, UserError
 from m6.runs.signals import StopFlag, end_with_launcher
@@ -207,7 +207,9 @@ def evaluate(
     """Compares the loss of each objective on held-out data with unigram, bigram and 5-gram models."""
     from m6.evaluation.report import report_file, write_report
 
-    written = write_report(run, out or report_file(run, data, split), batches, data, split)
+    out = out or report_file(run, data, split)
+    check_file(out, "the Markdown file")
+    written = write_report(run, out, batches, data, split)
     print(written.read_text(encoding="utf-8"))
 
 

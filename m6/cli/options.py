@@ -35,10 +35,15 @@ Passes = Annotated[int, typer.Option(min=1, help="pictures: passes of the model 
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
 
 
+def check_file(out: Path, expected: str) -> None:
+    """Raises UserError before the work of a command if it cannot write to ``out`` in the end."""
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder; expected {expected} to write")
+
+
 def check_report(out: Path) -> None:
     """Raises UserError if ``out`` cannot be a Markdown report whose numbers are written beside it, to NAME.json."""
-    if out.is_dir():
-        raise UserError(f"--out {out}: is a folder; expected the Markdown file to write")
+    check_file(out, "the Markdown file")
     if out.suffix == ".json":
         raise UserError(
             f"--out {out}: the numbers get this name; expected a Markdown file, such as {out.with_suffix('.md')}"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from m6.cli.options import check_file
 from m6.errors import UserError
 
 
@@ -28,6 +29,7 @@ def evaluate_tasks(
     """Scores a model on tasks of lm-evaluation-harness: likelihoods of answers, perplexity, generated texts."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('evaluate-tasks needs the package lm_eval: pip install "m6-recipes[harness]"')
+    check_file(out or run / "tasks.json", "the JSON file")
     from m6.evaluation.harness.scores import OWN_TASKS, write_scores
 
     print(write_scores(run, data, task or OWN_TASKS, out or run / "tasks.json", batch_size, max_rows))

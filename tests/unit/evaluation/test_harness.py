@@ -166,6 +166,7 @@ def test_mistakes(folder: Path, tmp_path: Path):
     )
     assert "none/manifest.json does not exist" in message("--data", tmp_path / "none")
     assert 'has no source "inews"' in message("--data", folder / "labelled", "--task", "m6_news")
+    assert f"--out {tmp_path}: is a folder; expected the JSON file to write" in message("--out", tmp_path)
     assert not (folder / "run" / "tasks.json").exists()
 
 

@@ -168,4 +168,5 @@ def test_what_cannot_be_evaluated(run, tmp_path):
     keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)
     change_state(run, tokenizer="0" * 64)
     assert "not the tokenizer that" in message("--split", "test")
+    assert message("--out", tmp_path) == f"--out {tmp_path}: is a folder; expected the Markdown file to write"
     assert not list(run.glob("report*"))
