@@ -30,7 +30,7 @@ _SIZES = {
 }
 _EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one is gone before the last layer
 _SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
-# Keys that transformers adds when it loads a configuration.
+# Keys that transformers and what stands on it (its Trainer, quantisation) add to a configuration.
 _TRANSFORMERS_KEYS = {
     "model_type",
     "_name_or_path",
@@ -42,6 +42,9 @@ _TRANSFORMERS_KEYS = {
     "num_labels",
     "_commit_hash",
     "auto_map",
+    "use_cache",
+    "quantization_config",
+    "is_decoder",
 }
 
 

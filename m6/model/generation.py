@@ -63,8 +63,8 @@ class M6GenerationMixin(GenerationMixin):
             kwargs: as in transformers, and ``pixel_values``.
 
         Raises:
-            UserError: a prompt has no ``<bos>`` or two pictures, the target would need more positions than the
-                model has learned, or an argument asks for what does not work with this model.
+            UserError: a prompt has no ``<bos>``, two pictures or padding at its end, the target would need more
+                positions than the model has learned, or an argument asks for what does not work with this model.
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None:
@@ -78,6 +78,10 @@ class M6GenerationMixin(GenerationMixin):
             types = derive_token_type_ids(input_ids, mask != 0, config.image_token_id, config.bos_token_id)
         positions = kwargs.get("position_ids")
         positions = derive_position_ids(types, mask) if positions is None else positions
+        if not bool((mask[:, -1] != 0).all()):
+            raise UserError(
+                'a prompt ends in padding, which generate would continue; pad on the left (padding_side "left")'
+            )
         _check_prompts(input_ids, config.bos_token_id, config.image_token_id, config.num_patches)
         self._check_length(input_ids.shape[1], positions, settings, kwargs)
         kwargs |= {"attention_mask": mask, "token_type_ids": types, "position_ids": positions}
@@ -93,8 +97,10 @@ class M6GenerationMixin(GenerationMixin):
     def _check_length(
         self, prompt_length: int, position_ids: Tensor, generation_config: GenerationConfig, kwargs: dict[str, Any]
     ) -> None:
-        new_tokens = kwargs.get("max_new_tokens", generation_config.max_new_tokens)
-        if new_tokens is None and (length := kwargs.get("max_length", generation_config.max_length)) is not None:
+        own = self.generation_config  # from which transformers takes what the given one leaves open
+        new_tokens = kwargs.get("max_new_tokens", _first(generation_config.max_new_tokens, own.max_new_tokens))
+        length = kwargs.get("max_length", _first(generation_config.max_length, own.max_length))
+        if new_tokens is None and length is not None:
             new_tokens = length - prompt_length
         # Positions count the target only: source and picture have their own.
         prompt, limit = int(position_ids[:, -1].max()) + 1, self.config.max_position_embeddings
@@ -116,6 +122,10 @@ class M6GenerationMixin(GenerationMixin):
             return None
         keys, _offset = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
         return torch.nn.functional.pad(attention_mask, (0, keys - attention_mask.shape[1]))
+
+
+def _first(given: int | None, otherwise: int | None) -> int | None:
+    return otherwise if given is None else given
 
 
 def _check_arguments(settings: GenerationConfig, kwargs: dict[str, Any]) -> None:

@@ -76,6 +76,7 @@ class M6Model(M6PreTrainedModel):
         position_ids: Tensor | None = None,
         sample_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -93,6 +94,7 @@ class M6Model(M6PreTrainedModel):
             sample_ids: int64 [B, S]: 1, 2, ... in each packed row, 0 at padding.
             attention_mask: int64 [B, K] for rows of one sample each, including the cached tokens; 0 at padding.
                 When absent, ``<pad>`` is padding. Ignored if ``sample_ids`` is given.
+            inputs_embeds: refused, since placeholders and positions go by ids; PEFT passes None.
             past_key_values: cache of earlier calls. Every query may attend to all of it, so pictures and source
                 belong in the first call.
             use_cache: creates a DynamicCache if ``past_key_values`` is None.
@@ -102,8 +104,10 @@ class M6Model(M6PreTrainedModel):
 
         Raises:
             UserError: the placeholders do not match the pictures, an input is missing and cannot be derived, or
-                attention weights are asked for.
+                attention weights or embeddings are asked for.
         """
+        if inputs_embeds is not None:
+            raise UserError("inputs_embeds: pictures, types and positions go by input_ids; pass those")
         if output_attentions:
             raise UserError("output_attentions: attention weights are never computed as such (fused attention)")
         if output_hidden_states is None:
@@ -223,6 +227,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         position_ids: Tensor | None = None,
         sample_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: None = None,
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
         num_items_in_batch: Tensor | int | float | None = None,
@@ -245,7 +250,10 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
                 batch the loss does not depend on how the batch is split. Absent: the sum of weights of this call.
             return_logits: False saves memory: logits are computed only at labelled positions and not returned.
             logits_to_keep: number of last positions whose logits are computed, or int64 indices of positions; 0: all.
+                With labels it is refused: their positions are those of the whole row.
         """
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise UserError("logits_to_keep: the loss of labels needs all positions; leave out one of them")
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -253,6 +261,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             position_ids=position_ids,
             sample_ids=sample_ids,
             attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,

@@ -12,6 +12,7 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_transforms import to_pil_image
 
 from m6.architecture.special_tokens import IMAGE, SOURCE, TARGET
+from m6.errors import nearest
 from m6.tokenizers.pictures import RESAMPLE, square_rgb
 from m6.tokenizers.text import M6Tokenizer
 
@@ -68,7 +69,7 @@ class M6Processor(ProcessorMixin):
             target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as that of ``<boi>``.
             return_tensors: "pt", "np", or None for lists.
             padding: True or "longest": to the longest prompt; "max_length": to ``max_length``; False: none.
-            truncation: cuts sources, so that no prompt is longer than ``max_length``.
+            truncation: cuts sources, so that no prompt is longer than ``max_length``, which must be given.
             max_length: in tokens, with picture and target prefix.
             kwargs: passed to the image processor; or, as in transformers, all arguments after ``target_prefix`` in the
                 dictionaries ``text_kwargs``, ``images_kwargs`` and ``common_kwargs``.
@@ -78,19 +79,28 @@ class M6Processor(ProcessorMixin):
             ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 pictures.
 
         Raises:
-            ValueError: neither images nor text is given, their numbers differ, or the lengths do not fit.
+            ValueError: neither images nor text is given, their numbers differ, the lengths do not fit, or an argument
+                is unknown.
         """
         nested = [kwargs.pop(name) for name in _NESTED if name in kwargs]
         if nested:
             plain = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
             given = functools.reduce(operator.or_, nested, {**plain, "max_length": max_length, **kwargs})
             return self(images, text, target_prefix, **given)
+        for name in kwargs:
+            if name not in (valid := self.image_processor.valid_kwargs.__annotations__):
+                own = ("return_tensors", "padding", "truncation", "max_length")
+                raise ValueError(f"{name}: M6Processor knows no such argument{nearest(name, [*own, *valid])}")
         if text is None and images is None:
             raise ValueError("a prompt needs images or text")
+        if truncation and max_length is None:
+            raise ValueError("truncation needs a max_length")
         pictures = list(images) if isinstance(images, (list, tuple)) else [images]
-        texts = [text] if isinstance(text, str) else list(text or [""] * len(pictures))
+        texts = [text] if isinstance(text, str) else list([""] * len(pictures) if text is None else text)
         if images is None:
             pictures *= len(texts)
+        if not texts or not pictures:
+            raise ValueError("images or text is an empty list")
         if len(texts) != len(pictures):
             raise ValueError(f"{len(pictures)} images do not match {len(texts)} texts")
         if isinstance(target_prefix, str):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from transformers import PreTrainedTokenizer
+from transformers import AddedToken, PreTrainedTokenizer
 
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
@@ -71,7 +71,7 @@ class M6Tokenizer(PreTrainedTokenizer):
         self.image_vocab_size = image_vocab_size
         named = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "mask", "sep", "image", "boi", "eoi")}
         kwargs |= named | {"extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in named.values()]}
-        kwargs |= {"special_tokens_pattern": "bos", "padding_side": "left"}
+        kwargs = {"padding_side": self.padding_side, **kwargs, "special_tokens_pattern": "bos"}
         super().__init__(vocab_file=vocab_file, image_vocab_size=image_vocab_size, **kwargs)
 
     @property
@@ -127,6 +127,14 @@ class M6Tokenizer(PreTrainedTokenizer):
         if not 0 <= code < self.image_vocab_size:
             raise ValueError(f"id {token_id} is not an image code; those are [{self.image_code_to_id(0)}, {len(self)})")
         return code
+
+    def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """Refuses tokens that the vocabulary lacks, with a UserError: image codes end it, and no model has room."""
+        tokens = [new_tokens] if isinstance(new_tokens, str | AddedToken) else list(new_tokens)
+        for token in map(str, tokens):
+            if token not in self._vocab:
+                raise UserError(f"{token!r}: no token can be added to the vocabulary of an M6 model")
+        return super().add_tokens(tokens, special_tokens=special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
         """Returns the ids of all tokens of the joint vocabulary."""

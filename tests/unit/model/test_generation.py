@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicCache
 
 from m6.errors import UserError
@@ -173,7 +173,12 @@ def test_a_generated_bos_opens_no_new_target(tiny_model, prompts, pictures):
 
 @pytest.mark.parametrize(
     ("row", "message"),
-    [([1, 2, 3], "has no <bos>"), ([44] * 8 + [41], "8 <image> placeholders"), ([], "at least <bos>")],
+    [
+        ([1, 2, 3], "has no <bos>"),
+        ([44] * 8 + [41], "8 <image> placeholders"),
+        ([], "at least <bos>"),
+        ([41, 5, 40], "a prompt ends in padding, which generate would continue; pad on the left"),
+    ],
 )
 def test_bad_prompts(tiny_model, row, message):
     with pytest.raises(UserError, match=message):
@@ -186,6 +191,10 @@ def test_a_target_beyond_the_positions_is_refused_before_it_starts(tiny_model):
     model.generate(input_ids=prompt, max_new_tokens=31, min_new_tokens=31)
     with pytest.raises(UserError, match=r"34 tokens.*max_position_embeddings 32"):
         model.generate(input_ids=prompt, max_new_tokens=32)
+    # transformers takes what a configuration leaves open from the model's own.
+    model.generation_config.max_new_tokens = 32
+    with pytest.raises(UserError, match=r"34 tokens.*max_position_embeddings 32"):
+        model.generate(input_ids=prompt, generation_config=GenerationConfig(do_sample=False))
 
 
 class Tokenizer:

@@ -76,6 +76,7 @@ def test_the_arguments_of_transformers(processor):
         ({"padding": "max_length"}, "needs a max_length of at least"),
         ({"padding": "left"}, "padding 'left': expected True"),
         ({"truncation": True, "max_length": 0}, "leaves no room"),
+        ({"truncation": True}, "truncation needs a max_length"),
     ],
 )
 def test_lengths_that_do_not_fit(processor, options, message):
@@ -101,6 +102,19 @@ def test_wrong_prompts(processor):
         processor()
     with pytest.raises(ValueError, match="1 images do not match 2 texts"):
         processor(images=picture(), text=["一", "二"])
+    for empty in ({"text": []}, {"images": []}):
+        with pytest.raises(ValueError, match="is an empty list"):
+            processor(**empty)
+
+
+@pytest.mark.parametrize("images", [None, "a picture"])
+def test_unknown_arguments(processor, images):
+    given = {"text": "熊猫", "images": images and picture()}
+    with pytest.raises(ValueError, match=r'max_lenght: .* no such argument; did you mean "max_length"'):
+        processor(**given, max_lenght=3)
+    with pytest.raises(ValueError, match="padding_side: M6Processor knows no such argument"):
+        processor(**given, text_kwargs={"padding_side": "right"})
+    processor(**given, do_resize=True)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA"])

@@ -219,3 +219,26 @@ def test_missing_tokenizer_and_missing_text(tmp_path):
         load_text_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no text"):
         train_text_tokenizer(text_manifest(tmp_path, {"train": []}), tmp_path / "out", 300)
+
+
+def test_the_side_of_padding_is_kept(folder, tokenizer, tmp_path):
+    assert tokenizer.padding_side == "left"
+    right = M6Tokenizer.from_pretrained(folder, padding_side="right")
+    right.save_pretrained(tmp_path)
+    loaded = M6Tokenizer.from_pretrained(tmp_path)
+    assert loaded.padding_side == "right"
+    rows = loaded(["熊猫", "今天老师在公园里"], padding=True)["attention_mask"]
+    assert rows[0][0] == 1
+    assert rows[0][-1] == 0
+
+
+def test_no_token_can_be_added(folder):
+    tokenizer = load_text_tokenizer(folder)
+    size = len(tokenizer)
+    for new in ("<new>", ["<mask>", "<new>"]):
+        with pytest.raises(UserError, match="'<new>': no token can be added to the vocabulary of an M6 model"):
+            tokenizer.add_tokens(new)
+    with pytest.raises(UserError, match="no token can be added"):
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<new>"]})
+    assert tokenizer.add_tokens(["<mask>"]) == 0
+    assert len(tokenizer) == size
