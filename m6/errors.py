@@ -12,7 +12,10 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         # Messages quote what the user wrote, which may hold line breaks and control characters of terminals.
-        return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in super().__str__())
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class StorageError(UserError):

@@ -101,7 +101,7 @@ class FoldedModel:
             "embeddings": int(0 in layers),
             "dense": len(layers) - sparse,
             "sparse": sparse,
-            "norm": int(self.config.num_layers - 1 in layers),
+            "norm": int(len(self.is_sparse) - 1 in layers),
         }
 
 

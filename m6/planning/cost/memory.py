@@ -74,6 +74,7 @@ class MemoryModel:
         self._chunks: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], RankChunks] = {}
         self._expert_stores: dict[tuple[int, int], ExpertStore] = {}
         self._owned_shares: dict[ParallelLayout, list[float]] = {}
+        self._parts_of: dict[tuple[int, str, tuple[int, ...]], list[FoldedModel]] = {}
 
     def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
         """The footprint of the fullest rank."""
@@ -134,7 +135,7 @@ class MemoryModel:
         return self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
 
     def _stages(self, layout: ParallelLayout, place: int) -> list[range]:
-        num_layers, pipeline = self.config.model.num_layers, layout.pipeline
+        num_layers, pipeline = len(self.model.is_sparse), layout.pipeline
         if pipeline is None:
             return [range(num_layers)]
         cut = pipeline.cut(num_layers)
@@ -164,7 +165,11 @@ class MemoryModel:
 
     def _parts(self, layout: ParallelLayout) -> list[FoldedModel]:
         """What each rank of a pipeline has of the model."""
-        return [self._part(layout, self._stages(layout, place)) for place in range(layout.pp_size)]
+        key = (layout.pp_size, layout.schedule, layout.cut)
+        if key not in self._parts_of:
+            places = range(layout.pp_size)
+            self._parts_of[key] = [self._part(layout, self._stages(layout, place)) for place in places]
+        return self._parts_of[key]
 
     def exchange_parts(self, layout: ParallelLayout) -> int:
         """The parts in which the tokens of a micro-batch go to experts: each brings a gradient of every expert."""

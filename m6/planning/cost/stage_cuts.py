@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,8 @@ class _Cutter:
         self._sums = [[0.0, *itertools.accumulate(each)] for each in seconds]
         fastest = [min(layer) for layer in zip(*seconds, strict=True)]
         self._least = [0.0, *itertools.accumulate(fastest)]
-        self._shape, self._fits, self._suits = shape, fits, suits
+        # Each bound and each middle asks for much the same stages.
+        self._shape, self._fits, self._suits = shape, functools.cache(fits), suits
         self._ranks, self._layers = len(seconds), len(seconds[0])
         self.least_seconds = max(self._least[-1] / self._ranks, max(fastest))
         self.most_seconds = max(sums[-1] for sums in self._sums)
