@@ -156,7 +156,7 @@ def run_blocks(
         dropout_seed: see ``seed_layer``.
     """
     for index, block in blocks:
-        seed_layer(dropout_seed, index + 1)
+        seed_layer(dropout_seed, index + 1, hidden_states.device)
         output: BlockOutput = block(
             hidden_states, mask, token_mask, index, past_key_values=past_key_values, rotation=rotation
         )
@@ -164,12 +164,17 @@ def run_blocks(
         yield output
 
 
-def seed_layer(seed: int | None, place: int) -> None:
+def seed_layer(seed: int | None, place: int, device: torch.device) -> None:
     """Seeds the random numbers of one layer, which then do not depend on the layers that a process computed before.
 
     Args:
         seed: of the micro-batch; None changes nothing.
         place: 0 for the embeddings, n + 1 for the block with number n.
+        device: of the layer.
     """
     if seed is not None:
-        torch.manual_seed((seed + place * _SEED_STRIDE) % 2**63)
+        number = (seed + place * _SEED_STRIDE) % 2**63
+        # Not torch.manual_seed, which takes a millisecond to note the seed for kinds of devices that are absent.
+        torch.default_generator.manual_seed(number)
+        if device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).manual_seed(number)

@@ -112,7 +112,7 @@ class M6Model(M6PreTrainedModel):
             raise UserError("output_attentions: attention weights are never computed as such (fused attention)")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        seed_layer(dropout_seed, 0)
+        seed_layer(dropout_seed, 0, input_ids.device)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()

@@ -36,7 +36,7 @@ class _BlockInputs(NamedTuple):
         self, index: int, block: nn.Module, hidden_states: Tensor, following: Sequence[nn.Module] = ()
     ) -> Generator[None, None, BlockOutput]:
         """Runs a block; see ``M6Block.trip``."""
-        seed_layer(self.dropout_seed, index + 1)
+        seed_layer(self.dropout_seed, index + 1, hidden_states.device)
         assert isinstance(block, M6Block)
         return (yield from block.trip(hidden_states, self.mask, self.token_mask, index, self.rotation, following))
 
@@ -178,7 +178,7 @@ class ModelStage(nn.Module):
         """The hidden states before the first block, and what all blocks get beside them."""
         types, samples = inputs["token_type_ids"], inputs["sample_ids"]
         if self.embeddings is not None:
-            seed_layer(dropout_seed, 0)
+            seed_layer(dropout_seed, 0, types.device)
             hidden_states = self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
         assert hidden_states is not None
         begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
