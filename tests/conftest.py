@@ -1,6 +1,7 @@
 """What every test shares: one thread, no hub, caches of their own, no limits of time."""
 
 import os
+import signal
 import tempfile
 
 # Before anything imports torch or datasets, which read these once.
@@ -19,6 +20,16 @@ settings.register_profile(
     "m6", deadline=None, derandomize="FUZZ" not in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("m6")
+
+
+# A trainer in this process sets and at its end ignores them; programs that later tests start would ignore them, too.
+_HANDLERS = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+
+def pytest_runtest_teardown() -> None:
+    """Gives signals back their meaning."""
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -117,11 +118,20 @@ def test_a_job_asks_for_more_nodes_when_they_have_been_idle(tmp_path: Path):
 
 
 def test_it_does_not_for_fewer_or_if_it_may_not(tmp_path: Path):
-    (tmp_path / "idle").write_text("0\n")
-    assert "asked" not in bash(tmp_path, WATCH, AT="4", THEN="1", LASTS="5").stdout, "one node more is not enough"
-    assert "1" in (tmp_path / "seen").read_text(), "it looked"
-    assert "asked" not in bash(tmp_path, WATCH, AT="0", THEN="9", LASTS="5").stdout, "no layout would be faster"
-    assert "asked" not in bash(tmp_path, WATCH, AT="4", THEN="9", LASTS="5", CHAIN="0").stdout, "a job of a chain"
+    cases = {
+        "one node more is not enough": {"AT": "4", "THEN": "1"},
+        "no layout would be faster": {"AT": "0", "THEN": "9"},
+        "a job of a chain": {"AT": "4", "THEN": "9", "CHAIN": "0"},
+    }
+    folders = {reason: tmp_path / str(number) for number, reason in enumerate(cases)}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "idle").write_text("0\n")
+    with ThreadPoolExecutor() as pool:  # most of their time is waiting
+        ended = {reason: pool.submit(bash, folders[reason], WATCH, LASTS="5", **case) for reason, case in cases.items()}
+    for reason, each in ended.items():
+        assert "asked" not in each.result().stdout, reason
+    assert "1" in (folders["one node more is not enough"] / "seen").read_text(), "it looked"
 
 
 def test_it_waits_longer_after_each_time_that_asking_was_no_use(tmp_path: Path):
