@@ -71,7 +71,9 @@ likely_cause() {
         END { print own ? own : any ? any : behind }' || true
 }
 
-describe_ranks() { # describe_ranks WORDS: what WORDS says of the ranks' logs, of how many it says the same, and one of them
+# describe_ranks WORDS: what WORDS says of the ranks' logs, of how many it says the same, and one of them; eight lines at most.
+# It never fails, for neither the job nor the watchdog may end by it. `head` would leave `sort` writing to nobody.
+describe_ranks() {
     local rank_log place words
     for rank_log in "$RUN_DIR/slurm/attempts/$(newest_attempt)"/rank_*.log; do
         words=$("$1" "$rank_log" | tr '\t' ' ')
@@ -79,7 +81,8 @@ describe_ranks() { # describe_ranks WORDS: what WORDS says of the ranks' logs, o
         place=$(sed -n 's/^place: rank [0-9]*, \(.*\)/ (\1)/p' "$rank_log" 2>/dev/null | tail -n 1 || true)
         [[ -z $words ]] || printf '%s%s\t%s\n' "${rank_log##*/}" "$place" "$words"
     done | awk -F '\t' '!count[$2]++ { first[$2] = $1 }
-        END { for (words in count) printf "%7d     %s: %s\n", count[words], first[words], words }' | sort -k 2 | head -n 8
+        END { for (words in count) printf "%7d     %s: %s\n", count[words], first[words], words }' | sort -k 2 |
+        awk 'NR <= 8' || true
 }
 
 last_words() { # of a rank that was ended where it had just told its stacks: where that was

@@ -13,14 +13,14 @@ hand_over() {
         sleep 600 & # Slurm ends this script
         wait "$!" || true
     elif [[ -n $(waiting_jobs) ]]; then
-        log "saved at step $(newest_checkpoint): job $(waiting_jobs | head -n 1) goes on"
+        log "saved at step $(newest_checkpoint): job $(waiting_jobs | sed -n 1p) goes on"
     else
         log "saved at step $(newest_checkpoint), and no job of this run is waiting: submit again to go on"
     fi
     exit 0
 }
 
-may_requeue() { scontrol show job "$SLURM_JOB_ID" --oneliner | grep -q ' Requeue=1 '; }
+may_requeue() { [[ $(scontrol show job "$SLURM_JOB_ID" --oneliner) == *' Requeue=1 '* ]]; }
 
 waiting_jobs() { # jobs that `m6 submit` or a predecessor has queued for this run
     squeue --noheader --user="$(id -un)" --states=PENDING --format='%A %k' | awk -v run="$RUN_DIR" '

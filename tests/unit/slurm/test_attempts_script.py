@@ -19,7 +19,8 @@ Current thread 0x0002 (most recent call first):
 def describe(folder: Path, what: str, logs: list[str]) -> list[str]:
     attempt = folder / "slurm" / "attempts" / "0001"
     attempt.mkdir(parents=True)
-    for rank, (place, log) in enumerate(zip(PLACES, logs, strict=False)):
+    for rank, log in enumerate(logs):
+        place = PLACES[rank] if rank < len(PLACES) else ""
         said = f"place: rank {rank}, {place}\n" if place else ""
         (attempt / f"rank_{rank:05d}.log").write_text(said + log)
     script = f'set -euo pipefail; source "$M6_ROOT/scripts/slurm/lib/attempts.sh"; {what}'
@@ -35,6 +36,13 @@ def test_the_rank_that_failed_is_named_with_its_stages(tmp_path: Path):
         "3     rank_00000.log (pipeline 0, stage 0, layers 0-1): RuntimeError: Connection closed by peer",
         "1     rank_00002.log (pipeline 0, stage 1, layers 2-3): ValueError: a tab",
     ]
+
+
+def test_many_ranks_that_say_different_things(tmp_path: Path):
+    """More than a pipe holds (64 KiB): the job would end by a reader that does not wait for all of it."""
+    words = 'words() { printf "%s %09000d" "$(<"$1")" 0; }'
+    said = describe(tmp_path, f"{words}; describe_ranks words", [f"said {rank}" for rank in range(16)])
+    assert [line.split()[1].strip(":") for line in said] == [f"rank_{rank:05d}.log" for rank in range(8)]
 
 
 def stack(line: int, function: str, innermost: str = "") -> str:
