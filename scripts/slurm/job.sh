@@ -26,6 +26,8 @@ trap on_term TERM
 
 log() { printf '%(%FT%T%z)T job %s: %s\n' -1 "$SLURM_JOB_ID" "$*"; }
 
+# shellcheck source=scripts/slurm/lib/controller.sh
+source "$M6_ROOT/scripts/slurm/lib/controller.sh"
 # shellcheck source=scripts/slurm/lib/settings.sh
 source "$M6_ROOT/scripts/slurm/lib/settings.sh"
 # shellcheck source=scripts/slurm/lib/attempts.sh

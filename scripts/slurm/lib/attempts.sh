@@ -48,7 +48,8 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     export M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=${M6_ATTEMPT_DIR//%/%%}/nccl.%h.%p.log
     mkdir "$M6_ATTEMPT_DIR"
     log "attempt $ATTEMPT on $SLURM_JOB_NODELIST, $RANKS_PER_NODE ranks each, from step $(newest_checkpoint), config $CONFIG"
-    scontrol show job "$SLURM_JOB_ID" >"$M6_ATTEMPT_DIR/job.txt" || true
+    # Patiently, for while the controller is away preflight's srun would fail as if every node were sick.
+    patiently scontrol show job "$SLURM_JOB_ID" >"$M6_ATTEMPT_DIR/job.txt" || true
     cp "$0" "$M6_ATTEMPT_DIR/script.sh"
     cp "$CONFIG" "$M6_ATTEMPT_DIR/config.json"
     python -m pip freeze >"$M6_ATTEMPT_DIR/packages.txt" 2>/dev/null & # takes a second, and nobody waits for it

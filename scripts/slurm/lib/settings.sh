@@ -7,7 +7,7 @@ settings() {
     START_TIMEOUT_S=1800 STEP_TIMEOUT_S=900 WATCH_INTERVAL_S=15 EVIDENCE_S=5
     MIN_DISK_GB=1 MIN_INODES=1000
     export PREFLIGHT_TIMEOUT_S=300
-    MASTER_ADDR=$(scontrol show node "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)" --oneliner |
+    MASTER_ADDR=$(patiently scontrol show node "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)" --oneliner |
         sed 's/.* NodeAddr=\([^ ]*\).*/\1/')
     local site=${M6_CLUSTER_ENV:-$M6_ROOT/scripts/slurm/cluster.env} name
     [[ -d $SLURM_SUBMIT_DIR/.venv ]] && PATH=$SLURM_SUBMIT_DIR/.venv/bin:$PATH

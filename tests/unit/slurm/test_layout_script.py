@@ -12,6 +12,7 @@ STOP_ASKED= STOP_SIGNAL=USR2 WATCH_INTERVAL_S=0.05 CONFIG=$FOLDER/config.json RU
 M6_ATTEMPT_DIR=$FOLDER SLURM_JOB_ID=1 SLURM_JOB_NUM_NODES=2 SLURM_JOB_PARTITION=debug
 log() { echo "$*"; }
 give_up() { echo "gave up: $*"; exit 1; }
+source "$ROOT/scripts/slurm/lib/controller.sh"
 source "$ROOT/scripts/slurm/lib/layout.sh"
 source "$ROOT/scripts/slurm/lib/successors.sh"
 """
