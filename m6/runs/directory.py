@@ -155,9 +155,10 @@ class RunDirectory:
     def restart(self) -> None:
         """Moves what the steps so far have left to RUN/before_restart_NNN, so that the run begins at step 0.
 
-        Its trackers begin anew, too: points of steps that they have already seen would be dropped or mixed up.
+        Its trackers begin anew, too: points of steps that they have already seen would be dropped or mixed up. So do
+        the job scripts, which would count old attempts from step 0 as if they had just failed.
         """
-        others = ("progress", "DONE", LAST_CHECKPOINT, WANDB_ID, TENSORBOARD)
+        others = ("progress", "DONE", LAST_CHECKPOINT, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
         kept = (self.metrics, self.checkpoints, *(self.root / name for name in others))
         folder = _next_folder(self.root, "before_restart_")
         with self._writing():

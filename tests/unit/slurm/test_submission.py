@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,8 @@ def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: s
 def test_a_run_begins_again_once(cluster: Path, tmp_path: Path, slurm: dict[str, str]):
     run, config = trained_run(tmp_path)
     (run / "DONE").write_text("100\n")
+    (run / "slurm").mkdir()
+    (run / "slurm" / "attempts.txt").write_text("0 0001 7\n0 0002 7\n")  # the second one came to the end
     arguments = ("submit", config, "--job", cluster, "--run-dir", run)
     assert "the run is finished" in user_error(*arguments)
     assert m6(*arguments, "--restart", "--dry-run").code == 0
@@ -231,6 +234,8 @@ def test_a_run_begins_again_once(cluster: Path, tmp_path: Path, slurm: dict[str,
     assert (run / "before_restart_000" / "checkpoints" / "step_00000100").is_dir()
     assert not (run / "checkpoints").exists()
     assert not (run / "DONE").exists()
+    script = f'RUN_DIR={run}; source scripts/slurm/lib/attempts.sh; stalled && echo "the job gives up"'
+    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout == ""
 
 
 def test_what_an_attempt_would_refuse_is_refused_at_once(
