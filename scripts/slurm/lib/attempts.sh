@@ -1,5 +1,6 @@
-# RUN/slurm/attempts.txt has a line for each attempt that got past preflight: the newest checkpoint at its
-# beginning, its number, its job. RUN/slurm/attempts/NUMBER is the attempt's folder: provenance, logs, evidence.
+# RUN/slurm/attempts.txt has a line for each attempt that got past preflight or was stopped in it: the newest checkpoint
+# at its beginning, its number, its job, and "stopped" in the latter case. RUN/slurm/attempts/NUMBER is the attempt's folder:
+# provenance, logs, evidence.
 #
 # shellcheck shell=bash
 
@@ -13,11 +14,14 @@ newest_checkpoint() { # the step of the newest complete checkpoint, 0 without on
     echo $((10#$step))
 }
 
-stalled() { # whether the last two attempts left the newest checkpoint where it was
-    local begun newest
-    newest=$(newest_checkpoint)
-    mapfile -t begun < <(tail -n 2 "$RUN_DIR/slurm/attempts.txt" 2>/dev/null | cut -d ' ' -f 1)
-    ((${#begun[@]} == 2)) && [[ ${begun[0]} == "$newest" && ${begun[1]} == "$newest" ]]
+# Whether two attempts since the newest checkpoint got past preflight, or the last two were stopped in it. One that was
+# stopped may have had bad luck, and is no reason to give up after one that failed.
+stalled() {
+    cat "$RUN_DIR/slurm/attempts.txt" 2>/dev/null | awk -v newest="$(newest_checkpoint)" '
+        $1 != newest { started = stopped = 0; next }
+        $4 == "stopped" { stopped++; next }
+        { started++; stopped = 0 }
+        END { exit !(started >= 2 || stopped >= 2) }'
 }
 
 give_up() { # give_up REASON...
@@ -55,7 +59,7 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     python -m pip freeze >"$M6_ATTEMPT_DIR/packages.txt" 2>/dev/null & # takes a second, and nobody waits for it
 }
 
-record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID" >>"$RUN_DIR/slurm/attempts.txt"; }
+record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID${STOP_ASKED:+ stopped}" >>"$RUN_DIR/slurm/attempts.txt"; }
 
 newest_attempt() { # its number; nothing before the first
     find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -printf '%f\n' | sort | tail -n 1

@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PLACES = ("pipeline 0, stage 0, layers 0-1", "pipeline 1, stage 0, layers 0-1", "pipeline 0, stage 1, layers 2-3", "")
 STACK = """Fatal: SIGQUIT
@@ -57,6 +59,40 @@ def test_a_job_does_not_begin_again_at_every_attempt(tmp_path: Path):
     assert result.returncode == 2
     assert "error: --restart would begin again at every attempt; m6 submit --restart begins again once" in result.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("attempts", "gives_up"),
+    [
+        ("", False),
+        ("failed", False),
+        ("failed failed", True),
+        ("saved failed", False),
+        ("saved failed failed", True),
+        ("failed gave_up failed", False),  # a person removed FATAL
+        ("failed stopped", False),  # bad luck
+        ("stopped failed stopped", False),
+        ("failed stopped failed", True),
+        ("stopped stopped", True),  # the time limit is shorter than preflight
+        ("failed stopped stopped", True),
+        ("stopped saved stopped", False),
+        ("stopped gave_up stopped", False),
+    ],
+)
+def test_when_a_job_gives_up(tmp_path: Path, attempts: str, gives_up: bool):
+    """Attempts begin at the newest checkpoint, 9, but the one that saved it; some are stopped in preflight."""
+    (tmp_path / "checkpoints" / "step_00000009").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000009" / "manifest.json").touch()
+    script = """
+        SLURM_JOB_ID=7 ATTEMPT=0001
+        log() { :; }
+        failed() { record_attempt; }
+        stopped() { STOP_ASKED=1 record_attempt; }
+        saved() { echo 8 0001 7 >>"$RUN_DIR/slurm/attempts.txt"; }
+        gave_up() { (give_up a reason) || true; }
+    """
+    script += f"for attempt in {attempts}; do $attempt; done; if stalled; then echo gives up; fi"
+    assert describe(tmp_path, script, []) == (["gives up"] if gives_up else [])
 
 
 RECEIVES = '"/site-packages/torch/distributed/pipelining/schedules.py", line 683 in _wait_batch_p2p'
