@@ -135,7 +135,7 @@ def checkpoint_line(planner: Planner, plan: PricedLayout) -> str:
         f"A checkpoint is {size} of a rank and takes {seconds:.0f} s at the {known} rate, "
         f"{'beside the training' if background else 'for which the training waits'}, with {format_gb(copied)} more in "
         f"the host memory of a node (m6.checkpoint.async_save {str(background).lower()}): a job must be told "
-        f"{signal_lead_s(planner, plan)} s before its end."
+        f"{signal_lead_s(planner, plan)} s before its end, enough for two of them."
     )
 
 

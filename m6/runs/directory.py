@@ -5,7 +5,7 @@ RUN/provenance/      one folder per attempt: git commit and patch, command, hard
 RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/checkpoints/     see m6/checkpoints/format.py
-RUN/progress         the last finished step and its time
+RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
 RUN/DONE             the run is finished
 RUN/FATAL            the run failed and another attempt would fail too; the file holds the reason
 RUN/STOP             created by a person: save, then end
@@ -50,6 +50,8 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", 
 _PRIVATE = 0o600
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
+PROGRESS = "progress"
+"""The file that shows that a run is alive."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
 """The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
@@ -133,7 +135,7 @@ class RunDirectory:
 
     def _has_trained(self) -> bool:
         """Whether an attempt came as far as a step: before that a folder is free for another run."""
-        return self.metrics.exists() or (self.root / "progress").exists() or self.checkpoints.exists()
+        return self.metrics.exists() or (self.root / PROGRESS).exists() or self.checkpoints.exists()
 
     def check_never_saved(self, problems: list[str]) -> None:
         """Raises UserError if the run has completed a checkpoint; for a run that has no checkpoint to resume from.
@@ -158,7 +160,7 @@ class RunDirectory:
         Its trackers begin anew, too: points of steps that they have already seen would be dropped or mixed up. So do
         the job scripts, which would count old attempts from step 0 as if they had just failed.
         """
-        others = ("progress", "DONE", LAST_CHECKPOINT, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
+        others = (PROGRESS, "DONE", LAST_CHECKPOINT, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
         kept = (self.metrics, self.checkpoints, *(self.root / name for name in others))
         folder = _next_folder(self.root, "before_restart_")
         with self._writing():
@@ -264,7 +266,7 @@ class RunDirectory:
             entry = {"step": step, "total_steps": total_steps, "time": time.time()}
             try:
                 temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
-                temporary.replace(self.root / "progress")
+                temporary.replace(self.root / PROGRESS)
             finally:
                 temporary.unlink(missing_ok=True)  # of a full disk
 

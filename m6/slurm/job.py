@@ -29,8 +29,8 @@ class JobDescription(Section):
     exclusive: bool = Field(True, description="whether the nodes are not shared with other jobs")
     time_limit_min: PositiveInt = Field(description="wall-clock limit of one job in minutes")
     signal_lead_s: PositiveInt = Field(
-        description="seconds before the limit at which Slurm signals the job to stop; enough for the longest step, a "
-        f"checkpoint, and {SIGNAL_EARLY_S} s in reserve"
+        description="seconds before the limit at which Slurm signals the job to stop; enough for the longest step, two "
+        f"checkpoints, one of which may be under way, and {SIGNAL_EARLY_S} s in reserve"
     )
     partition: str | None = Field(None, description="Slurm's partition")
     account: str | None = Field(None, description="Slurm's account")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import UserError
-from m6.runs.directory import RunDirectory
+from m6.runs.directory import PROGRESS, RunDirectory
 from m6.runs.layouts import measured_steps, read_layouts
 
 
@@ -31,7 +31,7 @@ def describe_status(root: Path) -> str:
     if attempts:
         lines.append(("attempts", f"{len(attempts)}, the last in {attempts[-1]}"))
     lines += [("layout", layout) for layout in _layouts(root)]
-    progress = _read_json(root / "progress")
+    progress = _read_json(root / PROGRESS)
     if progress:
         age = _age(time.time() - progress["time"])
         lines.append(("step", f"{progress['step']} of {progress['total_steps']}, {age} ago"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,11 +26,13 @@ from m6.config.run import RunConfig
 from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError
 from m6.files import write_text
-from m6.runs.directory import LAST_CHECKPOINT
+from m6.runs.directory import LAST_CHECKPOINT, PROGRESS
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
 
 _POLL_S = 0.05
+# How often a run that waits for a write shows that it is alive.
+_ALIVE_S = 10.0
 # How long an attempt that has failed waits for the records of other ranks.
 _GRACE_S = 30.0
 
@@ -90,8 +94,9 @@ class Checkpointer:
             self._thread = threading.Thread(target=self._run, args=(folder, list(copies), state), name="checkpoint")
             self._thread.start()
         else:
-            self._run(folder, copies, state)
-            deque(copies, maxlen=0)  # ranks that share tensors collect them together, also when one cannot write
+            with self._showing_life():
+                self._run(folder, copies, state)
+                deque(copies, maxlen=0)  # ranks that share tensors collect them together, also when one cannot write
             self.check()
         return time.perf_counter() - begin
 
@@ -102,7 +107,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Waits until the current checkpoint is on disk; StorageError if it could not be written."""
         if self._thread is not None:
-            self._thread.join()
+            with self._showing_life():
+                self._thread.join()
             self._thread = None
         self.check()
 
@@ -120,6 +126,28 @@ class Checkpointer:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise StorageError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
+
+    @contextlib.contextmanager
+    def _showing_life(self) -> Iterator[None]:
+        """Meanwhile rank 0 touches RUN/progress, until the write's deadline.
+
+        The watchdog of a job ends a run whose file is old, and the training may wait for a write, or two one after the
+        other, longer than for any step.
+        """
+        over = threading.Event()
+
+        def touch() -> None:
+            while time.monotonic() < self._deadline and not over.is_set():
+                with contextlib.suppress(OSError):  # the write itself tells of a disk that fails
+                    os.utime(self.root.parent / PROGRESS)
+                over.wait(_ALIVE_S)
+
+        if self.runtime.is_main:
+            threading.Thread(target=touch, name="life", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def _run(self, folder: Path, pieces: Iterable[Fragment], state: dict[str, Any]) -> None:
         try:

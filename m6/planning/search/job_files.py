@@ -77,8 +77,11 @@ def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
 
 
 def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:
-    """Seconds before the job's end at which it needs a signal: a step, a checkpoint, a margin; in whole minutes."""
-    return math.ceil((plan.time.total + checkpoint_s(planner, plan) + SIGNAL_EARLY_S + _MARGIN_S) / 60) * 60
+    """Seconds before the job's end at which it needs a signal, in whole minutes.
+
+    It has time for a checkpoint that may be under way, a step, the last checkpoint, and a margin.
+    """
+    return math.ceil((plan.time.total + 2 * checkpoint_s(planner, plan) + SIGNAL_EARLY_S + _MARGIN_S) / 60) * 60
 
 
 def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -> JobDescription:

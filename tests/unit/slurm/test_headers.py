@@ -55,7 +55,9 @@ def test_header_and_configuration(name: str):
     check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size)
 
 
-@pytest.mark.parametrize(("name", "machine"), [("100b", "a100_80g_x128"), ("1t", "v100_32g_x480")])
+@pytest.mark.parametrize(
+    ("name", "machine"), [("100b", "a100_80g_x128"), ("1t", "v100_32g_x480"), ("10t", "v100_32g_x512")]
+)
 def test_the_signal_comes_no_later_than_the_plan_asks(name: str, machine: str):
     job = load_job(ROOT / "configs" / "jobs" / f"{SCRIPTS[f'pretrain_{name}'][0]}.json")
     planner = Planner(load_config(ROOT / "configs" / f"m6_{name}.json"), load_machine(Path(machine)))

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -299,6 +300,36 @@ def test_no_checkpoint_is_written_when_the_attempt_is_over(
     checkpointer.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
     assert not (tmp_path / "checkpoints" / "step_00000001" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize(("timeout_s", "patience_s", "alive"), [(1800.0, 30.0, True), (0.0, 0.2, False)])
+def test_a_run_that_waits_for_a_slow_write_shows_that_it_is_alive(
+    make_trainer: MakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float,
+    patience_s: float,
+    alive: bool,
+    async_save: bool,
+):
+    """The watchdog of a job looks at the age of RUN/progress. A write that takes forever is left to it."""
+    monkeypatch.setattr("m6.training.checkpointing._ALIVE_S", 0.01)
+    trainer = make_trainer()
+    progress = trainer.run.root / "progress"
+    progress.touch()
+
+    def write(*arguments: object) -> None:
+        for _ in range(2):  # once is not enough
+            os.utime(progress, (0, 0))
+            end = time.monotonic() + patience_s
+            while progress.stat().st_mtime == 0 and time.monotonic() < end:
+                time.sleep(0.01)
+
+    checkpointer = Checkpointer(trainer.run.checkpoints, trainer.runtime, 1, async_save, timeout_s)
+    monkeypatch.setattr(checkpointer, "_write", write)
+    checkpointer.save(trainer.engine, 1, {})
+    checkpointer.wait()
+    assert (progress.stat().st_mtime > 0) == alive
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(make_trainer: MakeTrainer, tmp_path: Path):
