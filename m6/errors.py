@@ -19,7 +19,10 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """A failed write to storage, such as a full disk. Unlike other user errors, a later attempt may succeed."""
+    """A failed write or read, such as on a full disk. Unlike other user errors, a later attempt may succeed.
+
+    A file that is missing, or was read and is damaged, is another error: a later attempt would find the same.
+    """
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -24,6 +24,20 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an OSError, as of a lost file server, into a StorageError: ``path`` may be whole, and read another time.
+
+    That of a missing file stays, and one without a number, which is how pyarrow tells of a damaged file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, FileNotFoundError):
+            raise
+        raise StorageError(f"{path} cannot be read: {os.strerror(error.errno)}") from None
+
+
 def read_lines(path: Path) -> list[str]:
     """Returns the lines of a text file in UTF-8, which may begin with a byte order mark.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from m6.checkpoints.format import MANIFEST, CheckpointReader
 from m6.errors import StorageError, UserError
+from m6.files import reading
 
 _FOLDER = re.compile(r"step_(\d{8})")
 # NFS may show a folder as it was a minute ago.
@@ -37,13 +38,14 @@ def remove_half_written(root: Path) -> None:
 def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
     """Opens the newest checkpoint in ``root`` whose checksums are right. Every rank calls this function.
 
-    A corrupt checkpoint is renamed, never deleted, and the one before it is tried.
+    A corrupt checkpoint is renamed, never deleted, and the one before it is tried. One that a rank cannot read stays as
+    it is: on another node, or later, it may be whole.
 
     Returns:
         the checkpoint, or None if there is none; and one line for each problem.
 
     Raises:
-        StorageError: see ``open_together``.
+        StorageError: ``root`` cannot be read; or see ``open_together``.
     """
     problems: list[str] = []
     while (folder := _newest_on_main_rank(root)) is not None:
@@ -61,7 +63,7 @@ def open_needed(root: Path) -> CheckpointReader:
 
     Raises:
         UserError: there is none, or it is damaged.
-        StorageError: see ``open_together``.
+        StorageError: ``root`` cannot be read; or see ``open_together``.
     """
     folder = _newest_on_main_rank(root)
     if folder is None:
@@ -77,11 +79,19 @@ def _newest_on_main_rank(root: Path) -> Path | None:
 
     Ranks that looked for themselves could resume from different steps: a node may see a shared folder as it was.
     """
-    names: list[str | None] = [None]
-    if dist.get_rank() == 0 and (folders := complete_checkpoints(root)):
-        names = [folders[-1].name]
-    dist.broadcast_object_list(names, src=0)
-    return None if names[0] is None else root / names[0]
+    found: list[str | None] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            with reading(root):
+                folders = complete_checkpoints(root)
+            found[0] = folders[-1].name if folders else None
+        except StorageError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    name, unread = found
+    if unread is not None:
+        raise StorageError(unread)
+    return None if name is None else root / name
 
 
 def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
@@ -91,24 +101,23 @@ def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
         the reader, and the problems of all ranks; if there is a problem, the reader is None on every rank.
 
     Raises:
-        StorageError: on every rank, if one of them does not see what the main rank sees.
+        StorageError: on every rank, if one of them does not see what the main rank sees, or cannot read it.
     """
     reader: CheckpointReader | None = None
-    hidden, problems = _wait_for_files(folder), list[str]()
-    if not hidden:
+    unread, problems = _wait_for_files(folder), list[str]()
+    if unread is None:
         try:
             reader = CheckpointReader(folder)
             problems = reader.verify(dist.get_rank(), dist.get_world_size())
+        except StorageError as error:  # of this node: the checkpoint may be whole
+            unread = f"rank {dist.get_rank()}: {error}"
         except UserError as error:
             problems = [str(error)]
-    outcomes: list[tuple[list[str], list[str], str | None]] = [([], [], None)] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (hidden, problems, reader and reader.sha256))
-    for rank, (names, _, _) in enumerate(outcomes):
-        if names:
-            raise StorageError(
-                f"{folder}: after {_VISIBLE_AFTER_S:.0f} s rank {rank} does not see {names[0]}, which rank 0 sees; is "
-                "the folder on a file system that all nodes share?"
-            )
+    outcomes: list[tuple[str | None, list[str], str | None]] = [(None, [], None)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (unread, problems, reader and reader.sha256))
+    for reason, _, _ in outcomes:
+        if reason is not None:
+            raise StorageError(reason)
     if len({sha256 for _, _, sha256 in outcomes if sha256 is not None}) > 1:
         raise StorageError(f"{folder}: ranks read different files {MANIFEST}: a node sees the folder as it was before")
     # Without duplicates: every rank reports a damaged manifest.
@@ -116,14 +125,19 @@ def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
     return (None if problems else reader), problems
 
 
-def _wait_for_files(folder: Path) -> list[str]:
-    """Waits until this rank sees the files of ``folder`` that the main rank sees; returns those that stay hidden."""
+def _wait_for_files(folder: Path) -> str | None:
+    """Waits until this rank sees the files of ``folder`` that the main rank sees; says which one stays hidden."""
     names: list[set[str] | None] = [_names(folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names, src=0)
     deadline = time.monotonic() + _VISIBLE_AFTER_S
     while (hidden := (names[0] or set()) - _names(folder)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return sorted(hidden)
+    if not hidden:
+        return None
+    return (
+        f"{folder}: after {_VISIBLE_AFTER_S:.0f} s rank {dist.get_rank()} does not see {min(hidden)}, which rank 0 "
+        "sees; is the folder on a file system that all nodes share?"
+    )
 
 
 def _names(folder: Path) -> set[str]:
@@ -146,7 +160,7 @@ def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:
         try:
             state = CheckpointReader(folder).state
         except UserError:
-            return  # damaged: ``open_newest`` reports and renames it
+            return  # damaged, or not to be read: ``open_newest`` tells
         if state["tokenizer"] != fingerprint:
             raise UserError(
                 f"m6.data.tokenizer is not the one that {folder} was trained with (fingerprint {fingerprint[:12]} "

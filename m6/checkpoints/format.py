@@ -25,7 +25,7 @@ from torch import Tensor
 
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import UserError
-from m6.files import atomic_path, sha256, write_json
+from m6.files import atomic_path, reading, sha256, write_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -170,15 +170,19 @@ class CheckpointReader:
 
     Raises:
         UserError: the manifest is missing, corrupt or of another format.
+        StorageError: it cannot be read. Its methods raise that, too, for the other files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            with reading(folder / MANIFEST):
+                text = (folder / MANIFEST).read_bytes()
         except FileNotFoundError:
             raise UserError(f"{folder}: not a complete checkpoint ({MANIFEST} is missing)") from None
-        except (OSError, ValueError) as error:
+        try:
+            manifest = json.loads(text)
+        except ValueError as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {error}") from None
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         self._ranges: dict[tuple[str, str], list[Range]] = {}
@@ -219,15 +223,14 @@ class CheckpointReader:
         for name in sorted(self.files)[rank::world_size]:
             path, expected = self.folder / name, self.files[name]
             try:
-                # The size is cheap to check and finds most files that a full disk has truncated.
-                if path.stat().st_size != expected.get("bytes"):
-                    problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {expected.get('bytes')}")
-                elif sha256(path) != expected.get("sha256"):
-                    problems.append(f"{path}: corrupt (SHA-256 differs from the manifest's)")
+                with reading(path):
+                    # The size is cheap to check and finds most files that a full disk has truncated.
+                    if (size := path.stat().st_size) != expected.get("bytes"):
+                        problems.append(f"{path}: {size} bytes, the manifest says {expected.get('bytes')}")
+                    elif sha256(path) != expected.get("sha256"):
+                        problems.append(f"{path}: corrupt (SHA-256 differs from the manifest's)")
             except FileNotFoundError:
                 problems.append(f"{path}: missing")
-            except OSError as error:
-                problems.append(f"{path}: unreadable: {error}")
         return problems
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
@@ -262,11 +265,13 @@ class CheckpointReader:
         """Reads elements ``begin`` to ``end`` of the flat tensor, which ``stored`` must contain, in their stored type.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is damaged or missing.
         """
         path = self.folder / stored.file
         try:
             if stored.file not in self._open:
+                with reading(path):
+                    path.open("rb").close()  # says why that fails: safetensors takes every such file for missing
                 # safetensors maps the file into memory, so an open shard costs no more than what is read of it.
                 self._open[stored.file] = safe_open(path, framework="pt")
             values: Tensor = self._open[stored.file].get_slice(stored.key)[begin - stored.offset : end - stored.offset]

@@ -1,5 +1,6 @@
-"""Ranks on nodes that see a shared folder as it was: all resume from what the main rank sees, or none does."""
+"""Ranks on nodes that see a shared folder as it was, or not: all resume from what the main rank sees, or none does."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from m6.checkpoints import discovery
+from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError
@@ -71,7 +73,41 @@ def see_another(root: Path) -> None:
         discovery.open_newest(root)
 
 
-@pytest.mark.parametrize("look", [see_late, never_see, see_another])
+def fail_to_read(path: Path) -> str:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def lose_the_files(root: Path) -> None:
+    """Rank 1 sees the names of the files, and can read none of them."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        checkpoint_format.Path.read_bytes = fail_to_read
+    with pytest.raises(
+        StorageError, match=r"rank 1: .*step_00000002/manifest\.json cannot be read: Input/output error"
+    ):
+        discovery.open_newest(root)
+
+
+def lose_a_shard(root: Path) -> None:
+    """Rank 0 reads the manifest, but not the only shard, which is its to check."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        checkpoint_format.sha256 = fail_to_read
+    with pytest.raises(
+        StorageError, match=r"rank 0: .*step_00000002/rank_00000_000\.safetensors cannot be read: Input"
+    ):
+        discovery.open_newest(root)
+
+
+def lose_the_folder(root: Path) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        discovery.complete_checkpoints = fail_to_read
+    with pytest.raises(StorageError, match=f"{root} cannot be read: Input/output error"):
+        discovery.open_newest(root)
+
+
+@pytest.mark.parametrize("look", [see_late, never_see, see_another, lose_the_files, lose_a_shard, lose_the_folder])
 def test_a_node_with_another_view(root: Path, look: Any):
     run_distributed(look, 2, root)
     assert sorted(path.name for path in root.iterdir()) == ["step_00000001", "step_00000002"], "nothing is set aside"

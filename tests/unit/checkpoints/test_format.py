@@ -1,6 +1,8 @@
 """Flat ranges on disk: any split can be written, any range can be read, and damage is named."""
 
+import errno
 import itertools
+import os
 import tempfile
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.format import MANIFEST, CheckpointReader, write_manifest, write_shards
 from m6.checkpoints.fragment import Fragment
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 
 STATE = {"step": 3}
 
@@ -136,6 +138,25 @@ def test_a_truncated_shard_is_named_when_it_is_read(checkpoint: Path):
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(UserError, match=f"{file.name}: unreadable shard"):
         CheckpointReader(checkpoint).read("first", "weight")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_file_that_cannot_be_read_is_not_damaged(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    """A sick node would set every checkpoint aside."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    reader = CheckpointReader(checkpoint)
+    monkeypatch.setattr(checkpoint_format, "sha256", fail)
+    with pytest.raises(StorageError, match=rf"safetensors cannot be read: {os.strerror(number)}"):
+        reader.verify()
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(StorageError, match=rf"safetensors cannot be read: {os.strerror(number)}"):
+        reader.read("first", "weight")
+    with pytest.raises(StorageError, match=rf"{MANIFEST} cannot be read: {os.strerror(number)}"):
+        CheckpointReader(checkpoint)
 
 
 def test_a_tensor_that_is_not_there(checkpoint: Path):
