@@ -28,7 +28,7 @@ from tqdm import tqdm
 from m6 import files
 from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, SPLITS, Manifest, Shard, SplitEntry
 from m6.data.reader import Rows, open_shards
-from m6.errors import UserError, nearest
+from m6.errors import StorageError, UserError, nearest
 from m6.lock import new_folder
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class Codes:
 
     Raises:
         UserError: there are no codes of this tokenizer, a shard is damaged, or the pictures have changed since.
+        StorageError: a shard cannot be read.
     """
 
     def __init__(
@@ -164,6 +165,8 @@ class Codes:
         entry = self.manifest.sources[source].get(split, SplitEntry())
         try:
             self._rows = open_shards(folder, entry, ["codes"])
+        except StorageError:  # new codes would be as hard to read
+            raise
         except UserError as error:
             raise UserError(f"{error}; {remedy}") from None
         # The shards name their tokenizer too, so that a folder with a manifest from elsewhere is detected.

@@ -180,7 +180,8 @@ class PretrainingData:
         A row that cannot be used is replaced by the next row of its source and listed in ``bad_rows``.
 
         Raises:
-            UserError: no usable row was found in a source.
+            UserError: no usable row was found in a source, or a shard is damaged.
+            StorageError: a shard cannot be read.
         """
         numbers = range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
         bad_rows: list[str] = []
@@ -216,7 +217,8 @@ class PretrainingData:
         """Yields the micro-batches of ``indices`` in order. Worker processes prepare them ahead of time.
 
         Raises:
-            UserError: more than ``max_bad_row_share`` of the rows could not be used.
+            UserError: more than ``max_bad_row_share`` of the rows could not be used; or as in ``micro_batch``.
+            StorageError: as in ``micro_batch``.
         """
         batches: DataLoader[MicroBatch | UserError] = DataLoader(
             _MicroBatches(self),

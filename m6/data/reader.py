@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from m6.data.order import OPEN_BLOCKS
 from m6.data.shards import SCHEMA
 from m6.data.verification import verify_shards
 from m6.errors import UserError
+from m6.files import reading
 
 # Of a split up to this size all checksums are compared when it is opened, which takes seconds, once per machine. Of a
 # larger one, the checksum of a page is compared whenever the page is read; "m6 data verify" compares everything.
@@ -65,7 +67,8 @@ class Rows(Sequence[dict[str, Any]]):
         block_sizes: rows of each row group, int64.
 
     Raises:
-        UserError: a shard is missing or not readable. Later, when its rows are read: it is damaged.
+        UserError: a shard is missing or damaged; the latter may also be found later, when its rows are read.
+        StorageError: a shard cannot be read, now or later.
     """
 
     def __init__(
@@ -124,16 +127,13 @@ class Rows(Sequence[dict[str, Any]]):
     def _read(self, block: int) -> pa.Table:
         number = int(np.searchsorted(self._first_blocks, block, "right")) - 1
         shard, group = self.shards[number], block - int(self._first_blocks[number])
-        rows = int(self.block_sizes[block])
-        with _open(self._folder, shard) as file:
+        path, rows = self._folder / shard.file, int(self.block_sizes[block])
+        with _open(self._folder, shard) as file, _naming_damage(path, f"row group {group}: "):
             # Columns that an older shard lacks are null.
             present = [name for name in self.columns if name in file.schema_arrow.names]
-            try:
-                table = file.read_row_group(group, columns=present, use_threads=False)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                raise _damaged(self._folder / shard.file, f"row group {group}: {error}") from None
+            table = file.read_row_group(group, columns=present, use_threads=False)
         if len(table) != rows:
-            raise _damaged(self._folder / shard.file, f"row group {group} has {len(table)} rows, expected {rows}")
+            raise _damaged(path, f"row group {group} has {len(table)} rows, expected {rows}")
         for name in self.columns:
             if name not in present:
                 table = table.append_column(name, pa.nulls(rows))
@@ -158,6 +158,7 @@ def open_split(
 
     Raises:
         UserError: the source or split is unknown or has no rows, or a shard is missing or damaged.
+        StorageError: a shard cannot be read.
     """
     entry = manifest.split(source, split)
     if not entry.rows:
@@ -170,6 +171,7 @@ def open_shards(folder: Path, entry: SplitEntry, columns: Sequence[str], cache: 
 
     Raises:
         UserError: a shard is missing or damaged.
+        StorageError: a shard cannot be read.
     """
     if entry.bytes <= VERIFIED_AT_ONCE_BYTES:
         verify_shards(folder, entry.shards)
@@ -189,7 +191,8 @@ def row_groups(folder: Path, shard: Shard) -> list[int]:
     """Returns the rows of each row group of a shard; for a folder of an older version, the shard is asked.
 
     Raises:
-        UserError: the shard is missing, is not readable, or has other rows than the manifest says.
+        UserError: the shard is missing or damaged, or has other rows than the manifest says.
+        StorageError: it cannot be read.
     """
     if shard.row_groups is not None:
         return shard.row_groups
@@ -203,15 +206,25 @@ def row_groups(folder: Path, shard: Shard) -> list[int]:
 
 def _open(folder: Path, shard: Shard) -> pq.ParquetFile:
     path = folder / shard.file
-    try:
-        if os.path.getsize(path) != shard.bytes:
-            raise _damaged(path, f"it has {os.path.getsize(path)} bytes, expected {shard.bytes}")
+    with _naming_damage(path):
+        if (size := os.path.getsize(path)) != shard.bytes:
+            raise _damaged(path, f"it has {size} bytes, expected {shard.bytes}")
         # pre_buffer joins the reads of neighbouring columns: a shared file system answers few large reads fastest.
         return pq.ParquetFile(path, pre_buffer=True, page_checksum_verification=True)
+
+
+@contextlib.contextmanager
+def _naming_damage(path: Path, part: str = "") -> Iterator[None]:
+    """Turns pyarrow's errors into a UserError about ``path``, and those of the file system into a StorageError."""
+    try:
+        with reading(path):
+            yield
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing, but {MANIFEST_NAME} lists it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, str(error)) from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, f"{part}{error}") from None
 
 
 def _damaged(path: Path, reason: str) -> UserError:

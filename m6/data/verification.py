@@ -32,6 +32,7 @@ def verify_shards(folder: Path, shards: Iterable[Shard]) -> None:
 
     Raises:
         UserError: a shard is missing, or its size or SHA-256 differs from the manifest.
+        StorageError: a shard cannot be read.
     """
     for shard in check_sizes(folder, shards):
         _verify_checksum(folder / shard.file, shard.sha256)
@@ -42,14 +43,17 @@ def check_sizes(folder: Path, shards: Iterable[Shard]) -> list[Shard]:
 
     Raises:
         UserError: a shard is missing or has another size.
+        StorageError: the file system does not tell.
     """
     checked = list(shards)
     for shard in checked:
         file = folder / shard.file
-        if not file.is_file():
-            raise UserError(f"{file} is missing, but {MANIFEST_NAME} lists it")
-        if file.stat().st_size != shard.bytes:
-            raise UserError(f"{file} has {file.stat().st_size} bytes, expected {shard.bytes}: it is damaged")
+        with files.reading(file):
+            if not file.is_file():
+                raise UserError(f"{file} is missing, but {MANIFEST_NAME} lists it")
+            size = file.stat().st_size
+        if size != shard.bytes:
+            raise UserError(f"{file} has {size} bytes, expected {shard.bytes}: it is damaged")
     return checked
 
 
@@ -115,5 +119,7 @@ def _open_record(file: Path, expected: str) -> int | None:
 
 
 def _compare(file: Path, expected: str) -> None:
-    if files.sha256(file) != expected:
+    with files.reading(file):
+        found = files.sha256(file)
+    if found != expected:
         raise UserError(f"{file} is damaged: its SHA-256 differs from {MANIFEST_NAME}")

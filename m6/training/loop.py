@@ -330,7 +330,7 @@ def pretrain(
 
     Raises:
         UserError: the configuration, the data or a checkpoint is wrong.
-        StorageError: a file cannot be written, or another process trains the run.
+        StorageError: a file cannot be written or read, or another process trains the run.
     """
     run = RunDirectory(root)
 

@@ -1,5 +1,7 @@
+import errno
 import io
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -8,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from m6 import files
 from m6.data.codes import Codes, codes_folder, write_codes
 from m6.data.manifest import Manifest
 from m6.data.pictures import picture_sources
 from m6.data.reader import open_split
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.files import sha256
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from m6.tokenizers.pictures import decode_picture
@@ -126,6 +129,17 @@ def test_codes_of_another_tokenizer_are_an_error(manifest, tokenizer):
     file.write_text(file.read_text().replace(right, wrong))
     with pytest.raises(UserError, match=f"holds codes of the image tokenizer {right}, expected {wrong}"):
         Codes(manifest, "tiny_shapes", "train", wrong)
+
+
+def test_codes_that_cannot_be_read_are_not_damaged(manifest, tokenizer, monkeypatch):
+    write_codes(manifest, tokenizer)
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "sha256", fail)
+    with pytest.raises(StorageError, match=r"tiny_shapes-00000\.parquet cannot be read: Input/output error$"):
+        Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
 
 
 def test_pictures_that_changed_and_damaged_codes_are_errors(manifest, tokenizer):

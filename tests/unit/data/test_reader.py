@@ -1,17 +1,20 @@
 """Rows come from their row groups: few are in memory, neighbours are cheap, damage is found and named."""
 
 import collections
+import errno
+import os
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from m6 import files
 from m6.data import reader
 from m6.data.manifest import Manifest
 from m6.data.order import OPEN_BLOCKS
 from m6.data.pretraining import PretrainingData
 from m6.data.reader import BlockCache, open_sources, open_split
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from tests.fixtures.command import m6
 from tests.fixtures.tiny_data import build_tiny_data, build_tiny_tokenizer
 from tests.unit.data.test_manifest import make_folder
@@ -123,6 +126,45 @@ def test_a_shard_that_is_gone_or_cut_is_named(large):
     file.unlink()
     with pytest.raises(UserError, match=r"news-00000\.parquet is missing, but manifest\.json lists it"):
         rows[1]
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """Makes functions fail as they do when the file server is gone."""
+
+    def lose(owner, name, number=errno.EIO):
+        def fail(*_, **__):
+            raise OSError(number, f"[errno {number}] as pyarrow words it")
+
+        monkeypatch.setattr(owner, name, fail)
+
+    return lose
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_shard_that_cannot_be_read_is_not_damaged(large, lost, number):
+    rows = open_split(large, "news", "train")
+    expected = rf"news-00000\.parquet cannot be read: {os.strerror(number)}$"
+    for owner, name in [(pq.ParquetFile, "read_row_group"), (pq.ParquetFile, "__init__"), (os.path, "getsize")]:
+        lost(owner, name, number)
+        with pytest.raises(StorageError, match=expected):
+            rows[0]
+
+
+def test_checksums_of_a_shard_that_cannot_be_read(tmp_path, lost):
+    manifest = make_folder(tmp_path)
+    lost(files, "sha256")
+    with pytest.raises(StorageError, match=r"news-00000\.parquet cannot be read: Input/output error$"):
+        open_split(manifest, "news", "train")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_run_whose_data_cannot_be_read_may_be_tried_again(corpus, lost, num_workers):
+    """A worker, too, tells the storage from a mistake."""
+    data = open_data(corpus, TEXT_ONLY)
+    lost(pq.ParquetFile, "read_row_group")
+    with pytest.raises(StorageError, match=r"made-00000\.parquet cannot be read: Input/output error$"):
+        next(data.loader([0], num_workers))
 
 
 def test_several_sources_one_after_the_other(tmp_path):
