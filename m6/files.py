@@ -4,8 +4,9 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,26 +64,22 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # rename(2) is atomic only within one file system, so the temporary file is made in the same folder.
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # The kernel applies the umask to the mode. A process can only read its umask by setting it, and two threads that do
+    # so at once may leave it at 0.
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL, mode)
+    permissions = stat.S_IMODE(os.fstat(descriptor).st_mode)
     os.close(descriptor)
-    temporary = Path(name)
     try:
         with naming(path):
             yield temporary
-            os.chmod(temporary, mode & ~_umask())  # mkstemp makes files that only their owner may read
+            os.chmod(temporary, permissions)  # safetensors replaces the file by one that only its owner may read
             # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    # The umask can only be read by setting it.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def sync(path: Path) -> None:

@@ -25,6 +25,23 @@ def test_a_new_file_is_whole_and_readable_by_others(tmp_path: Path):
     assert list(file.parent.iterdir()) == [file], "no temporary file stays"
 
 
+@pytest.mark.parametrize(("mode", "expected"), [(0o666, 0o640), (0o600, 0o600)])
+def test_permissions_are_those_of_the_umask_which_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, expected: int
+):
+    """A write that set the umask, if only to read it, could leave another one to a thread that writes meanwhile."""
+    file, previous = tmp_path / "file", os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.delattr(os, "umask")
+            with atomic_path(file, mode) as temporary:
+                temporary.with_name("other").touch(0o600)
+                temporary.with_name("other").replace(temporary)  # as safetensors does
+    finally:
+        os.umask(previous)
+    assert file.stat().st_mode & 0o777 == expected
+
+
 def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path):
     file = tmp_path / "file"
     write_text(file, "old")
