@@ -16,8 +16,7 @@ from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
 from m6.files import write_json
 from m6.runs.data import kept_sources
-
-INITIAL = "initial.json"
+from m6.runs.directory import INITIAL
 
 
 class InitialRun(BaseModel):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.ancestry import INITIAL
 from m6.checkpoints.delinked import STATE, is_pseudo, real_state, sharing_of
 from m6.checkpoints.discovery import open_needed
 from m6.checkpoints.format import SHARD_BYTES, CheckpointReader, Range, write_manifest, write_shards
@@ -21,8 +20,7 @@ from m6.config.run import load_config
 from m6.errors import UserError
 from m6.files import sync, sync_folder, write_text
 from m6.lock import FolderLock
-from m6.runs.data import SOURCES
-from m6.runs.directory import RunDirectory
+from m6.runs.directory import INITIAL, SOURCES, RunDirectory
 from m6.runs.processes import Runtime, on_main_rank
 
 # Shards and pieces into which the weights and moments of one layer are divided. The shard that is collected, the copy

@@ -120,15 +120,11 @@ def _train(
     calibration = None if profile is None else load_profile(profile)
     folder = RunDirectory(run or Path("runs") / config.stem)
     folder.check(settings)
-    from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
-    from m6.checkpoints.initial import check_initial_weights
+    from m6.checkpoints.start import check_start
     from m6.runs.data import open_data
     from m6.training.stages.stage import finished_pseudo_stage
 
-    tokenizer = open_data(settings).tokenizer
-    check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
-    if settings.m6.init is not None and not complete_checkpoints(folder.checkpoints):
-        check_initial_weights(settings.m6.init, tokenizer)
+    check_start(settings, folder, open_data(settings), restart)
     if restart or finished_pseudo_stage(settings, folder.checkpoints) is None:
         runtime = start()
         if runtime.is_main and (problem := misplacement(settings, runtime.nodes)):

@@ -12,9 +12,7 @@ from m6.data.manifest import Manifest
 from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
 from m6.files import write_json
-
-SOURCES = "sources.json"
-"""The file in a run's folder with the entries of ``manifest.json`` for the sources that the run reads."""
+from m6.runs.directory import SOURCES
 
 
 def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
@@ -45,7 +43,10 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
 
 
 def keep_sources(root: Path, data: PretrainingData) -> None:
-    """Writes RUN/sources.json, so that kinds, licences and origins are known when the data folder is gone."""
+    """Writes RUN/sources.json: the entries of ``manifest.json`` for the sources that the run reads.
+
+    Kinds, licences and origins are then known when the data folder is gone.
+    """
     read = {name: data.manifest.sources[name] for name in data.sources}
     write_json(root / SOURCES, Manifest(sources=read).model_dump(exclude_none=True, include={"format", "sources"}))
 

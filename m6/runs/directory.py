@@ -3,6 +3,7 @@
 RUN/config.json      the JSON of the run, as validated
 RUN/provenance/      one folder per attempt: git commit and patch, command, hardware, environment, package versions
 RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
+RUN/initial.json     the run that the initial weights come from, see m6/checkpoints/ancestry.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
@@ -52,6 +53,8 @@ LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
 PROGRESS = "progress"
 """The file that shows that a run is alive."""
+SOURCES, INITIAL = "sources.json", "initial.json"
+"""The files in a run's folder that name the sources of its data, and the run that its initial weights come from."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
 """The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
@@ -158,9 +161,11 @@ class RunDirectory:
         """Moves what the steps so far have left to RUN/before_restart_NNN, so that the run begins at step 0.
 
         Its trackers begin anew, too: points of steps that they have already seen would be dropped or mixed up. So do
-        the job scripts, which would count old attempts from step 0 as if they had just failed.
+        the job scripts, which would count old attempts from step 0 as if they had just failed. Data and initial weights
+        may be others from now on, so their records go with the steps that they belong to.
         """
-        others = (PROGRESS, "DONE", LAST_CHECKPOINT, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
+        trackers = (WANDB_ID, TENSORBOARD)
+        others = (PROGRESS, "DONE", LAST_CHECKPOINT, SOURCES, INITIAL, *trackers, "slurm/attempts.txt")
         kept = (self.metrics, self.checkpoints, *(self.root / name for name in others))
         folder = _next_folder(self.root, "before_restart_")
         with self._writing():

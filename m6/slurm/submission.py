@@ -156,8 +156,8 @@ def submit(submission: Submission) -> list[str]:
 
 def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool) -> None:
     """Makes the checks that the job itself would fail, perhaps after days in the queue."""
-    from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
-    from m6.checkpoints.initial import check_initial_weights
+    from m6.checkpoints.discovery import complete_checkpoints
+    from m6.checkpoints.start import check_start
     from m6.runs.data import open_data
 
     if any(character in str(run) for character in ",\n\\"):
@@ -173,14 +173,9 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
         raise UserError(f"{run / 'STOP'} exists: a user stopped the run; remove the file")
     if job.nodes > 1:
         check_shared(run, job.shared_folders)
-    tokenizer = open_data(config).tokenizer
-    begins = restart or not complete_checkpoints(folder.checkpoints)
-    if not begins:
-        check_tokenizer_unchanged(folder.checkpoints, tokenizer.fingerprint)
-    elif not restart:
+    if not restart and not complete_checkpoints(folder.checkpoints):
         folder.check_never_saved([])
-    if config.m6.init is not None and begins:
-        check_initial_weights(config.m6.init, tokenizer)
+    check_start(config, folder, open_data(config), restart)
 
 
 def _sbatch(command: list[str]) -> str:

@@ -115,6 +115,20 @@ def test_another_tokenizer_than_that_of_the_checkpoint(pretrain: Callable[..., s
     assert "instead of 0123456789ab" in text
 
 
+def test_a_restart_from_a_model_of_another_tokenizer(run: Path, data: Path, tmp_path: Path):
+    """The run has checkpoints, but begins with the initial weights again, which may have changed since."""
+    init, config = shutil.copytree(run, tmp_path / "init"), tmp_path / "config.json"
+    document = run_document(data / "data", data / "tokenizer")
+    document["m6"]["init"] = str(init)
+    for file in (config, run / "config.json"):
+        file.write_text(json.dumps(document))
+    change_state(init, tokenizer="0123456789abcdef")
+    before = contents(run)
+    text = user_error("finetune", config, "--init", init, "--run-dir", run, "--restart")
+    assert f"m6.data.tokenizer is not the one that {init} was trained with" in text
+    assert contents(run) == before
+
+
 def test_data_without_rows(pretrain: Callable[..., str], data: Path, tmp_path: Path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -7,14 +7,15 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 
-from m6.checkpoints.ancestry import INITIAL, keep_initial
+from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.loading import open_newest_checkpoint
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.export import export_hf
 from m6.export.card import model_card
 from m6.model import num_parameters
-from m6.runs.data import SOURCES, keep_sources, open_data
+from m6.runs.data import keep_sources, open_data
+from m6.runs.directory import INITIAL, SOURCES
 from tests.fixtures.fabricated_run import training_entry, write_metrics, write_run_and_data
 
 

@@ -102,6 +102,7 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     before = losses(root)
     (root / "wandb_id").write_text("0123456789abcdef\n")
     (root / "tensorboard").mkdir()
+    (root / "initial.json").write_text("{}")
     (root / "before_restart_004").mkdir()  # a person removed those before it
     assert pretrain(config, root, runtime, restart=True)
     assert losses(root) == before
@@ -109,8 +110,9 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     assert losses(kept) == before
     assert complete_checkpoints(kept / "checkpoints")
     assert (kept / "wandb_id").exists()
-    assert (kept / "tensorboard").exists()
-    assert not (root / "wandb_id").exists()
+    assert {"tensorboard", "sources.json", "initial.json"} <= {path.name for path in kept.iterdir()}
+    assert (root / "sources.json").exists()
+    assert not any((root / name).exists() for name in ("wandb_id", "initial.json"))
 
 
 def test_damaged_lines_of_the_metrics_are_set_aside(make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]):

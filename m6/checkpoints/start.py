@@ -1,0 +1,24 @@
+"""What an attempt starts from: the newest checkpoint of its run, the weights of another model, or nothing."""
+
+from __future__ import annotations
+
+from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
+from m6.checkpoints.initial import check_initial_weights
+from m6.config.run import RunConfig
+from m6.data.pretraining import PretrainingData
+from m6.runs.directory import RunDirectory
+
+
+def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, restart: bool) -> None:
+    """Checks that the attempt can read what it starts from; writes nothing.
+
+    Args:
+        restart: the attempt begins at step 0, whatever the run holds.
+
+    Raises:
+        UserError: it was trained with another tokenizer, or the initial weights are missing.
+    """
+    if complete_checkpoints(run.checkpoints) and not restart:
+        check_tokenizer_unchanged(run.checkpoints, data.tokenizer.fingerprint)
+    elif config.m6.init is not None:
+        check_initial_weights(config.m6.init, data.tokenizer)
