@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -64,3 +65,32 @@ def kept_sources(root: Path) -> Manifest | None:
         return Manifest.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise UserError(f"{file}: corrupt: {error.errors()[0]['msg']}") from None
+
+
+def check_sources_unchanged(root: Path, data: PretrainingData) -> None:
+    """Raises UserError if the training rows are not those that RUN/sources.json names; an older run has no such file.
+
+    Which rows a step reads depends on all training rows of all sources. With others the mixture and the order would
+    change from this step on, and nothing would say any more what the run has learned from. Held-out rows, licences and
+    origins may change.
+    """
+    kept = kept_sources(root)
+    if kept is None:
+        return
+    before, now = _training_data(kept, kept.sources), _training_data(data.manifest, data.sources)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) == now.get(name):
+            continue
+        change = "is new" if name not in before else "is missing" if name not in now else "has other training rows"
+        raise UserError(
+            f'{data.manifest.folder} has changed since {root} learned from it: source "{name}" {change}, by '
+            f"{root / SOURCES}; restore the data, or begin again at step 0 with --restart"
+        )
+
+
+def _training_data(manifest: Manifest, sources: Iterable[str]) -> dict[str, tuple[str, list[str]]]:
+    """What decides which rows are read for which objective: each source's kind and the checksums of its shards."""
+    return {
+        name: (manifest.sources[name].kind, [shard.sha256 for shard in manifest.split(name, "train").shards])
+        for name in sources
+    }

@@ -22,7 +22,7 @@ from m6.errors import StorageError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import outcome_line
-from m6.runs.data import keep_sources, open_data
+from m6.runs.data import check_sources_unchanged, keep_sources, open_data
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
@@ -84,6 +84,8 @@ class Trainer:
         self.checkpoint, self.problems = open_newest(run.checkpoints)
         if self.checkpoint is None:
             on_main_rank(runtime, lambda: run.check_never_saved(self.problems))
+        else:
+            on_main_rank(runtime, lambda: check_sources_unchanged(run.root, self.data))
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
         self._build_engine()

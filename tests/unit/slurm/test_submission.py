@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from m6.config.run import load_config
+from m6.runs.data import keep_sources, open_data
 from m6.tokenizers.text import M6Tokenizer
 from tests.fixtures.command import contents, m6, user_error
 from tests.fixtures.fabricated_run import write_run, write_run_and_data
@@ -247,6 +249,12 @@ def test_what_an_attempt_would_refuse_is_refused_at_once(
     (run / "checkpoints").rename(run / "elsewhere")
     assert "was saved as step_00000100, but" in user_error(*arguments)
     (run / "elsewhere").rename(run / "checkpoints")
+    keep_sources(run, open_data(load_config(config)))
+    sources = json.loads((run / "sources.json").read_text())
+    del sources["sources"]["tiny_text"]
+    (run / "sources.json").write_text(json.dumps(sources))
+    assert 'source "tiny_text" is new' in user_error(*arguments)
+    assert m6(*arguments, "--restart").code == 0
     monkeypatch.setattr(M6Tokenizer, "fingerprint", "0" * 64)
     assert "is not the one that" in user_error(*arguments)
 

@@ -2,22 +2,27 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
-from m6.config.run import parse_config
+from m6.config.run import load_config, parse_config
 from m6.errors import StorageError, UserError
 from m6.runs.directory import LAST_CHECKPOINT, RunDirectory
 from m6.runs.processes import Runtime
 from m6.training.loop import Trainer, pretrain
+from tests.fixtures.command import contents, user_error
+from tests.fixtures.tiny_data import ROWS, build_tiny_codes, build_tiny_data
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +118,76 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     assert {"tensorboard", "sources.json", "initial.json"} <= {path.name for path in kept.iterdir()}
     assert (root / "sources.json").exists()
     assert not any((root / name).exists() for name in ("wandb_id", "initial.json"))
+
+
+@pytest.fixture
+def own_folder(folder: Path, tmp_path: Path) -> Path:
+    """The tiny data and tokenizer, which the test may change."""
+    tiny_document(folder)
+    for name in ("data", "tokenizer"):
+        shutil.copytree(folder / name, tmp_path / name)
+    return tmp_path
+
+
+def build_again(data: Path, rows: int) -> None:
+    shutil.rmtree(data)
+    with mock.patch.dict(ROWS, train=rows):
+        build_tiny_data(data)
+
+
+def change_sources(data: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((data / "manifest.json").read_text())
+    change(manifest["sources"])
+    (data / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: build_again(data, ROWS["train"] // 2), 'source "tiny_shapes" has other training rows'),
+        (
+            lambda data: change_sources(data, lambda sources: sources.update(more=sources["tiny_text"])),
+            'source "more" is new',
+        ),
+        (lambda data: change_sources(data, lambda sources: sources.pop("tiny_vqa")), 'source "tiny_vqa" is missing'),
+    ],
+    ids=["limit", "more", "less"],
+)
+def test_a_run_does_not_go_on_with_other_data(
+    own_folder: Path, runtime: Runtime, change: Callable[[Path], None], told: str
+):
+    """In silence the mixture would change, and RUN/sources.json would no longer name what the run has learned from."""
+    file = write_tiny_config(own_folder, m6__training__total_steps=2)
+    root, data = own_folder / "run", own_folder / "data"
+    assert pretrain(load_config(file), root, runtime)
+    kept = (root / "sources.json").read_bytes()
+    change(data)
+    longer = load_config(file, ("m6.training.total_steps=4",))
+    with pytest.raises(UserError, match=f"^{data} has changed since {root} learned from it: {told}, .*--restart$"):
+        pretrain(longer, root, runtime)
+    assert (root / "sources.json").read_bytes() == kept
+    before = contents(root)
+    assert told in user_error("pretrain", file, "--run-dir", root, "--set", "m6.training.total_steps=4")
+    assert contents(root) == before
+    assert pretrain(longer, root, runtime, restart=True)
+    assert (root / "sources.json").read_bytes() != kept
+
+
+def test_a_run_goes_on_with_the_same_training_rows(own_folder: Path, runtime: Runtime):
+    """Whatever the held-out rows, codes and licences are. An older run has no record to compare with."""
+    file = write_tiny_config(own_folder, m6__training__total_steps=2)
+    root, data = own_folder / "run", own_folder / "data"
+    assert pretrain(load_config(file), root, runtime)
+    shutil.rmtree(data)
+    with mock.patch.dict(ROWS, validation=ROWS["validation"] + 1):
+        build_tiny_data(data)
+    build_tiny_codes(data, own_folder / "image_tokenizer")
+    change_sources(data, lambda sources: sources["tiny_text"].update(licence="CC0-1.0"))
+    assert pretrain(load_config(file, ("m6.training.total_steps=3",)), root, runtime)
+    assert json.loads((root / "sources.json").read_text())["sources"]["tiny_text"]["licence"] == "CC0-1.0"
+    (root / "sources.json").unlink()
+    assert pretrain(load_config(file, ("m6.training.total_steps=4",)), root, runtime)
+    assert (root / "sources.json").exists()
 
 
 def test_damaged_lines_of_the_metrics_are_set_aside(make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]):
