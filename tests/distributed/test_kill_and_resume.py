@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
@@ -46,6 +49,18 @@ def kill_at_step(config: Path, run: Path, step: int) -> None:
     assert len(ranks) == 2
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive, "ranks outlive their launcher"
+
+
+def train_until_killed(document: dict[str, Any], root: str, step: int) -> None:
+    """Kills its own process once ``step`` was logged, wherever the training is then."""
+
+    def wait() -> None:
+        while not any(entry["step"] >= step for entry in entries(Path(root))):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+    train(document, root)
 
 
 def entries(run: Path) -> list[dict]:
@@ -87,6 +102,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, layout: str):
+    """Once with a launcher that is killed and takes its ranks with it; the others start sooner without one."""
     config = write_tiny_config(
         tmp_path,
         **LAYOUTS[layout],
@@ -94,10 +110,18 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, layout: str):
         m6__checkpoint__interval_steps=4,
         m6__evaluation__interval_steps=10,
     )
-    run_distributed(train, 2, json.loads(config.read_text()), str(tmp_path / "whole"))  # starts sooner than a launcher
-    kill_at_step(config, tmp_path / "killed", 9)
-    assert entries(tmp_path / "killed")[-1]["step"] < STEPS
-    finish(config, tmp_path / "killed")
+    document, killed_run = json.loads(config.read_text()), tmp_path / "killed"
+    run_distributed(train, 2, document, str(tmp_path / "whole"))
+    if layout == "experts":
+        kill_at_step(config, killed_run, 9)
+    else:
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            run_distributed(train_until_killed, 2, document, str(killed_run), 9)
+    assert entries(killed_run)[-1]["step"] < STEPS
+    if layout == "experts":
+        finish(config, killed_run)
+    else:
+        run_distributed(train, 2, document, str(killed_run))
 
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     whole, killed = (
