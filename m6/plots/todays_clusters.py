@@ -24,7 +24,8 @@ Sizes = Mapping[str, Mapping[str, LeastDevices]]
 
 def plan_size(name: str, labels: Iterable[str] = CLUSTERS) -> dict[str, LeastDevices]:
     """The least devices of these clusters that train the shipped configuration ``name``."""
-    config = load_config(CONFIGS / f"{name}.json")
+    # Copies of checkpoints, written beside the training, would take the host memory that few GPUs need for experts.
+    config = load_config(CONFIGS / f"{name}.json", ("m6.checkpoint.async_save=false",))
     clusters = {label: load_cluster(Path(CLUSTERS[label])) for label in labels}
     return {label: least_devices(config, cluster, TIME_LIMIT_MIN) for label, cluster in clusters.items()}
 
@@ -67,8 +68,9 @@ Written by `python -m m6.plots.todays_clusters`: for each shipped configuration 
 all of it, with the samples, the precision and the experts' optimizer of its JSON. Numbers are powers of two of whole
 nodes, as the batches are. Times are those of uncalibrated plans, with their range. What the GPUs do not hold lies in
 the memory of the hosts, which takes time, so the fewest GPUs are rarely the cheapest: `m6 plan CONFIG --cluster NAME
---world N` plans more of them. The longest part is that of the last stage. The last column says what a GPU of half as
-many needs in the layout that lacks least.
+--world N` plans more of them. So that hosts need no room for copies of checkpoints, the training waits for them
+(`"async_save": false`), which the days count. The longest part is that of the last stage. The last column says what a
+GPU of half as many needs in the layout that lacks least.
 
 {table}
 
