@@ -1,6 +1,6 @@
 """Maps the number of a sample to an objective, a source and a row, without any state.
 
-Samples are numbered globally from 0. Each block of BLOCK consecutive numbers holds the same count of each (objective,
+Samples are numbered globally from 0. Each block of consecutive numbers holds the same count of each (objective,
 source) pair, in an order that is shuffled per block. Each epoch of a source is a permutation of all its rows. A run can
 therefore resume, or change its number of ranks and workers, with the number of the next sample alone.
 
@@ -19,9 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m6.data.order import OPEN_BLOCKS, RowOrder, mix
-from m6.errors import UserError
 
 BLOCK = 1000
+"""Samples of a block, if that is at least one of each pair; otherwise there are more."""
+_LONGEST_BLOCK, _LEAST_SAMPLES = 10**6, 10
+
+
+_Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+"""For each slot the index of its pair and its rank among the slots of its source; for each lane and source the number
+of the source's slots before the lane's first one."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,9 @@ class Mixture:
         seed: seed of the run.
         samples_per_step: over all ranks. It matters only to sources that do not fit into memory.
 
-    Raises:
-        UserError: there are more pairs than samples in a block.
+    Attributes:
+        block_size: samples of a block.
+        rows_per_block: of them, those of each source.
     """
 
     def __init__(
@@ -74,27 +81,29 @@ class Mixture:
             for source, sizes in blocks.items()
         }
         counts = _apportion(np.array([weights[cell] for cell in self._cells], np.float64))
+        self.block_size = int(counts.sum())
         self._slots = np.repeat(np.arange(len(self._cells)), counts)
         # Every block reads the same number of rows of a source, so a position follows from the block's number.
         self.rows_per_block = {
             source: int(sum(count for cell, count in zip(self._cells, counts, strict=True) if cell[1] == source))
             for _, source in self._cells
         }
-        self._cached_block: tuple[int, list[tuple[int, int]], dict[str, NDArray[np.int64]]] = (-1, [], {})
+        sources = {source: index for index, source in enumerate(self.rows_per_block)}
+        self._source_of = np.array([sources[source] for _, source in self._cells])
+        self._cached_block: tuple[int, _Block] | None = None
 
     def draw(self, number: int) -> Draw:
         """Returns the sample with a global number, counted from 0."""
         step, place = divmod(number, self._samples_per_step)
         samples = self._samples_per_step // self._lanes  # of a lane in a step
         lane, place = divmod(place, samples)
-        block, offset = divmod(step * samples + place, BLOCK)
-        first = lane * BLOCK // self._lanes
-        slot = (first + offset) % BLOCK
-        order, before = self._block(block)
-        cell, rank = order[slot]
+        block, offset = divmod(step * samples + place, self.block_size)
+        slot = (self._first_slot(lane) + offset) % self.block_size
+        cells, ranks, before = self._block(block)
+        cell = int(cells[slot])
         objective, source = self._cells[cell]
         # Rows of the source between the lane's first slot and this one, around the end of the block.
-        rank = (rank - int(before[source][first])) % self.rows_per_block[source]
+        rank = (int(ranks[slot]) - int(before[lane, self._source_of[cell]])) % self.rows_per_block[source]
         # From the sample's number, not from the row: a row is corrupted differently in each epoch.
         seed = mix(mix(self._seed) ^ number)
         return Draw(objective, source, lane, block * self.rows_per_block[source] + rank, seed)
@@ -103,33 +112,38 @@ class Mixture:
         """Returns the row of a sample; of a further attempt, the next one in the lane's order."""
         return self._orders[draw.source].row(draw.position + attempt, draw.lane)
 
-    def _block(self, block: int) -> tuple[list[tuple[int, int]], dict[str, NDArray[np.int64]]]:
-        """Returns the order of a block.
+    def _first_slot(self, lane: int) -> int:
+        return lane * self.block_size // self._lanes
 
-        Returns:
-            For every slot: (index of its pair, rank among the slots of its source). For every source: the number of its
-            slots before each slot.
-        """
+    def _block(self, block: int) -> _Block:
         # Consecutive samples lie in the same block, so caching the last block suffices.
-        if self._cached_block[0] != block:
+        if self._cached_block is None or self._cached_block[0] != block:
             cells = np.random.default_rng([self._seed, block]).permutation(self._slots)
-            sources = np.array([source for _, source in self._cells])[cells]
-            before = {source: np.cumsum(sources == source) - (sources == source) for source in self.rows_per_block}
-            order = [(int(cell), int(before[self._cells[cell][1]][slot])) for slot, cell in enumerate(cells)]
-            self._cached_block = (block, order, before)
-        return self._cached_block[1], self._cached_block[2]
+            sources = self._source_of[cells]
+            rows = np.array(list(self.rows_per_block.values()))
+            ranks = np.empty(len(cells), np.int32)
+            ranks[np.argsort(sources, kind="stable")] = np.concatenate([np.arange(count) for count in rows])
+            bounds = [self._first_slot(lane) for lane in range(self._lanes)]
+            parts = [np.bincount(part, minlength=len(rows)) for part in np.split(sources, bounds[1:])]
+            before = np.cumsum([np.zeros_like(rows), *parts[:-1]], axis=0)
+            self._cached_block = (block, (cells, ranks, before))
+        return self._cached_block[1]
 
 
-def _apportion(weights: np.ndarray) -> np.ndarray:
-    """Returns counts that are proportional to the weights and sum to BLOCK; each is at least 1.
+def _apportion(weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Returns the samples of each pair in a block, in proportion to the weights; each is at least 1.
 
-    Rounding is by the largest remainder.
+    Rounding is by the largest remainder. Where BLOCK samples hold less than one of a pair, there are so many that they
+    hold ten: a block of a fixed size would read the rows of a small source hundreds of times.
     """
-    if len(weights) > BLOCK:
-        raise UserError(f"{len(weights)} pairs of objective and source are more than the {BLOCK} samples of a block")
+    shares = weights / weights.sum()
+    size = BLOCK
+    if shares.min() * BLOCK < 1 - 1e-9:
+        while shares.min() * size < _LEAST_SAMPLES and size < _LONGEST_BLOCK:
+            size *= 10
     # One sample per pair is set aside; the others are distributed by weight.
-    spare = BLOCK - len(weights)
-    quota = np.maximum(weights / weights.sum() * BLOCK - 1, 0)
+    spare = size - len(weights)
+    quota = np.maximum(shares * size - 1, 0)
     quota *= spare / quota.sum() if quota.sum() else 0
     counts = np.floor(quota).astype(np.int64)
     order = np.argsort(counts - quota, kind="stable")

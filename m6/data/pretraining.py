@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from m6.data.codes import Codes, CodesManifest, load_codes_manifest
 from m6.data.collate import Collator, MicroBatch
 from m6.data.manifest import SPLITS, Manifest
-from m6.data.mixture import BLOCK, Mixture
+from m6.data.mixture import Mixture
 from m6.data.objectives import (
     MIN_TEXT_TOKENS,
     OBJECTIVES,
@@ -114,6 +114,8 @@ class PretrainingData:
         }
         pairs = pair_weights(self.manifest, objectives, self.source_weights)
         self._mixture = Mixture(pairs, blocks, seed, samples_per_step)
+        if settings.max_epochs is not None and split == "train":
+            self._check_epochs(settings.max_epochs, total_samples)
         self._open: dict[tuple[str, str], Rows] = {}
         self._cache = BlockCache()
         for name in self.active_objectives:
@@ -146,8 +148,19 @@ class PretrainingData:
 
     def realised_mixture(self, num_samples: int) -> dict[str, tuple[float, float]]:
         """Returns for each source its share of the samples, and how often ``num_samples`` samples read its rows."""
-        shares = {source: rows / BLOCK for source, rows in self._mixture.rows_per_block.items()}
+        size = self._mixture.block_size
+        shares = {source: rows / size for source, rows in self._mixture.rows_per_block.items()}
         return {source: (share, share * num_samples / self._sizes[source]) for source, share in shares.items()}
+
+    def _check_epochs(self, max_epochs: float, num_samples: int) -> None:
+        """Raises UserError if a source is so small beside the others that even its least share is too much."""
+        for source, (share, times) in self.realised_mixture(num_samples).items():
+            if times > 2 * max_epochs:  # less is rounding to whole samples of a block
+                raise UserError(
+                    f'm6.data.max_epochs {max_epochs:g}: the {self._sizes[source]:,} rows of "{source}" would be read '
+                    f"{times:.0f} times, since each source has at least {share:g} of the samples; leave it out of "
+                    "m6.data.sources"
+                )
 
     def check_files(self) -> None:
         """Checks that all shards are there in the right size, which takes seconds even for tens of thousands.

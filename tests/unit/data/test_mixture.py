@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from m6.data.mixture import BLOCK, Mixture
 from m6.data.order import OPEN_BLOCKS
-from m6.errors import UserError
 
 WEIGHTS = {("denoise", "news"): 0.35, ("denoise", "poems"): 0.15, ("model", "news"): 0.2, ("caption", "shapes"): 0.3}
 SIZES = {"news": 130, "poems": 7, "shapes": 1}
@@ -33,11 +32,13 @@ def test_proportions_are_exact_in_every_block():
 def test_blocks_are_full_and_nothing_is_left_out(weights):
     pairs = {(f"o{i}", "s"): weight for i, weight in enumerate(weights)}
     mixed = Mixture(pairs, {"s": [10]}, 0)
-    counts = collections.Counter(mixed.draw(i).objective for i in range(BLOCK))
+    size = mixed.block_size
+    counts = collections.Counter(mixed._cells[cell][0] for cell in mixed._block(0)[0])
     total = sum(weights)
+    assert sum(counts.values()) == size
     for (objective, _), weight in pairs.items():
         # The guaranteed single sample of tiny weights comes out of the others.
-        assert abs(counts[objective] - weight / total * BLOCK) < 1 + len(weights)
+        assert abs(counts[objective] - weight / total * size) < 1 + len(weights)
         assert counts[objective] >= 1
 
 
@@ -67,9 +68,32 @@ def test_seeds_of_samples_differ():
     assert len({shared.draw(i).seed for i in range(2 * BLOCK)}) == 2 * BLOCK
 
 
-def test_too_many_pairs():
-    with pytest.raises(UserError, match=f"{BLOCK + 1} pairs"):
-        Mixture({("o", str(i)): 1.0 for i in range(BLOCK + 1)}, {str(i): [1] for i in range(BLOCK + 1)}, 0)
+def test_a_small_source_has_its_share_beside_a_large_one():
+    """A block of 1,000 samples with one of the poems would read each of them 200 times while the web is read once."""
+    sizes = {"web": 10**9, "poems": 5000}
+    mixed = Mixture({("model", source): float(size) for source, size in sizes.items()}, {}, 0)
+    assert mixed.block_size == 10**6
+    assert mixed.rows_per_block == {"poems": 5, "web": 999_995}
+    several = Mixture({("model", source): share for source, share in (("a", 0.9993), ("b", 0.0007))}, {}, 0)
+    assert (several.block_size, several.rows_per_block) == (100_000, {"a": 99_930, "b": 70})
+    just = Mixture({("model", source): share for source, share in (("a", 0.999), ("b", 0.001))}, {}, 0)
+    assert just.block_size == BLOCK
+
+
+def test_longer_blocks_hold_their_counts_too():
+    weights = {("model", "news"): 0.9996, ("model", "poems"): 0.0004}
+    mixed = Mixture(weights, {"news": LARGE["news"], "poems": [7]}, 5, samples_per_step=8)
+    draws = [mixed.draw(number) for number in range(mixed.block_size)]
+    assert collections.Counter(draw.source for draw in draws) == {"news": 99_960, "poems": 40}
+    positions = collections.defaultdict(list)
+    for draw in draws:
+        positions[draw.lane, draw.source].append(draw.position)
+    assert all(own == list(range(len(own))) for own in positions.values())
+
+
+def test_more_pairs_than_samples_of_a_short_block():
+    pairs = {("o", str(number)): 1.0 for number in range(BLOCK + 1)}
+    assert set(Mixture(pairs, {}, 0).rows_per_block.values()) <= {99, 100}
 
 
 @pytest.mark.parametrize(("samples_per_step", "lanes"), [(64, 64), (48, 16), (320, 64), (7, 1)])
