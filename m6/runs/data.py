@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from m6.config.checks import check_captions, check_codes_fit, check_tokenizer
 from m6.config.run import RunConfig
 from m6.data.manifest import Manifest
+from m6.data.objectives import source_kind
 from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
 from m6.files import write_json
@@ -34,6 +35,8 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
         image_size=config.model.image_size,
         patch_size=config.model.patch_size,
     )
+    if split == "train" and settings.data.sources is not None:
+        check_sources_are_read(data)
     check_tokenizer(config, data.tokenizer)
     if data.codes is not None:
         codes = data.codes
@@ -41,6 +44,16 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
         captions = [] if settings.samples is None else settings.samples.captions
         check_captions(config.model, data.tokenizer, captions, data.codes.num_codes)
     return data
+
+
+def check_sources_are_read(data: PretrainingData) -> None:
+    """Raises UserError if ``m6.data.sources`` gives a weight to a source that no objective of the run reads."""
+    kinds = {source_kind(name) for name in data.active_objectives}
+    for source in data.sources:
+        if (kind := data.manifest.sources[source].kind) not in kinds:
+            raise UserError(
+                f'm6.data.sources: no objective with a weight reads "{source}", which is of kind "{kind}"; leave it out'
+            )
 
 
 def keep_sources(root: Path, data: PretrainingData) -> None:

@@ -3,6 +3,7 @@ import pytest
 from m6.config.run import parse_config
 from m6.data.manifest import Manifest, Origin, Shard, SourceEntry, SplitEntry
 from m6.data.objectives import ObjectivesSettings
+from m6.data.pretraining import PretrainingData
 from m6.data.weights import cap_epochs, source_weights
 from m6.errors import UserError
 from m6.runs.data import open_data
@@ -88,3 +89,22 @@ def test_a_limit_that_the_rows_cannot_meet_names_what_would_do(manifest):
 def test_a_limit_without_objectives_is_refused(manifest):
     with pytest.raises(UserError, match=r"m6\.objectives: every weight is 0"):
         cap_epochs(manifest, "train", objectives(), dict.fromkeys(SIZES, 1.0), 8000, 2)
+
+
+def test_a_limit_that_the_least_share_breaks(tmp_path, monkeypatch):
+    """A source of a row beside others of a million: it has a sample of each block, and there are many."""
+    document = tiny_document(tmp_path, m6__data__max_epochs=50)
+    monkeypatch.setattr(PretrainingData, "realised_mixture", lambda self, samples: {"tiny_text": (1e-6, 101.0)})
+    with pytest.raises(UserError, match=r'max_epochs 50: the \d+ rows of "tiny_text" would be read 101 times'):
+        open_data(parse_config(document))
+    monkeypatch.setattr(PretrainingData, "realised_mixture", lambda self, samples: {"tiny_text": (1e-6, 99.0)})
+    open_data(parse_config(document))
+
+
+def test_a_source_that_no_objective_reads(tmp_path):
+    sources = {"tiny_text": 1.0, "tiny_shapes": 1.0, "tiny_vqa": 1.0}
+    document = tiny_document(tmp_path, m6__data__sources=sources)
+    with pytest.raises(UserError, match='no objective with a weight reads "tiny_vqa", which is of kind "vqa"'):
+        open_data(parse_config(document))
+    del sources["tiny_vqa"]
+    open_data(parse_config(document))
