@@ -2,6 +2,7 @@
 
 OUT/config.json, model.safetensors   the tokenizer at the newest measurement; from_pretrained reads it
 OUT/training/settings.json           the run's JSON
+OUT/training/pictures.json           the checksums of the shards that it reads, by source
 OUT/training/state.safetensors       weights and optimizer state, from which the same command resumes
 OUT/training/metrics.jsonl           one line per log interval
 OUT/training/report.json             measures on held-out pictures
@@ -141,8 +142,8 @@ def train_image_tokenizer(
         the measures on held-out pictures; None if the training was stopped.
 
     Raises:
-        UserError: ``out`` holds a run with other settings or other files, another process trains there, a package is
-            missing, or the pictures cannot be used.
+        UserError: ``out`` holds a run with other settings or pictures, or other files, another process trains there, a
+            package is missing, or the pictures cannot be used.
     """
     _check_out(settings, out)
     if settings.loss.perceptual:
@@ -152,6 +153,7 @@ def train_image_tokenizer(
         PictureSet(manifest, settings.data.sources, split, settings.model.image_size)
         for split in ("train", settings.report.split)
     )
+    _check_pictures(pictures, out)
     with FolderLock(out / "lock", out):
         return _train(settings, pictures, held_out, out, device, stopped)
 
@@ -168,6 +170,7 @@ def _train(
     folder = out / "training"
     load_state(folder, trainer)
     write_json(folder / "settings.json", settings.model_dump(mode="json"))
+    write_json(folder / "pictures.json", _checksums(pictures))
     cut_lines_after(folder / "metrics.jsonl", trainer.step)
     options, bad = settings.optimizer, BadPictures(settings.data.max_bad_row_share)
     batches = TrainingBatches(pictures, options.batch_size, options.seed)
@@ -226,6 +229,20 @@ def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
             raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
     elif out.exists() and (not out.is_dir() or any(path.is_file() and path.name != "lock" for path in out.rglob("*"))):
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
+
+
+def _check_pictures(pictures: PictureSet, out: Path) -> None:
+    recorded = out / "training/pictures.json"  # an older run has none
+    if recorded.is_file() and json.loads(recorded.read_bytes()) != _checksums(pictures):
+        raise UserError(
+            f"{pictures.manifest.folder} has changed since the run in {out} learned from it ({recorded}); restore the "
+            "data or choose another folder"
+        )
+
+
+def _checksums(pictures: PictureSet) -> dict[str, list[str]]:
+    manifest = pictures.manifest
+    return {name: [shard.sha256 for shard in manifest.split(name, pictures.split).shards] for name in pictures.sizes}
 
 
 def build_optimizer(tokenizer: M6ImageTokenizer, in_bf16: bool) -> Muon:

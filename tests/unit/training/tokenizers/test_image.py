@@ -255,6 +255,21 @@ def test_bad_pictures_are_counted_and_too_many_are_an_error(tmp_path):
         train_image_tokenizer(strict, tmp_path / "none", CPU)
 
 
+def test_a_run_does_not_go_on_with_other_pictures(tmp_path):
+    folder = build_tiny_data(tmp_path / "data")
+    stops = iter([True])
+    assert train_image_tokenizer(settings(folder), tmp_path / "out", CPU, lambda: next(stops)) is None
+    manifest = Manifest.load(folder)
+    *_, last = manifest.split("tiny_shapes", "train").shards
+    kept, last.sha256 = last.sha256, "0" * 64
+    manifest.save(folder)
+    with pytest.raises(UserError, match=f"{folder} has changed since the run in {tmp_path / 'out'} learned from it"):
+        train_image_tokenizer(settings(folder), tmp_path / "out", CPU)
+    last.sha256 = kept
+    manifest.save(folder)
+    assert train_image_tokenizer(settings(folder), tmp_path / "out", CPU) is not None
+
+
 def test_the_command_and_its_mistakes(data, trained, tmp_path):
     config = tmp_path / "tiny.json"
     config.write_text(json.dumps(document(data)))
