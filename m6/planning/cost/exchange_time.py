@@ -39,7 +39,7 @@ class ExchangeTime:
         self._model = config.model
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self._found: dict[tuple[int | bool | str, ...], RoutingTime] = {}
-        self._ways: dict[tuple[int, int, int, int], int] = {}
+        self._ways: dict[tuple[int | bool | str, ...], int] = {}
 
     def __call__(self, layout: ParallelLayout) -> float:
         """Seconds of one micro-batch in all layers that computation does not hide."""
@@ -109,7 +109,7 @@ class ExchangeTime:
             return replace(layout, ranks_per_node=self._moe.ranks_per_node)
         if layout.ep_size <= per_node or layout.ep_size % per_node:
             return layout
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.micro_batches_at_once)
+        key = (*sizes_of(layout), layout.micro_batches_at_once)
         if key not in self._ways:
             ways = [replace(layout, ranks_per_node=ranks) for ranks in (0, per_node)]
             self._ways[key] = min(ways, key=self).ranks_per_node

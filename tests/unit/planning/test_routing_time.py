@@ -16,6 +16,7 @@ from m6.planning.cost.work import RoutedRows
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile
 from moe import MoEConfig
+from tests.fixtures.plans import planner
 
 NODES = load_cluster(Path("a100_80g_x128")).nodes[0]
 ROUTED = RoutedRows(tokens=4096, pairs=8192, to_experts=2048, from_experts=2048)
@@ -118,3 +119,13 @@ def test_streamed_experts_send_a_gradient_for_each_part():
         assert found.exposed == pytest.approx(update + parts * copy)
     whole = model(run())
     assert time(streamed).reduction > whole(streamed).reduction
+
+
+def test_the_faster_exchange_with_checkpointing_is_found_beside_that_without():
+    """In one search: with checkpointing, turns hide less of an exchange, and the one between nodes first wins."""
+    subject = planner("m6_100b", "a100_80g_x128")
+    layouts = [
+        ParallelLayout(128, 64, zero_stage=1, micro_batch_size=4, checkpointing=checkpointing, micro_batches_at_once=2)
+        for checkpointing in (False, True)
+    ]
+    assert [subject.time.exchange.faster(layout).ranks_per_node for layout in layouts] == [0, 8]
