@@ -32,12 +32,15 @@ def corpus(
         typer.echo(f"{launched.out} is complete when they have ended; the same command continues after a failure")
         return
     typer.echo(f"{launched.out} {'holds this corpus already' if launched.was_built else 'is built'}")
-    for name, tally in load_record(launched.out).inputs.items():
+    record = load_record(launched.out)
+    for name, tally in record.inputs.items():
         removed = ", ".join(f"{stage} {sum(reasons.values()):,}" for stage, reasons in tally.removed.items())
         typer.echo(
             f"  {name}: {tally.documents:,} documents read, {tally.kept:,} kept in {tally.rows:,} rows; "
             f"removed: {removed or 'none'}"
         )
+    for name, tally in record.sets.items():
+        typer.echo(f"  the set {name}: {tally.kept:,} of {tally.documents:,} texts compared with training documents")
 
 
 def open_scorer(run: Path) -> "CaptionMatcher":

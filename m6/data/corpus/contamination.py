@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from m6.data.corpus.characters import compared_form, without_marks
+from m6.data.corpus.reading import read_set
+from m6.data.corpus.recipe import NamedSet
+from m6.data.corpus.tally import Tally
+from m6.errors import UserError
 from m6.files import atomic_path
 
 _CHUNK = 1 << 22  # numbers that are collected before equal ones are joined
@@ -31,6 +35,31 @@ def ngram_hashes(text: str, ngram_chars: int) -> NDArray[np.uint64]:
     for place, weight in enumerate(_weights(ngram_chars)):
         total += mixed[place : place + len(total)] * weight
     return total
+
+
+def hashes_of_set(named: NamedSet, ngram_chars: int, tally: Tally) -> Iterator[NDArray[np.uint64]]:
+    """Yields the hashes of each text of a named set that has some, and counts all texts.
+
+    Raises:
+        UserError: no text has an n-gram, so that the set would protect nothing.
+    """
+    for row in read_set(named):
+        tally.documents += 1
+        tally.characters += len(row.text)
+        hashes = ngram_hashes(row.text, ngram_chars)
+        if len(hashes):
+            tally.kept += 1
+            tally.kept_characters += len(row.text)
+            yield hashes
+        else:
+            problem = row.problem or f"fewer than {ngram_chars} letters and digits"
+            tally.remove("held_out", problem, row.id, row.text)
+    if not tally.kept:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in tally.removed.get("held_out", {}).items())
+        raise UserError(
+            f'decontamination.sets: "{named.name}" would protect nothing: no text in column "{named.text_column}" of '
+            f"{named.path} has {ngram_chars} letters and digits ({reasons or 'it is empty'})"
+        )
 
 
 @functools.cache

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from m6.data.corpus.contamination import hashes_of_set
 from m6.data.corpus.local import run_locally
 from m6.data.corpus.matching import OpenScorer
 from m6.data.corpus.minhash import require_datatrove
 from m6.data.corpus.output import is_built
 from m6.data.corpus.plan import PLAN_NAME, load_plan, make_plan
 from m6.data.corpus.recipe import CorpusRecipe
+from m6.data.corpus.tally import Tally
 from m6.data.corpus.work import prepare, remove, work_folder
 from m6.lock import FolderLock
 
@@ -47,8 +49,9 @@ def make_corpus(
         open_scorer: opens the recipe's ``matching_model``; for a recipe that has one.
 
     Raises:
-        UserError: an input or the model is missing, ``recipe.out`` or the work folder belongs to something else, jobs
-            of this corpus have not ended, or a stage failed because of a user's mistake.
+        UserError: an input or the model is missing, a named set would protect nothing, ``recipe.out`` or the work
+            folder belongs to something else, jobs of this corpus have not ended, or a stage failed because of a user's
+            mistake.
     """
     require_datatrove()
     out = recipe.out.resolve()
@@ -63,6 +66,8 @@ def make_corpus(
         if is_built(out, plan):
             remove(folder)
             return Launched(out, was_built=True)
+        for named in recipe.decontamination.sets:  # now, not after hours of work
+            next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
         from m6.data.corpus.slurm import check_jobs_ended, submit
 
         check_jobs_ended(folder)

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from m6 import files
-from m6.data.corpus.contamination import ngram_hashes, read_index, shares_ngram, write_index
+from m6.data.corpus.contamination import hashes_of_set, ngram_hashes, read_index, shares_ngram, write_index
 from m6.data.corpus.documents import read_document, read_documents
 from m6.data.corpus.plan import Plan
-from m6.data.corpus.reading import read_texts
 from m6.data.corpus.selection import KEPT, REASONS
 from m6.data.corpus.tally import KEPT as KEPT_SAMPLES
 from m6.data.corpus.tally import SAMPLE_CHARS, Tally, small_picture
@@ -36,11 +35,17 @@ _Splits = TypeAdapter(dict[Split, SplitEntry])
 
 
 class CorpusRecord(BaseModel):
-    """``corpus.json`` of a data folder: what became of the documents of each input."""
+    """``corpus.json`` of a data folder: what became of the documents of each input.
+
+    Attributes:
+        inputs: counts of each input.
+        sets: of each set of ``decontamination.sets``; "kept" are the texts that were compared.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     inputs: dict[str, Tally]
+    sets: dict[str, Tally] = {}
 
 
 def load_record(folder: Path) -> CorpusRecord:
@@ -55,17 +60,22 @@ def load_record(folder: Path) -> CorpusRecord:
 
 
 def index_held_out(work: Work, unit: int) -> Tally:
-    """Writes the n-grams of the held-out documents of a part, or of a named set: their units follow the parts."""
+    """Writes the n-grams of the held-out documents of a part, or of a named set: their units follow the parts.
+
+    Returns:
+        The counts of a set.
+    """
     ngram_chars = work.recipe.decontamination.ngram_chars
-    texts: Iterator[str]
+    tally = Tally()
+    hashes: Iterator[NDArray[np.uint64]]
     if unit < work.num_parts:
         is_text = work.plan.kind(work.plan.parts[unit]) == "text"
         texts = (row.text for row, split in _kept(work, unit, Tally()) if split != "train") if is_text else iter(())
+        hashes = (ngram_hashes(text, ngram_chars) for text in texts)
     else:
-        named = work.recipe.decontamination.sets[unit - work.num_parts]
-        texts = read_texts(named.path, named.text_column)
-    write_index(_index(work, f"{unit:05d}"), (ngram_hashes(text, ngram_chars) for text in texts))
-    return Tally()
+        hashes = hashes_of_set(work.recipe.decontamination.sets[unit - work.num_parts], ngram_chars, tally)
+    write_index(_index(work, f"{unit:05d}"), hashes)
+    return tally
 
 
 def join_index(work: Work) -> Tally:
@@ -118,7 +128,9 @@ def finish(work: Work) -> Tally:
     for entry in entries.values():
         for split in entry.splits.values():
             verify_shards(data, split.shards)
-    record = CorpusRecord(inputs=tallies)
+    sets = work.recipe.decontamination.sets
+    counts = {named.name: work.tally("held_out", unit) for unit, named in enumerate(sets, start=work.num_parts)}
+    record = CorpusRecord(inputs=tallies, sets=counts)
     files.write_json(data / RECORD_NAME, record.model_dump(exclude_none=True))
     Manifest(recipe=work.plan.manifest_recipe(), sources=entries).save(data)
     files.sync_folder(data)

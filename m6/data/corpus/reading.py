@@ -24,7 +24,7 @@ from m6.data.corpus.plan import (
     options_of,
     suffix_of,
 )
-from m6.data.corpus.recipe import CorpusRecipe, InputSettings
+from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedSet
 from m6.data.corpus.remote import fetch
 from m6.data.corpus.web import read_archive
 from m6.data.manifest import Split
@@ -142,14 +142,15 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         yield number + 1, damaged(error)
 
 
-def read_texts(path: Path, text_column: str) -> Iterator[str]:
-    """Yields the texts of a file or folder of JSONL, Parquet or text files, without those that cannot be read."""
-    settings = InputSettings(source=str(path), name="set", licence="private", text_column=text_column)
+def read_set(named: NamedSet) -> Iterator[Row]:
+    """Yields the texts of a named set, as ``read_part`` does."""
+    settings = InputSettings(source=str(named.path), name=named.name, licence="private", text_column=named.text_column)
     recipe = CorpusRecipe(out=Path(), inputs=[settings])
     options = options_of(settings, recipe)
-    for file in files_of(path):
+    folder = named.path if named.path.is_dir() else named.path.parent
+    for file in files_of(named.path):
         if suffix_of(file) in TEXTS:
-            rows = Documents("set", file.parent, [file], options).rows()
+            yield from Documents(named.name, folder, [file], options).rows()
         else:
-            rows = _table_rows(file, "set", None, settings, options)
-        yield from (row.text for row in rows if row.problem is None)
+            name = f"{named.name}/{file.relative_to(folder).as_posix()}"
+            yield from _table_rows(file, name, None, settings, options)

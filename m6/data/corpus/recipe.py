@@ -151,7 +151,7 @@ class CorpusRecipe(Section):
     """A corpus of texts, of pictures with captions, or of both.
 
     Raises:
-        ValueError: two inputs or sets of pictures have the same name, the shares leave nothing to train on, or a
+        ValueError: two inputs or two sets have the same name, the shares leave nothing to train on, or a
             threshold has no model, or a model no threshold.
     """
 
@@ -187,6 +187,9 @@ class CorpusRecipe(Section):
         names = [*(each.called for each in self.inputs), *(each.name for each in self.decontamination.picture_sets)]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two inputs are called "{repeated[0]}"')
+        sets = [each.name for each in self.decontamination.sets]
+        if repeated := [name for name in sets if sets.count(name) > 1]:
+            raise ValueError(f'two of decontamination.sets are called "{repeated[0]}"')
         if self.validation_share + self.test_share >= 1:
             raise ValueError(
                 f"validation_share {self.validation_share} and test_share {self.test_share} leave nothing to train on"

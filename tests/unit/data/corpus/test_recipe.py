@@ -23,6 +23,10 @@ def test_shipped_recipes_are_valid(file: Path):
         ({"inputs": []}, "inputs: list should have at least 1 item"),
         ({"inputs": [{"source": "web"}]}, "inputs.0: name is missing"),
         ({"inputs": [{"source": "inews"}, {"source": "x", "name": "inews"}]}, 'two inputs are called "inews"'),
+        (
+            {"decontamination": {"sets": [{"name": "a", "path": "b"}, {"name": "a", "path": "c"}]}},
+            'two of decontamination.sets are called "a"',
+        ),
         ({"inputs": [{"source": "missing", "name": "web"}]}, 'there is no source and no file or folder "web=missing"'),
         (
             {"inputs": [{"source": "easy_vqa_questions"}]},
