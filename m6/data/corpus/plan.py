@@ -222,8 +222,8 @@ def _local_files(path: Path, read_before: dict[str, InputFile]) -> list[_Found]:
 
 
 def _remote_files(url: str) -> list[_Found]:
-    listed = list_remote(url)
-    readable = [file for file in listed if suffix_of(file.name) is not None]
+    listed = list_remote(url, lambda name: suffix_of(name) is not None)
+    readable = [file for file in listed if file.key]
     if not readable or any(file.name.name.lower() in METADATA for file in listed):
         raise UserError(
             f"{url}: expected files {', '.join(_FORMS)}; "

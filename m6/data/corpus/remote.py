@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import fsspec
 
 from m6.errors import UserError, nearest
+
+# What stores call them: S3, web servers, Google, Azure, WebDAV, the Hub; and files of machines.
+_TAGS = ("ETag", "etag", "blob_id")
+_TIMES = ("LastModified", "Last-Modified", "last_modified", "modified", "mtime", "modify", "created")
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class RemoteFile:
         url: with the protocol.
         name: below the folder that was listed.
         bytes: size; 0 where the store does not say it.
-        key: SHA-256 of what the store says of the file, such as size, time and tag.
+        key: SHA-256 of its size and its tag or time; "" for a file that is not read.
     """
 
     url: str
@@ -39,8 +44,12 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
-def list_remote(source: str) -> list[RemoteFile]:
+def list_remote(source: str, is_read: Callable[[PurePosixPath], bool]) -> list[RemoteFile]:
     """All files of a URL, in the order of their names; a URL that does not end with a slash may be that of one file.
+
+    Args:
+        source: the URL.
+        is_read: whether a file with this name is read. A store whose listings have no tags is asked for each.
 
     Raises:
         UserError: the protocol is not known or not installed, or the store cannot be read.
@@ -49,22 +58,26 @@ def list_remote(source: str) -> list[RemoteFile]:
     try:
         is_file = not source.endswith("/") and store.isfile(root)
         found = [store.info(root)] if is_file else list(_below(store, root))
-        listed = [
-            RemoteFile(
-                url=store.unstrip_protocol(info["name"]),
-                name=_name(info["name"], root),
-                bytes=int(info.get("size") or 0),
-                key=store.ukey(info["name"]),
-            )
-            for info in found
-        ]
     except FileNotFoundError:
-        listed = []
+        found = []
     except Exception as error:  # each store has its own kinds
         raise UserError(f"{source} cannot be listed: {type(error).__name__}: {error}") from None
-    if not listed:
+    if not found:
         raise UserError(f"{source}: no such file or folder, or it is empty")
+    listed = [_described(store, info, _name(info["name"], root), is_read) for info in found]
     return sorted(listed, key=lambda file: file.name)
+
+
+def _described(
+    store: Any, info: dict[str, Any], name: PurePosixPath, is_read: Callable[[PurePosixPath], bool]
+) -> RemoteFile:
+    url = store.unstrip_protocol(info["name"])
+    if is_read(name) and not _said(info, _TAGS):
+        try:
+            info = _looked_at(store, info["name"])
+        except Exception as error:  # each store has its own kinds
+            raise UserError(f"{url} cannot be read: {type(error).__name__}: {error}") from None
+    return RemoteFile(url, name, bytes=int(info.get("size") or 0), key=_key(info) if is_read(name) else "")
 
 
 def fetch(url: str, key: str, target: Path) -> None:
@@ -75,14 +88,36 @@ def fetch(url: str, key: str, target: Path) -> None:
     """
     store, path = _open(url)
     try:
-        if store.ukey(path) != key:
+        info = _looked_at(store, path)
+        if _key(info) != key:
             raise UserError(f"{url} has changed since the corpus was begun")
         target.parent.mkdir(parents=True, exist_ok=True)
         store.get_file(path, str(target))
+        if info.get("size") not in (None, arrived := target.stat().st_size):
+            raise OSError(f"{arrived} of {info['size']} bytes arrived")
     except UserError:
         raise
     except Exception as error:  # each store has its own kinds
         raise UserError(f"{url} cannot be copied: {type(error).__name__}: {error}") from None
+
+
+def _looked_at(store: Any, path: str) -> dict[str, Any]:
+    """What the store says of a file now, and not what a listing said of it before."""
+    store.invalidate_cache(path)
+    info: dict[str, Any] = store.info(path)
+    return info
+
+
+def _key(info: dict[str, Any]) -> str:
+    """Not fsspec's ``ukey``: some stores say more of a file in a listing than alone, or make it of the URL only."""
+    # A tag goes before the time, which is rounded in other ways in a listing.
+    said = _said(info, _TAGS) or _said(info, _TIMES)
+    return hashlib.sha256(f"{info.get('size')} {said}".encode()).hexdigest()
+
+
+def _said(info: dict[str, Any], names: tuple[str, ...]) -> str:
+    """The first of these that a store says, or nothing; some stores have tags in quotes in one place only."""
+    return next((str(info[name]).strip('"') for name in names if info.get(name)), "")
 
 
 def _open(url: str) -> tuple[Any, str]:

@@ -1,18 +1,22 @@
 """Inputs behind URLs: the same corpus as from a folder, nothing left behind, and clear messages."""
 
+import hashlib
 import json
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 import fsspec
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.output import load_record
@@ -57,6 +61,10 @@ def rows(folder: Path) -> list[dict[str, object]]:
     ]
 
 
+def everything(name: PurePosixPath) -> bool:
+    return True
+
+
 def recipe(out: Path, source: str):
     shares = {"validation_share": 0.2, "test_share": 0.2}
     return recipe_of(out, own("web", source), **shares)
@@ -70,7 +78,97 @@ def test_a_url_gives_the_corpus_of_its_folder(web: Path, tmp_path: Path, memory)
     assert not list(work_folder(tmp_path / "there").rglob("page.jsonl"))
 
 
-class Deadly(SimpleHTTPRequestHandler):
+class Bucket(MemoryFileSystem):
+    """Says of files what s3fs does: a listing has more keys than a look at one file, is kept, and answers for it."""
+
+    protocol = "bucket"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("bucket://"))
+
+    def ls(self, path: str, detail: bool = True, **named: object) -> list[dict[str, object]]:
+        found = super().ls(path, detail=True)
+        for info in found:
+            if info["type"] == "file":
+                info |= {"Key": info["name"], "Size": info["size"], "LastModified": 1.25, **self._tag(info["name"])}
+                self.dircache[info["name"]] = info
+        return found
+
+    def info(self, path: str, **named: object) -> dict[str, object]:
+        info = super().info(path)
+        if info["type"] == "file":
+            return self.dircache.get(info["name"], info | {"LastModified": 1, **self._tag(info["name"])})
+        return info
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.pop(path, None)
+
+    def _tag(self, path: str) -> dict[str, object]:
+        return {"ETag": f'"{hashlib.sha256(self.cat_file(path)).hexdigest()}"'}
+
+
+def test_a_bucket_is_read_by_tasks_that_did_not_list_it(web: Path, tmp_path: Path, memory, monkeypatch):
+    monkeypatch.setattr(fsspec, "available_protocols", lambda: ["bucket"])
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    memory.put(str(web), "/store/web", recursive=True)
+    settings = recipe(tmp_path / "there", "bucket://store/web")
+    work = prepare(work_folder(settings.out), make_plan(settings))
+    for task in range(2):
+        Bucket.clear_instance_cache()  # as in a process of its own
+        run_task(work.folder, "clean", task, 2)
+    assert prepare(work.folder, make_plan(settings)).missing("clean", work.num_parts) == []
+    lines = memory.cat_file("/store/web/part1/page.jsonl")
+    memory.pipe("/store/web/part1/page.jsonl", lines[:-3] + b"x" + lines[-2:])
+    with pytest.raises(UserError, match=r"other inputs: bucket:///store/web/part1/page\.jsonl has changed"):
+        prepare(work.folder, make_plan(settings))
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A web server without a log."""
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path, handler: type[SimpleHTTPRequestHandler] = Quiet) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("changed", ["size", "time"])
+def test_a_file_of_a_web_server_that_changes(web: Path, tmp_path: Path, changed: str):
+    file = web / "part1" / "page.jsonl"
+    before = file.stat()
+    with served(web) as url:
+        settings = recipe(tmp_path / "there", url)
+        work = prepare(work_folder(settings.out), make_plan(settings))
+        if changed == "size":
+            file.write_text('{"text": "another"}\n')
+        os.utime(file, (before.st_atime, before.st_mtime + (5 if changed == "time" else 0)))
+        with pytest.raises(UserError, match=r"unit \d: http://.*part1/page\.jsonl has changed since the corpus was"):
+            run_task(work.folder, "clean", 0, 1)
+        with pytest.raises(UserError, match=r"other inputs: http://.*part1/page\.jsonl has changed"):
+            prepare(work.folder, make_plan(settings))
+
+
+def test_a_copy_that_ends_early_is_not_read(web: Path, tmp_path: Path, memory, monkeypatch):
+    memory.put(str(web), "/store/web", recursive=True)
+    whole = (web / "part2" / "page.jsonl").stat().st_size
+
+    def cut(self: object, path: str, target: str) -> None:
+        Path(target).write_bytes(self.cat_file(path)[:100])
+
+    monkeypatch.setattr(type(memory), "get_file", cut)
+    settings = recipe(tmp_path / "there", "memory://store/web/part2/page.jsonl")
+    with pytest.raises(UserError, match=f"cannot be copied: OSError: 100 of {whole} bytes arrived"):
+        built(settings)
+
+
+class Deadly(Quiet):
     """A web server that kills a process of the pool, once, when a certain file is asked for."""
 
     killed: ClassVar[list[int]] = []
@@ -81,21 +179,16 @@ class Deadly(SimpleHTTPRequestHandler):
             os.kill(self.killed[0], signal.SIGKILL)
         super().do_GET()
 
-    def log_message(self, *arguments: object) -> None:
-        pass
-
 
 def test_a_web_server_and_a_process_that_is_killed(web: Path, tmp_path: Path):
     expected = rows(built(recipe(tmp_path / "here", str(web))))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Deadly, directory=str(web))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        settings = recipe(tmp_path / "there", f"http://127.0.0.1:{server.server_address[1]}/")
+    with served(web, Deadly) as url:
+        settings = recipe(tmp_path / "there", url)
         with pytest.raises(
             UserError, match='a process of stage "clean" died, probably out of memory; the same command'
         ):
             make_corpus(settings, "local", 2)
         make_corpus(settings, "local", 2)
-        server.shutdown()
     assert Deadly.killed
     assert rows(settings.out) == expected
 
@@ -103,7 +196,7 @@ def test_a_web_server_and_a_process_that_is_killed(web: Path, tmp_path: Path):
 def test_one_file(web: Path, tmp_path: Path):
     found = rows(built(recipe(tmp_path / "there", f"file://{web}/part1/page.jsonl")))
     assert {row["id"].split(":")[0] for row in found} == {"web/page.jsonl"}
-    [file] = list_remote(f"file://{web}/part1/page.jsonl")
+    [file] = list_remote(f"file://{web}/part1/page.jsonl", everything)
     assert (str(file.name), file.bytes) == ("page.jsonl", (web / "part1" / "page.jsonl").stat().st_size)
 
 
@@ -166,7 +259,7 @@ def test_a_missing_plug_in_is_named(monkeypatch):
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(UserError, match="s3://bucket/web: Install s3fs to access S3"):
-        list_remote("s3://bucket/web")
+        list_remote("s3://bucket/web", everything)
 
 
 def test_a_connection_that_breaks_is_named_and_the_same_command_goes_on(web: Path, tmp_path: Path, memory, monkeypatch):
@@ -199,4 +292,4 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(web: Path, tmp_path: Pat
 
     monkeypatch.setattr(type(memory), "ls", broken)
     with pytest.raises(UserError, match="memory://store/web cannot be listed: PermissionError: not yours"):
-        list_remote("memory://store/web")
+        list_remote("memory://store/web", everything)
