@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 
 from m6.errors import UserError, nearest
 
+T = TypeVar("T")
+_PAUSES_S = (1.0, 5.0, 25.0)  # before a file is tried again
 # What stores call them: S3, web servers, Google, Azure, WebDAV, the Hub; and files of machines.
 _TAGS = ("ETag", "etag", "blob_id")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "modified", "mtime", "modify", "created")
@@ -74,9 +77,9 @@ def _described(
     url = store.unstrip_protocol(info["name"])
     if is_read(name) and not _said(info, _TAGS):
         try:
-            info = _looked_at(store, info["name"])
+            info = _persistently(lambda: _looked_at(store, info["name"]))
         except Exception as error:  # each store has its own kinds
-            raise UserError(f"{url} cannot be read: {type(error).__name__}: {error}") from None
+            raise UserError(f"{url} cannot be read: {_reason(error)}") from None
     return RemoteFile(url, name, bytes=int(info.get("size") or 0), key=_key(info) if is_read(name) else "")
 
 
@@ -84,10 +87,11 @@ def fetch(url: str, key: str, target: Path) -> None:
     """Copies a file to ``target``.
 
     Raises:
-        UserError: the file cannot be read, or is no longer the one with this key.
+        UserError: the file cannot be read, also after pauses, or is no longer the one with this key.
     """
     store, path = _open(url)
-    try:
+
+    def copy() -> None:
         info = _looked_at(store, path)
         if _key(info) != key:
             raise UserError(f"{url} has changed since the corpus was begun")
@@ -95,10 +99,38 @@ def fetch(url: str, key: str, target: Path) -> None:
         store.get_file(path, str(target))
         if info.get("size") not in (None, arrived := target.stat().st_size):
             raise OSError(f"{arrived} of {info['size']} bytes arrived")
+
+    try:
+        _persistently(copy)
     except UserError:
         raise
     except Exception as error:  # each store has its own kinds
-        raise UserError(f"{url} cannot be copied: {type(error).__name__}: {error}") from None
+        raise UserError(f"{url} cannot be copied: {_reason(error)}") from None
+
+
+def _persistently(action: Callable[[], T]) -> T:
+    """Tries again, after pauses, what failed: connections break, and servers are busy. What is missing stays so."""
+    for pause in _PAUSES_S:
+        try:
+            return action()
+        except UserError:
+            raise
+        except Exception as error:  # each store has its own kinds
+            if _is_missing(error):
+                raise
+            time.sleep(pause)
+    return action()
+
+
+def _is_missing(error: Exception) -> bool:
+    cause = error.__cause__
+    return isinstance(error, FileNotFoundError) and (cause is None or getattr(cause, "status", None) == 404)
+
+
+def _reason(error: Exception) -> str:
+    """For a web server fsspec says "not found" whatever happens, and the cause is what happened."""
+    told = error.__cause__ or error
+    return f"{type(told).__name__}: {told}"
 
 
 def _looked_at(store: Any, path: str) -> dict[str, Any]:
@@ -125,12 +157,23 @@ def _open(url: str) -> tuple[Any, str]:
     if protocol not in (known := fsspec.available_protocols()):
         raise UserError(f"{url}: unknown protocol{nearest(protocol, known)}")
     try:
-        store, path = fsspec.core.url_to_fs(url)
+        store, path = fsspec.core.url_to_fs(url, **_options(protocol))
     except ImportError as error:
         raise UserError(f"{url}: {error}") from None
     except Exception as error:
         raise UserError(f"{url} cannot be opened: {type(error).__name__}: {error}") from None
     return store, path
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """For a web server: a copy may take as long as bytes arrive. aiohttp would end it after five minutes."""
+    if protocol not in ("http", "https"):
+        return {}
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    # The user's own, such as headers, would otherwise be replaced.
+    return {"client_kwargs": {"timeout": timeout} | fsspec.config.conf.get(protocol, {}).get("client_kwargs", {})}
 
 
 def _below(store: Any, folder: str) -> Iterator[dict[str, Any]]:

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import fsspec
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from m6.data.corpus import remote
 from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.output import load_record
 from m6.data.corpus.plan import make_plan
@@ -40,6 +41,13 @@ def web(tmp_path: Path) -> Path:
         (folder / "books" / f"{number}.txt").write_text(text_of(("book", number), 300), encoding="utf-8")
     (folder / "notes.csv").write_text("not read", encoding="utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "_PAUSES_S", (0.0, 0.0))
+        yield
 
 
 @pytest.fixture
@@ -166,6 +174,40 @@ def test_a_copy_that_ends_early_is_not_read(web: Path, tmp_path: Path, memory, m
     settings = recipe(tmp_path / "there", "memory://store/web/part2/page.jsonl")
     with pytest.raises(UserError, match=f"cannot be copied: OSError: 100 of {whole} bytes arrived"):
         built(settings)
+
+
+class Broken(Quiet):
+    """A web server that ends the first answer to each request of a file early."""
+
+    cut: ClassVar[set[str]] = set()
+
+    def copyfile(self, source: IO[bytes], outputfile: IO[bytes]) -> None:
+        is_first = not self.path.endswith("/") and self.path not in self.cut
+        self.cut.add(self.path)
+        outputfile.write(source.read(100) if is_first else source.read())
+
+
+def test_what_a_web_server_fails_to_send_is_asked_for_again(web: Path, tmp_path: Path):
+    expected = rows(built(recipe(tmp_path / "here", str(web))))
+    with served(web, Broken) as url:
+        assert rows(built(recipe(tmp_path / "there", url))) == expected
+    assert "/part1/page.jsonl" in Broken.cut
+
+
+def test_a_server_that_stays_away_is_named(web: Path, tmp_path: Path):
+    with served(web) as url:
+        settings = recipe(tmp_path / "there", url)
+        work = prepare(work_folder(settings.out), make_plan(settings))
+    with pytest.raises(UserError, match=r"part1/page\.jsonl cannot be copied: ClientConnectorError: Cannot connect"):
+        run_task(work.folder, "clean", 1, 4)
+
+
+def test_a_copy_from_a_web_server_may_take_long(monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"Authorization": "mine"}}})
+    store, _ = remote._open("http://127.0.0.1:9/web/")
+    session = fsspec.asyn.sync(store.loop, store.set_session)
+    assert (session.timeout.total, session.timeout.sock_connect, session.timeout.sock_read) == (None, 30, 60)
+    assert session.headers["Authorization"] == "mine"
 
 
 class Deadly(Quiet):
