@@ -81,6 +81,7 @@ class Plan(_Entry):
 
     Attributes:
         scorer: checksum of the model that compares pictures with captions.
+        checksums: of the files of each named set together, by the name of the set.
     """
 
     format: Literal[1] = 1
@@ -88,6 +89,7 @@ class Plan(_Entry):
     scorer: str | None = None
     inputs: dict[str, PlannedInput]
     sets: list[str] = []
+    checksums: dict[Literal["sets", "picture_sets"], dict[str, str]] = {}
     files: list[InputFile]
     parts: list[Part]
 
@@ -104,8 +106,9 @@ class Plan(_Entry):
         return {self.kind(part) for part in self.parts}
 
     def manifest_recipe(self) -> dict[str, Any]:
-        """Returns what the manifest says of the recipe."""
-        return {"corpus": self.recipe} if self.scorer is None else {"corpus": self.recipe, "scorer": self.scorer}
+        """Returns what the manifest says of the recipe, and of what is in no input."""
+        others = {"scorer": self.scorer, "checksums": self.checksums}
+        return {"corpus": self.recipe} | {name: value for name, value in others.items() if value}
 
     def contents(self) -> dict[str, Any]:
         """Returns all but the times of the files: equal contents are the same corpus."""
@@ -152,7 +155,9 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
     for named in recipe.decontamination.sets:
         if not (found := files_of(named.path)):
             raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
-        plan.files += [_checked_file(file, read_before) for file in found]
+        entries = [_checked_file(file, read_before) for file in found]
+        plan.files += entries
+        plan.checksums.setdefault("sets", {})[named.name] = _combined(named.path, entries)
     for pictures in recipe.decontamination.picture_sets:
         _add_set(plan, pictures, read_before)
     return plan
@@ -293,16 +298,23 @@ def _add_set(plan: Plan, named: NamedPictures, read_before: dict[str, InputFile]
     if not (found := [file for file in found if unreadable_reason(folder, file) is None]):
         raise UserError(f"decontamination.picture_sets: {named.path}: expected pictures, .parquet or .tar files")
     plan.sets.append(named.name)
+    entries = [_checked_file(file, read_before) for file in found]
+    plan.checksums.setdefault("picture_sets", {})[named.name] = _combined(named.path, entries)
     pictures: list[int] = []
-    for file in found:
+    for file, entry in zip(found, entries, strict=True):
         number = len(plan.files)
-        plan.files.append(_checked_file(file, read_before))
+        plan.files.append(entry)
         if suffix_of(file, tuple(PICTURE_SUFFIXES)):
             pictures.append(number)
         else:
             plan.parts.append(Part(input=named.name, files=[number]))
     for begin in range(0, len(pictures), _FILES_OF_A_PART):
         plan.parts.append(Part(input=named.name, files=pictures[begin : begin + _FILES_OF_A_PART]))
+
+
+def _combined(path: Path, entries: list[InputFile]) -> str:
+    folder = path if path.is_dir() else path.parent
+    return combined_sha256((Path(entry.path).relative_to(folder).as_posix(), entry.sha256) for entry in entries)
 
 
 def options_columns(settings: InputSettings) -> dict[str, str]:

@@ -15,6 +15,7 @@ from m6.data.corpus.work import prepare, work_folder
 from m6.errors import UserError
 from tests.fixtures.command import m6
 from tests.fixtures.corpus import own, recipe_of, text_of, write_lines
+from tests.fixtures.photographs import file_of, photograph
 
 
 def write_set(form: str, column: str, texts: list[str], folder: Path) -> Path:
@@ -72,3 +73,19 @@ def test_texts_of_a_set_that_are_not_compared_are_counted(tmp_path: Path):
     removed = tally.removed["held_out"]
     assert removed.pop("fewer than 32 letters and digits") == removed.pop("the text is null") == 1
     assert removed.total() == 1  # the damaged line
+
+
+@pytest.mark.parametrize("key", ["sets", "picture_sets"])
+def test_a_finished_corpus_is_another_one_when_a_set_has_changed(tmp_path: Path, key: str):
+    write_lines(tmp_path / "web.jsonl", [text_of(n) for n in range(5)])
+    folder = tmp_path / "benchmark"
+    write_lines(folder / "a.jsonl", [text_of("a")])
+    (folder / "a.png").write_bytes(file_of(photograph(0)))
+    sets = {key: [{"name": "benchmark", "path": str(folder)}]}
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web.jsonl"), decontamination=sets)
+    assert not make_corpus(recipe, "local", 1).was_built
+    assert make_corpus(recipe, "local", 1).was_built
+    write_lines(folder / "b.jsonl", [text_of("b")])
+    (folder / "b.png").write_bytes(file_of(photograph(1)))
+    with pytest.raises(UserError, match="data is not empty and is not this corpus"):
+        make_corpus(recipe, "local", 1)
