@@ -27,6 +27,7 @@ from m6.data.manifest import (
     Split,
     SplitEntry,
 )
+from m6.data.overlap import count_groups
 from m6.data.sources.base import Row, Source
 from m6.data.splitting import Grouping, SplitRules, split_rows
 from m6.data.writing import SplitWriters, describe_source
@@ -193,7 +194,9 @@ def _build_source(
         )
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
-    entry = describe_source(source.kind, source.own_splits, origin, writers.splits, writers.contents, skipped)
+    contents = writers.contents
+    groups = count_groups(contents.values())
+    entry = describe_source(source.kind, source.own_splits, origin, writers.splits, contents, groups, skipped)
     _warn_of_splits(source, entry.splits, grouping, settings)
     return entry
 

@@ -47,10 +47,18 @@ class Contents:
         keys = np.stack([self._of(kind) for kind in _KINDS])
         return {"keys": keys, "signatures": np.array(self._signatures, dtype=np.uint8)}
 
-    def add_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Adds the rows of another process."""
+    def add_state(
+        self, state: Mapping[str, NDArray[Any]], known: Mapping[str, NDArray[np.uint64]] | None = None
+    ) -> None:
+        """Adds the rows of another process.
+
+        Args:
+            state: from ``state``.
+            known: of ``known_keys``, for the ``training`` of ``shared_with``: other keys are left out.
+        """
         for kind, values in zip(_KINDS, state["keys"], strict=True):
-            self._keys[kind].frombytes(values.tobytes())
+            added = values if known is None else values[_is_in(values, known[kind])]
+            self._keys[kind].frombytes(added.tobytes())
         self._num_pictures += int((state["keys"][0] != _NONE).sum())
         if self._num_pictures <= MAX_COMPARED:
             self._signatures.extend(state["signatures"])
@@ -59,10 +67,6 @@ class Contents:
     def has_picture(self) -> NDArray[np.bool_]:
         """Of each row: whether it has a picture."""
         return self._of("picture") != _NONE
-
-    def groups(self) -> set[int]:
-        """The keys of the groups."""
-        return set(self._keys["group"])
 
     def shared_with(self, training: Contents) -> dict[str, NDArray[np.bool_]]:
         """Returns for "picture", "text" and "group" which rows share it with a training row: bool [rows] each.
@@ -88,6 +92,27 @@ class Contents:
 
     def _of(self, kind: str) -> NDArray[np.uint64]:
         return np.array(self._keys[kind], dtype=np.uint64)
+
+
+def known_keys(contents: Iterable[Contents]) -> dict[str, NDArray[np.uint64]]:
+    """Returns the different keys of "picture", "text" and "group" in order."""
+    splits = list(contents)
+    different = {kind: np.unique(np.concatenate([each._of(kind) for each in splits])) for kind in _KINDS}
+    return {kind: keys[keys != _NONE] for kind, keys in different.items()}
+
+
+def count_groups(contents: Iterable[Contents]) -> int:
+    """Counts the different groups. Memory: 16 bytes for each, beside the contents, which need not exist at one time."""
+    groups = np.concatenate([np.unique(each._of("group")) for each in contents])
+    groups.sort()
+    return len(groups) and 1 + int(np.count_nonzero(groups[1:] != groups[:-1]))
+
+
+def _is_in(keys: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """As ``np.isin``, which would sort all that is known, here in order already, for each part of the keys."""
+    if not len(known):
+        return np.zeros(len(keys), dtype=np.bool_)
+    return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
 
 
 def _key(digest: bytes) -> int:

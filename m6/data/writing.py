@@ -60,6 +60,7 @@ def describe_source(
     origin: list[Origin],
     splits: dict[Split, SplitEntry],
     contents: Mapping[Split, Contents],
+    groups: int,
     skipped: Mapping[str, int],
 ) -> SourceEntry:
     """Returns the manifest's entry of a source, with what its held-out splits share with training.
@@ -69,7 +70,8 @@ def describe_source(
         own_splits: the splits that the source defines itself.
         origin: what it was read from.
         splits: the shards of all splits; ``shared`` is counted here.
-        contents: what each split holds.
+        contents: what each split holds; of training at least what the others share with it.
+        groups: number of groups of all splits.
         skipped: rows that were left out, by reason.
     """
     for split in ("validation", "test"):
@@ -80,7 +82,7 @@ def describe_source(
         licence=" AND ".join(dict.fromkeys(each.licence for each in origin)),
         origin=origin,
         own_splits=[split for split in SPLITS if split in own_splits],
-        groups=len(set().union(*(each.groups() for each in contents.values()))),
+        groups=groups,
         splits=splits,
         skipped=dict(sorted(skipped.items(), key=lambda entry: -entry[1])),
     )

@@ -22,7 +22,7 @@ from m6.data.corpus.tally import KEPT as KEPT_SAMPLES
 from m6.data.corpus.tally import SAMPLE_CHARS, Tally, small_picture
 from m6.data.corpus.work import Work
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, SourceEntry, Split, SplitEntry
-from m6.data.overlap import Contents
+from m6.data.overlap import Contents, count_groups, known_keys
 from m6.data.sources.base import Row
 from m6.data.sources.text import passages
 from m6.data.splitting import SplitRules
@@ -214,16 +214,32 @@ def _joined_tally(work: Work, parts: list[int]) -> Tally:
 
 def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEntry:
     contents = {split: Contents() for split in SPLITS}
+    for part in parts:
+        contents["validation"].add_state(_state(work, part, "validation"))
+        contents["test"].add_state(_state(work, part, "test"))
+    known = known_keys([contents["validation"], contents["test"]])
+    for part in parts:
+        contents["train"].add_state(_state(work, part, "train"), known)
+    groups = count_groups(_contents(work, part, split) for part in parts for split in SPLITS)
     splits = {split: SplitEntry() for split in SPLITS}
     for part in parts:
-        with np.load(_keys(work, part)) as keys:
-            for split in SPLITS:
-                contents[split].add_state({name: keys[f"{split}_{name}"] for name in ("keys", "signatures")})
         written = _Splits.validate_json(_entries(work, part).read_bytes())
         splits = {split: SplitEntry.of([*entry.shards, *written[split].shards]) for split, entry in splits.items()}
     planned = work.plan.inputs[name]
     skipped = Counter({f"{stage}: {why}": n for stage, reasons in tally.removed.items() for why, n in reasons.items()})
-    return describe_source(planned.kind, planned.own_splits, planned.origin, splits, contents, skipped)
+    return describe_source(planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped)
+
+
+def _state(work: Work, part: int, split: Split) -> dict[str, NDArray[Any]]:
+    """What a part wrote to a split, for ``Contents``."""
+    with np.load(_keys(work, part)) as keys:
+        return {name: keys[f"{split}_{name}"] for name in ("keys", "signatures")}
+
+
+def _contents(work: Work, part: int, split: Split) -> Contents:
+    contents = Contents()
+    contents.add_state(_state(work, part, split))
+    return contents
 
 
 def _data(work: Work) -> Path:
