@@ -6,7 +6,7 @@ from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpo
 from m6.checkpoints.initial import check_initial_weights
 from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
-from m6.runs.data import check_sources_unchanged
+from m6.runs.data import check_sources_are_read, check_sources_unchanged
 from m6.runs.directory import RunDirectory
 
 
@@ -17,10 +17,13 @@ def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, res
         restart: the attempt begins at step 0, whatever the run holds.
 
     Raises:
-        UserError: it was trained with another tokenizer or on other data, or the initial weights are missing.
+        UserError: it was trained with another tokenizer or on other data, the initial weights are missing, or a new run
+            names a source that it does not read.
     """
     if complete_checkpoints(run.checkpoints) and not restart:
         check_tokenizer_unchanged(run.checkpoints, data.tokenizer.fingerprint)
         check_sources_unchanged(run.root, data)
-    elif config.m6.init is not None:
+        return
+    check_sources_are_read(data)
+    if config.m6.init is not None:
         check_initial_weights(config.m6.init, data.tokenizer)

@@ -35,8 +35,6 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
         image_size=config.model.image_size,
         patch_size=config.model.patch_size,
     )
-    if split == "train" and settings.data.sources is not None:
-        check_sources_are_read(data)
     check_tokenizer(config, data.tokenizer)
     if data.codes is not None:
         codes = data.codes
@@ -48,6 +46,8 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
 
 def check_sources_are_read(data: PretrainingData) -> None:
     """Raises UserError if ``m6.data.sources`` gives a weight to a source that no objective of the run reads."""
+    if data.settings.sources is None:
+        return
     kinds = {source_kind(name) for name in data.active_objectives}
     for source in data.sources:
         if (kind := data.manifest.sources[source].kind) not in kinds:

@@ -19,8 +19,8 @@ def elastic(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
 
 
 def elastic_experts(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
-    """With so many experts that to split them is faster on any number of nodes, and one layer, which no stages share: what
-    the run measures on a busy machine could make them look faster."""
+    """With so many experts that to split them is faster on any number of nodes; and one layer, which no stages share:
+    what the run measures on a busy machine could make them look faster."""
     return _nodes_come_and_go(make_run, "elastic_experts", m6__moe__num_experts=16, m6__model__num_layers=1)
 
 

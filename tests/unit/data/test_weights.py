@@ -1,5 +1,6 @@
 import pytest
 
+from m6.checkpoints.start import check_start
 from m6.config.run import parse_config
 from m6.data.manifest import Manifest, Origin, Shard, SourceEntry, SplitEntry
 from m6.data.objectives import ObjectivesSettings
@@ -7,6 +8,7 @@ from m6.data.pretraining import PretrainingData
 from m6.data.weights import cap_epochs, source_weights
 from m6.errors import UserError
 from m6.runs.data import open_data
+from m6.runs.directory import RunDirectory
 from tests.fixtures.tiny_run import tiny_document
 
 SIZES = {"poems": ("text", 100), "news": ("text", 10_000), "web": ("text", 1_000_000), "photos": ("image_text", 500)}
@@ -103,8 +105,9 @@ def test_a_limit_that_the_least_share_breaks(tmp_path, monkeypatch):
 
 def test_a_source_that_no_objective_reads(tmp_path):
     sources = {"tiny_text": 1.0, "tiny_shapes": 1.0, "tiny_vqa": 1.0}
-    document = tiny_document(tmp_path, m6__data__sources=sources)
+    config = parse_config(tiny_document(tmp_path, m6__data__sources=sources))
     with pytest.raises(UserError, match='no objective with a weight reads "tiny_vqa", which is of kind "vqa"'):
-        open_data(parse_config(document))
+        check_start(config, RunDirectory(tmp_path / "run"), open_data(config), restart=False)
     del sources["tiny_vqa"]
-    open_data(parse_config(document))
+    config = parse_config(tiny_document(tmp_path, m6__data__sources=sources))
+    check_start(config, RunDirectory(tmp_path / "run"), open_data(config), restart=False)
