@@ -5,12 +5,12 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from m6.colours import to_rgba
 from m6.errors import UserError
@@ -89,8 +89,10 @@ def _decode_bitmap(data: bytes, image_size: int) -> Decoded:
             return _decode(data, image_size)
     except Image.DecompressionBombError:
         raise BadPicture("image too large") from None
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, MemoryError):
-        # Pillow's decoders raise any of these for a damaged file.
+    except BadPicture:
+        raise
+    except Exception:
+        # Pillow raises exceptions of many types for damaged files, such as IndexError for a PNG's empty colour profile.
         raise BadPicture("corrupt image") from None
 
 
@@ -104,17 +106,29 @@ def _decode(data: bytes, image_size: int) -> Decoded:
         fits = width == height <= image_size and image.mode == "RGB"
         image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes at a reduced size, which is faster
         image.load()
-        exif = image.getexif()
-        fits = fits and kind in ("PNG", "JPEG", "WEBP") and not exif and "transparency" not in image.info
-        if exif.get(_ORIENTATION, 1) in _TURNED:
+        has_exif, is_turned = _turn_upright(image)
+        fits = fits and kind in ("PNG", "JPEG", "WEBP") and not has_exif and "transparency" not in image.info
+        if is_turned:
             width, height = height, width
-        ImageOps.exif_transpose(image, in_place=True)
         # A copy of a large picture is avoided where its colours can be resized as they are.
         as_it_is = image.mode in ("RGB", "RGBA") and "transparency" not in image.info
         picture: Image.Image = image if as_it_is else to_rgba(image)
         # Of Pillow's filters for shrinking it takes the least time but for BOX, which is coarse: half that of LANCZOS.
         picture.thumbnail((image_size, image_size), Image.Resampling.HAMMING)
         return Decoded(picture, width, height, is_animated, kind, data, fits)
+
+
+def _turn_upright(image: Image.Image) -> tuple[bool, bool]:
+    """Turns a picture as its EXIF data say. Returns whether it has such data, and whether they exchange its sides.
+
+    A picture with damaged EXIF data is whole, and is taken as it is.
+    """
+    has_exif, is_turned = True, False
+    with suppress(Exception):  # Pillow raises exceptions of many types for damaged EXIF data
+        exif = image.getexif()
+        has_exif, is_turned = bool(exif), exif.get(_ORIENTATION, 1) in _TURNED
+        ImageOps.exif_transpose(image, in_place=True)  # turns the picture before it writes its other EXIF data anew
+    return has_exif, is_turned
 
 
 def on_white(picture: Image.Image) -> Image.Image:

@@ -1,12 +1,15 @@
 """How pictures are stored: kept, shrunk, turned, or refused."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from m6.data.sources.pictures import MAX_SIDE, BadPicture, encode
+from m6.data.sources.pictures import MAX_SIDE, BadPicture, decode, encode
+from tests.fixtures.photographs import file_of
 from tests.fixtures.pictures import picture
 
 
@@ -84,6 +87,29 @@ def test_a_photograph_stays_jpeg_and_is_turned_upright():
     red, blue = upright.getpixel((32, 10)), upright.getpixel((32, 54))
     assert red[0] > 200 > 50 > red[2]  # JPEG is lossy, so far from exact on purpose
     assert blue[2] > 200 > 50 > blue[0]
+
+
+CUT_EXIF = b"II*\0"
+# The orientation 6 (turn by 90 degrees) and a tag that Pillow reads and cannot write.
+TURNED_EXIF = struct.pack("<4sIHHHIIHHIIIII", b"II*\0", 8, 2, 0x0112, 3, 1, 6, 0x014A, 5, 1, 38, 0, 72, 1)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(("exif", "size"), [(CUT_EXIF, (60, 40)), (TURNED_EXIF, (40, 60))], ids=["cut", "turned"])
+def test_a_picture_with_damaged_exif_data_is_whole(kind, exif, size):
+    options = {"dpi": (72, 72)} if kind == "JPEG" else {}  # without it, Pillow looks for EXIF data when it opens a JPEG
+    data = file_of(Image.new("RGB", (60, 40)), kind, exif=b"Exif\0\0" + exif, **options)
+    whole = decode(data, 64)
+    assert (whole.width, whole.height) == whole.picture.size == size
+    assert not decoded(encode(file_of(Image.new("RGB", (64, 64)), kind, exif=b"Exif\0\0" + exif), 64)).getexif()
+
+
+def test_a_damaged_part_behind_the_pixels_is_a_bad_picture():
+    profile = struct.pack(">I4sI", 0, b"iCCP", zlib.crc32(b"iCCP"))
+    data = picture()
+    end = data.index(b"IEND") - 4
+    with pytest.raises(BadPicture, match="corrupt image"):
+        encode(data[:end] + profile + data[end:], 64)
 
 
 def test_a_drawing_is_rendered_at_the_full_size():

@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
         ("good", "好的图片", whole),
         ("bomb", "很大的图片", bomb(31_623)),
         ("cut", "截断的图片", whole[: len(whole) // 2]),
+        ("exif", "元数据损坏的图片", file_of(photograph(3), dpi=(72, 72), exif=b"Exif\0\0II*\0")),
         ("empty", "空的文件", b""),
         ("page", "网页", "<html><body>不是图片</body></html>".encode()),
         ("png", "后缀不对的图片", file_of(photograph(2), "PNG")),
@@ -97,10 +98,10 @@ def test_archives_are_counted_and_named(folder: Path, tmp_path: Path):
             "outside of the folder": 1,
         }
     }
-    assert (tally.kept, tally.documents) == (2, 2 + tally.removed_total())
+    assert (tally.kept, tally.documents) == (3, 3 + tally.removed_total())
     named = {sample.id for samples in tally.samples.values() for sample in samples}
     assert {"web/rows.tar/bomb", "web/climbs.tar/link", "web/climbs.tar/large", "web/none.tar", "web/link.tar"} <= named
-    assert len(load_record(out).inputs["web"].samples["kept"]) == 2
+    assert len(load_record(out).inputs["web"].samples["kept"]) == 3
 
 
 def test_tables_are_counted_and_named(tmp_path: Path):
