@@ -100,10 +100,12 @@ def _decode(data: bytes, image_size: int) -> Decoded:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if max(image.size) > MAX_SIDE or image.width * image.height > MAX_PIXELS:
             raise BadPicture("image too large")
-        kind = image.format
+        # A JPEG with further pictures in it, by most cameras its preview; Pillow takes it for animated.
+        has_preview = image.format == "MPO"
+        kind = "JPEG" if has_preview else image.format
         width, height = image.size
-        is_animated = bool(getattr(image, "is_animated", False))
-        fits = width == height <= image_size and image.mode == "RGB"
+        is_animated = bool(getattr(image, "is_animated", False)) and not has_preview
+        fits = width == height <= image_size and image.mode == "RGB" and not has_preview
         image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes at a reduced size, which is faster
         image.load()
         has_exif, is_turned = _turn_upright(image)

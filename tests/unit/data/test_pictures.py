@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from m6.data.corpus.picture_rules import problem_of_picture
+from m6.data.corpus.recipe import PictureFilterSettings
 from m6.data.sources.pictures import MAX_SIDE, BadPicture, decode, encode
-from tests.fixtures.photographs import file_of
+from tests.fixtures.photographs import file_of, photograph
 from tests.fixtures.pictures import picture
 
 
@@ -87,6 +89,19 @@ def test_a_photograph_stays_jpeg_and_is_turned_upright():
     red, blue = upright.getpixel((32, 10)), upright.getpixel((32, 54))
     assert red[0] > 200 > 50 > red[2]  # JPEG is lossy, so far from exact on purpose
     assert blue[2] > 200 > 50 > blue[0]
+
+
+@pytest.mark.parametrize("size", [(300, 200), (64, 64)])
+def test_a_photograph_with_a_preview_is_a_jpeg_that_does_not_move(size):
+    data = file_of(photograph(0, *size), "MPO", save_all=True, append_images=[photograph(1, 160, 120)])
+    whole = decode(data, 64)
+    assert (whole.width, whole.height) == size
+    assert problem_of_picture(whole, PictureFilterSettings()) is None
+    stored = encode(data, 64)
+    assert decoded(stored).format == "JPEG"
+    assert len(stored) < len(data)  # without the preview
+    shrunk = photograph(0, *size).resize(whole.picture.size)
+    assert np.abs(np.subtract(whole.picture, shrunk, dtype=float)).mean() < 20  # the preview differs by 50 and more
 
 
 CUT_EXIF = b"II*\0"
