@@ -10,7 +10,6 @@ from m6.data.corpus.parquet import damaged, parquet_entries
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import MAX_PICTURE_BYTES, PICTURE_SUFFIXES, TOO_LARGE
 from m6.data.sources.webdataset import WebDataset
-from m6.errors import UserError
 from m6.files import cache_folder
 
 
@@ -26,8 +25,6 @@ def tar_rows(path: Path, folder: Path, name: str, options: SourceOptions) -> Ite
     identity = f"{name}/{path.relative_to(folder).as_posix()}"
     try:
         yield from WebDataset(name, folder, [path], options).rows_of(path)
-    except UserError:  # the first .json has not the columns
-        yield Row(identity, None, problem="no such column in a .json")
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
         yield Row(identity, None, problem=damaged(error))
 

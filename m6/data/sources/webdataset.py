@@ -38,24 +38,27 @@ class WebDataset(LocalSource):
         self._splits = {path: split_of_file(path.relative_to(folder)) for path in paths}
         self.own_splits = own_splits(options, self._splits.values())
         self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
-        self._checked = False
+        self._must_check = False
 
     def rows(self) -> Iterator[Row]:
         """Yields one row for each key. UserError for a damaged tar file or a column that the first .json lacks."""
-        self._checked = False
+        self._must_check = True
         for path in self._paths:
             try:
                 yield from self.rows_of(path)
             except (tarfile.TarError, EOFError) as error:
                 raise UserError(f"{path} is not a complete tar file: {error}") from None
         missing = self.columns.keys() & {"label", "split", "group"}
-        if missing and not self._checked:
+        if missing and self._must_check:
             raise UserError(
                 f'"{self.name}": --{min(missing)}-column names a key of .json members, and its tar files have none'
             )
 
     def rows_of(self, path: Path) -> Iterator[Row]:
-        """Yields the rows of one tar file. TarError or EOFError for a damaged one."""
+        """Yields the rows of one tar file. TarError or EOFError for a damaged one.
+
+        By itself it allows .json members without the columns: a row without a caption, say, has an empty text.
+        """
         name = f"{self.name}/{path.relative_to(self._folder).as_posix()}"
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for key, group in itertools.groupby((member for member in tar if not member.isdir()), _key):
@@ -77,8 +80,8 @@ class WebDataset(LocalSource):
         entry = parse_object(parts[".json"]) if ".json" in parts else {}
         if entry is None:
             return Row(identity, None, problem="invalid JSON")
-        if ".json" in parts and not self._checked:
-            self._checked = True
+        if ".json" in parts and self._must_check:
+            self._must_check = False
             for role, column in self.columns.items():
                 if role != "text" or ".txt" not in parts:
                     require_column(column, entry, f"{identity}.json")

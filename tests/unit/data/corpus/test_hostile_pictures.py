@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from m6.data.corpus.output import load_record
+from m6.data.corpus.picture_reading import read_pictures
 from m6.data.sources.local import MAX_PICTURE_BYTES
 from tests.fixtures.corpus import built, own, recipe_of
 from tests.fixtures.photographs import file_of, photograph, write_pairs, write_tar
@@ -102,6 +103,28 @@ def test_archives_are_counted_and_named(folder: Path, tmp_path: Path):
     named = {sample.id for samples in tally.samples.values() for sample in samples}
     assert {"web/rows.tar/bomb", "web/climbs.tar/link", "web/climbs.tar/large", "web/none.tar", "web/link.tar"} <= named
     assert len(load_record(out).inputs["web"].samples["kept"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("column", "kept", "problems"),
+    [("text", 4, {"empty text": 1}), ("part", 4, {"unknown split 'None'": 1}), ("photographer", 5, {})],
+)
+def test_a_json_without_a_column_costs_its_row_alone(column: str, kept: int, problems: dict[str, int], tmp_path: Path):
+    members: dict[str, bytes] = {}
+    for number in range(5):
+        entry = {"text": f"第{number}张图片", "part": "train", "photographer": f"第{number}人"}
+        if number == 0:
+            del entry[column]
+        members[f"{number}.jpg"] = file_of(photograph(number))
+        members[f"{number}.json"] = json.dumps(entry).encode()
+    write_tar(tmp_path / "web" / "rows.tar", members)
+    columns = {"split_column": "part", "group_column": "photographer"}
+    tally = load_record(built(recipe_of(tmp_path / "data", own("web", tmp_path / "web", **columns)))).inputs["web"]
+    assert tally.kept == kept
+    assert tally.removed == ({"read": problems} if problems else {})
+    # Pictures of a named set need no captions.
+    named = list(read_pictures(tmp_path / "web" / "rows.tar", "set", "image"))
+    assert [row.problem for row in named] == [None] * 5
 
 
 def test_tables_are_counted_and_named(tmp_path: Path):
