@@ -13,6 +13,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from m6 import files
+from m6.data.corpus.forms import (
+    ARCHIVES,
+    DOCUMENTS,
+    FORMS,
+    TABLES,
+    TARS,
+    TEXTS,
+    below,
+    choose_files,
+    files_of,
+    suffix_of,
+)
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures
 from m6.data.corpus.remote import is_remote, list_remote
 from m6.data.manifest import Origin, SourceKind, Split
@@ -22,12 +34,6 @@ from m6.data.sources.local import PICTURE_SUFFIXES, split_of_file, split_of_fold
 from m6.data.sources.packages import combined_sha256
 from m6.errors import UserError
 
-TABLES = (".jsonl", ".jsonl.gz", ".parquet")
-ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
-TEXTS = (".txt", ".md")
-TARS = (".tar",)
-DOCUMENTS = (*TABLES, *ARCHIVES, *TEXTS)
-_FORMS = (*DOCUMENTS, *TARS)
 _SETS = (".parquet", *TARS, *sorted(PICTURE_SUFFIXES))  # of pictures of which nothing may be in the corpus
 _FILES_OF_A_PART = 500  # of texts, or of pictures of a set
 PLAN_NAME = "plan.json"
@@ -139,7 +145,7 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
         path = Path(settings.source)
         is_own = settings.source not in BUILT_IN and not settings.source.startswith("hf:") and path.exists()
         if is_remote(settings.source):
-            _add_files(plan, settings, _remote_files(settings.source))
+            _add_files(plan, settings, _remote_files(settings))
         elif not is_own or _is_picture_folder(path):
             source = open_source(settings, recipe)
             if source.kind not in ("text", "image_text"):
@@ -151,7 +157,7 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
             plan.inputs[settings.called] = PlannedInput(kind=source.kind, own_splits=own, origin=source.origin())
             plan.parts.append(Part(input=settings.called))
         else:
-            _add_files(plan, settings, _local_files(path, read_before))
+            _add_files(plan, settings, _local_files(settings, path, read_before))
     for named in recipe.decontamination.sets:
         if not (found := files_of(named.path)):
             raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
@@ -161,12 +167,6 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
     for pictures in recipe.decontamination.picture_sets:
         _add_set(plan, pictures, read_before)
     return plan
-
-
-def files_of(path: Path, suffixes: tuple[str, ...] = DOCUMENTS) -> list[Path]:
-    """Returns a file or the files below a folder that have a suffix, in order; empty if there are none."""
-    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
-    return [file for file in found if suffix_of(file, suffixes) is not None]
 
 
 def open_source(settings: InputSettings, recipe: CorpusRecipe) -> Source:
@@ -186,11 +186,6 @@ def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
         group_column=settings.group_column,
         licence=settings.licence,
     )
-
-
-def suffix_of(path: PurePath, suffixes: tuple[str, ...] = _FORMS) -> str | None:
-    """Returns the form of a file that can be read; None for another file."""
-    return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 
 
 def _is_picture_folder(path: Path) -> bool:
@@ -213,25 +208,26 @@ class _Found:
     unreadable: str | None
 
 
-def _local_files(path: Path, read_before: dict[str, InputFile]) -> list[_Found]:
+def _local_files(settings: InputSettings, path: Path, read_before: dict[str, InputFile]) -> list[_Found]:
     folder = path.parent if path.is_file() else path
-    readable = files_of(path, _FORMS)
-    if not readable:
-        raise UserError(f"{path}: expected pictures, or files {', '.join(_FORMS)}")
     found = []
-    for file in readable:
+    for name in choose_files(settings, [file.relative_to(folder) for file in below(path)]):
+        file = folder / name
         reason = unreadable_reason(folder, file)
         unread = InputFile(path=str(file), bytes=0, modified_ns=0, sha256="")
-        found.append(_Found(file.relative_to(folder), unread if reason else _checked_file(file, read_before), reason))
+        found.append(_Found(name, unread if reason else _checked_file(file, read_before), reason))
+    if not found:
+        raise UserError(f"{path}: expected pictures, or files {', '.join(FORMS)}")
     return found
 
 
-def _remote_files(url: str) -> list[_Found]:
+def _remote_files(settings: InputSettings) -> list[_Found]:
+    url = settings.source
     listed = list_remote(url, lambda name: suffix_of(name) is not None)
-    readable = [file for file in listed if file.key]
-    if not readable or any(file.name.name.lower() in METADATA for file in listed):
+    names = set(choose_files(settings, [file.name for file in listed]))
+    if not names or any(file.name.name.lower() in METADATA for file in listed):
         raise UserError(
-            f"{url}: expected files {', '.join(_FORMS)}; "
+            f"{url}: expected files {', '.join(FORMS)}; "
             "a folder of pictures must be on this machine, or be packed to .tar"
         )
     return [
@@ -240,7 +236,8 @@ def _remote_files(url: str) -> list[_Found]:
             InputFile(path=file.url, bytes=file.bytes, modified_ns=0, sha256=file.key, name=str(file.name)),
             file.problem,
         )
-        for file in readable
+        for file in listed
+        if file.name in names
     ]
 
 

@@ -10,20 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from m6.data.corpus.forms import ARCHIVES, TARS, TEXTS, files_of, suffix_of
 from m6.data.corpus.parquet import damaged, parquet_entries
 from m6.data.corpus.picture_reading import read_pictures, tar_rows
-from m6.data.corpus.plan import (
-    ARCHIVES,
-    TARS,
-    TEXTS,
-    Part,
-    Plan,
-    files_of,
-    open_source,
-    options_columns,
-    options_of,
-    suffix_of,
-)
+from m6.data.corpus.plan import Part, Plan, open_source, options_columns, options_of
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedSet
 from m6.data.corpus.remote import fetch
 from m6.data.corpus.web import read_archive

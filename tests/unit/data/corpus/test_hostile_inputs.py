@@ -48,12 +48,15 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "secret.jsonl").write_bytes(good(99))
     (folder / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
     os.mkfifo(folder / "pipe.jsonl")
-    (folder / "bytes.txt").write_bytes(b"\xff\xfe\xfd")
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "bytes.txt").write_bytes(b"\xff\xfe\xfd")
+    (tmp_path / "books" / "good.txt").write_text(text_of("book"), encoding="utf-8")
     return folder
 
 
 def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
-    out = built(recipe_of(tmp_path / "data", own("web", folder)))
+    out = built(recipe_of(tmp_path / "data", [*own("web", folder), *own("books", tmp_path / "books")]))
+    assert load_record(out).inputs["books"].removed == {"read": {"not UTF-8": 1}}
     tally = load_record(out).inputs["web"]
     read = tally.removed.pop("read")
     assert tally.removed == {}
@@ -67,7 +70,7 @@ def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
         "the file is damaged (BadGzipFile)": 1,
         "the file is damaged (ArrowInvalid)": 1,
         'no column "text"': 1,
-        "not UTF-8": 2,
+        "not UTF-8": 1,
         "outside of the folder": 1,
         "not a regular file": 1,
     }

@@ -32,13 +32,13 @@ from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
 
 @pytest.fixture
 def web(tmp_path: Path) -> Path:
-    """Tables and text files, in folders of a folder."""
+    """Tables in folders of a folder, and the folder "books" of text files beside it."""
     folder = tmp_path / "web"
     for number in range(3):
         write_lines(folder / f"part{number}" / "page.jsonl", [text_of((number, n), 120 + n) for n in range(8)])
+    (tmp_path / "books" / "old").mkdir(parents=True)
     for number in range(5):
-        (folder / "books").mkdir(exist_ok=True)
-        (folder / "books" / f"{number}.txt").write_text(text_of(("book", number), 300), encoding="utf-8")
+        (tmp_path / "books" / "old" / f"{number}.txt").write_text(text_of(("book", number), 300), encoding="utf-8")
     (folder / "notes.csv").write_text("not read", encoding="utf-8")
     return folder
 
@@ -73,16 +73,17 @@ def everything(name: PurePosixPath) -> bool:
     return True
 
 
-def recipe(out: Path, source: str):
+def recipe(out: Path, source: str, *texts: str):
     shares = {"validation_share": 0.2, "test_share": 0.2}
-    return recipe_of(out, own("web", source), **shares)
+    return recipe_of(out, [*own("web", source), *(entry for path in texts for entry in own("books", path))], **shares)
 
 
 def test_a_url_gives_the_corpus_of_its_folder(web: Path, tmp_path: Path, memory):
-    expected = rows(built(recipe(tmp_path / "here", str(web))))
+    expected = rows(built(recipe(tmp_path / "here", str(web), str(tmp_path / "books"))))
     assert len(expected) > 20
-    memory.put(str(web), "/store/web", recursive=True)
-    assert rows(built(recipe(tmp_path / "there", "memory://store/web"))) == expected
+    for folder in ("web", "books"):
+        memory.put(str(tmp_path / folder), f"/store/{folder}", recursive=True)
+    assert rows(built(recipe(tmp_path / "there", "memory://store/web", "memory://store/books"))) == expected
     assert not list(work_folder(tmp_path / "there").rglob("page.jsonl"))
 
 
