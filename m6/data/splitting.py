@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from m6.data.shards import ShardWriter
 from m6.data.sources import Row
 from m6.data.sources.text import text_key
 
-_COLUMNS = ("id", "text", "image", "question", "answer", "context")  # what a waiting row keeps
+_COLUMNS = ("id", "group", "text", "image", "question", "answer", "context")  # what a waiting row keeps
+# A row without a split goes where rows of its group are that have one: to the first of these.
+_FOLLOWED: tuple[Split, ...] = ("test", "validation", "train")
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,14 @@ def assign_split(group: str, validation_share: float, test_share: float) -> Spli
     the next ``validation_share`` are validation, the rest is training. A larger share of validation therefore only
     moves groups out of training.
     """
-    position = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
+    position = _key(group) / 2**64
     if position < test_share:
         return "test"
     return "validation" if position < test_share + validation_share else "train"
+
+
+def _key(group: str) -> int:
+    return int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big")
 
 
 def split_rows(
@@ -76,14 +83,15 @@ def split_rows(
     """Assigns a group and a split to each row.
 
     Rows with a group go on at once. Rows without one are kept in a folder until all have been seen: each is grouped
-    with those that have the same caption, the same picture or nearly the same picture.
+    with those that have the same caption, the same picture or nearly the same picture. Of a source with splits of its
+    own, rows without a split are kept too: they follow the other rows of their group.
 
     Args:
         rows: checked rows of one source; pictures are converted.
         source: name of the source.
         spool: folder for rows that wait; the caller removes it.
         rules: shares and own splits.
-        grouping: filled with what became of the rows that waited.
+        grouping: filled with what became of the rows without a group.
 
     Yields:
         Rows with a group, and their split.
@@ -92,19 +100,31 @@ def split_rows(
     pictures: list[bytes] = []
     signatures: list[NDArray[np.uint8]] = []
     named: list[Split | None] = []
-    with ShardWriter(spool, "train", source) as writer:
+    own = {split: array("Q") for split in _FOLLOWED}  # keys of the groups, 8 bytes for each row
+    followers = array("Q")
+    with ShardWriter(spool, "grouped", source) as grouped, ShardWriter(spool, "ungrouped", source) as ungrouped:
         for row in rows:
-            if row.group is not None:
+            if row.group is None:
+                assert row.image is not None  # sources group their texts themselves
+                # A caption that is a label is shared by all pictures of a class, which must be in every split.
+                texts.append(None if row.answer else text_key(row.text))
+                pictures.append(hashlib.sha256(row.image).digest())
+                if len(signatures) <= MAX_COMPARED:
+                    signatures.append(signature(row.image))
+                named.append(row.split)
+                ungrouped.write(_stored(row, source))
+            elif row.split is None and rules.own:
+                followers.append(_key(row.group))
+                grouped.write(_stored(row, source))
+            else:
+                if row.split is not None:
+                    own[row.split].append(_key(row.group))
                 yield row, rules.split(row.group, row.split)
-                continue
-            assert row.image is not None  # sources group their texts themselves
-            # A caption that is a label is shared by all pictures of a class, which must be in every split.
-            texts.append(None if row.answer else text_key(row.text))
-            pictures.append(hashlib.sha256(row.image).digest())
-            if len(signatures) <= MAX_COMPARED:
-                signatures.append(signature(row.image))
-            named.append(row.split)
-            writer.write({name: getattr(row, name) for name in _COLUMNS} | {"group": "", "source": source})
+    followed = {split: np.isin(followers, keys) for split, keys in own.items()}
+    for number, row in enumerate(_read(spool, grouped)):
+        assert row.group is not None
+        first = next((split for split, found in followed.items() if found[number]), None)
+        yield row, rules.split(row.group, first)
     if not texts:
         return
     roots = _joined(texts, pictures, np.stack(signatures))
@@ -114,12 +134,10 @@ def split_rows(
         names[root] = min(names.get(root, key), key)
     grouping.groups, grouping.rows = len(names), len(roots)
     splits = _splits_of_groups(roots, named)
-    stored = (row for shard in writer.shards for row in _read(spool / shard.file))
-    for row, root, own in zip(stored, roots, named, strict=True):
-        # A row without a split follows the others of its group.
-        held_out = next((split for split in ("test", "validation") if own is None and split in splits[root]), None)
+    for row, root, split in zip(_read(spool, ungrouped), roots, named, strict=True):
+        first = split or next((each for each in _FOLLOWED if each in splits[root]), None)
         group = f"content/{names[root].hex()[:32]}"
-        yield dataclasses.replace(row, group=group), held_out or rules.split(group, own)
+        yield dataclasses.replace(row, group=group), rules.split(group, first)
 
 
 def _joined(texts: list[bytes | None], pictures: list[bytes], signatures: NDArray[np.uint8]) -> list[int]:
@@ -155,7 +173,12 @@ def _splits_of_groups(roots: list[int], named: list[Split | None]) -> dict[int, 
     return splits
 
 
-def _read(shard: Path) -> Iterator[Row]:
-    for batch in pq.ParquetFile(shard).iter_batches(batch_size=256):
-        for values in batch.to_pylist():
-            yield Row(group=None, **{name: values[name] for name in _COLUMNS})
+def _stored(row: Row, source: str) -> dict[str, object]:
+    return {name: getattr(row, name) for name in _COLUMNS} | {"group": row.group or "", "source": source}
+
+
+def _read(spool: Path, writer: ShardWriter) -> Iterator[Row]:
+    for shard in writer.shards:
+        for batch in pq.ParquetFile(spool / shard.file).iter_batches(batch_size=256):
+            for values in batch.to_pylist():
+                yield Row(**{name: values[name] for name in _COLUMNS})

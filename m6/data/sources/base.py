@@ -86,8 +86,8 @@ class Source(Protocol):
     Attributes:
         name: name in the manifest and in file names.
         kind: which columns the rows have.
-        own_splits: the splits that the source defines itself. They are kept as they are: of its other rows, none are
-            held out for testing; its training rows give a validation split if it has none.
+        own_splits: the splits that the source defines itself. They are kept as they are: of its other rows, those are
+            held out for testing whose group is; its training rows give a validation split if it has none.
     """
 
     name: str

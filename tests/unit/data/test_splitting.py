@@ -109,6 +109,30 @@ def test_own_splits_stay(tmp_path: Path):
     assert placed["free"][1] == "test"  # its picture is in the test split
 
 
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_rows_without_a_split_follow_their_group(has_groups: bool, tmp_path: Path):
+    """They come before, between and after the rows with a split; groups are given, or those of equal captions."""
+    groups = [f"group {number}" for number in range(30)]
+    named: dict[str, Split] = {group: ("test", "validation", "train")[n % 3] for n, group in enumerate(groups)}
+    rows = [Row(f"{group} own", group, split=split) for group, split in named.items()]
+    rows += [Row(f"{group} free {n}", group) for n in range(2) for group in groups]
+    rows += [
+        Row(f"{group} train", group, split="train") for group in groups[:2]
+    ]  # own splits stay, whatever they share
+    rows += [Row(f"free {n}", f"free {n}") for n in range(30)]
+    np.random.default_rng(0).shuffle(rows)
+    if not has_groups:
+        rows = [
+            dataclasses.replace(row, group=None, text=row.group, image=stored(photograph(number)))
+            for number, row in enumerate(rows)
+        ]
+    placed, _ = place(rows, tmp_path, SplitRules(0.5, 0.5, frozenset(named.values())))
+    assert len(placed) == len(rows)
+    assert all(placed[f"{group} free {n}"][1] == split for group, split in named.items() for n in range(2))
+    assert all(placed[f"{group} train"][1] == "train" for group in groups[:2])
+    assert {placed[f"free {n}"][1] for n in range(30)} == {"train", "validation"}
+
+
 def test_training_rows_give_a_validation_split_where_there_is_none():
     groups = [str(number) for number in range(200)]
     own = SplitRules(0.3, 0.3, frozenset({"train", "test"}))
