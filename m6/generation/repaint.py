@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from m6.data.pictures import to_unit_range
 from m6.errors import UserError
 from m6.generation.masked import HIDDEN
-from m6.tokenizers.pictures import square_rgb
+from m6.tokenizers.pictures import square_rgb, upright
 from m6.tokenizers.processor import M6ImageProcessor
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Repaint:
         return square.crop((left, top, left + width, top + height))
 
     def _upright(self) -> Image.Image:
-        return ImageOps.exif_transpose(self.picture)
+        return upright(self.picture)
 
     def _box_in_square(self) -> tuple[int, int, int, int]:
         width, height = self._upright().size

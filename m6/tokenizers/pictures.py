@@ -12,12 +12,27 @@ from m6.colours import to_rgba
 RESAMPLE = Image.Resampling.BICUBIC
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Rotates a picture as its EXIF data say; with damaged ones it stays as it is."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # Pillow raises exceptions of many types for them
+        return image
+
+
+def _has_exif(image: Image.Image) -> bool:
+    try:
+        return bool(image.getexif())
+    except Exception:
+        return True
+
+
 def square_rgb(image: Image.Image) -> Image.Image:
     """Rotates a picture upright (EXIF), fills transparent areas with white, and pads it with white to a square."""
     is_square_rgb = image.mode == "RGB" and image.width == image.height
-    if is_square_rgb and "transparency" not in image.info and not image.getexif():
+    if is_square_rgb and "transparency" not in image.info and not _has_exif(image):
         return image  # the common case: "m6 data build" writes such pictures
-    picture = to_rgba(ImageOps.exif_transpose(image))
+    picture = to_rgba(upright(image))
     side = max(picture.size)
     canvas = Image.new("RGB", (side, side), "white")
     canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2), mask=picture)

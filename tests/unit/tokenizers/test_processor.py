@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from m6.generation.repaint import Repaint
 from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
 from m6.tokenizers.pictures import decode_picture, pixel_values
 from tests.fixtures.tiny_data import build_tiny_tokenizer
@@ -156,6 +157,17 @@ def test_rotated_photographs_stand_upright():
     values = decode_picture(encoded(image, exif=exif), SIDE)
     assert (values[0, 0] == [255, 0, 0]).all()
     assert (values[-1, 0] == [0, 0, 255]).all()
+
+
+def test_damaged_exif_data_are_ignored(processor):
+    """The header of EXIF data without any, which Pillow fails to read."""
+    image = picture()
+    damaged = encoded(image, exif=b"Exif\0\0II*\0")
+    assert (decode_picture(damaged, SIDE) == np.asarray(image)).all()
+    opened = Image.open(io.BytesIO(damaged))
+    values = processor(images=opened)["pixel_values"]
+    assert torch.equal(values, processor(images=image)["pixel_values"])
+    assert Repaint(opened, (0, 0, SIDE, SIDE)).box == (0, 0, SIDE, SIDE)
 
 
 def test_pixel_values_range_and_order():
