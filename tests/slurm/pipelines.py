@@ -29,8 +29,7 @@ def pipeline_hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
     # To tell its stacks the rank is made to go on; the run would soon be over.
     said = run.attempts()[0] / f"rank_{RANKS - 1:05d}.log"
     run.wait_until(lambda: "most recent call first" in said.read_text(encoding="utf-8"), "the stacks of the last rank")
-    send(process, signal.SIGSTOP)
-    run.wait_for_attempt(2)
+    run.hold_until_attempt(process, 2)
     checkpoint = run.checkpoints()[-1]
     run.wait_for_end()
     return run, checkpoint

@@ -136,6 +136,16 @@ class ClusterRun:
     def wait_for_attempt(self, number: int) -> None:
         self.wait_until(lambda: len(self.attempts()) >= number, f"attempt {number}")
 
+    def hold_until_attempt(self, process: int, number: int) -> None:
+        """Keeps a rank stopped until there is another attempt: the watchdog's SIGCONT may reach it more than once."""
+
+        def held() -> bool:
+            if process in self.ranks().values():
+                send(process, signal.SIGSTOP)
+            return len(self.attempts()) >= number
+
+        self.wait_until(held, f"attempt {number}")
+
     def wait_for_end(self, job: str = "") -> str:
         """The state in which a job of the run ended."""
         job = job or self.job
