@@ -5,12 +5,7 @@ import json
 import os
 import resource
 import shutil
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +13,9 @@ import torch
 
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints, open_newest
-from m6.checkpoints.format import MANIFEST, CheckpointReader, write_shards
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import MANIFEST, CheckpointReader
 from m6.errors import UserError
-from m6.training import checkpointing
-from m6.training.checkpointing import Checkpointer, restore
+from m6.training.checkpointing import restore
 from m6.training.loop import Trainer
 from tests.fixtures.command import contents
 
@@ -85,55 +78,6 @@ def test_what_a_killed_attempt_left_is_replaced(make_trainer: MakeTrainer):
     assert reader.verify() == []
     assert not (stale / "rank_00001.json").exists()
     assert names(trainer) == ["step_00000002", "step_00000004"]
-
-
-def test_what_is_read_for_a_checkpoint_is_there_one_at_a_time(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-):
-    """Offloaded experts are read into new tensors, of which host memory may have no room for all."""
-    trainer = make_trainer()
-    trainer.train()
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-
-    def fresh() -> Iterator[Fragment]:
-        for each in fragments():
-            each = replace(each, data=each.data.clone())
-            made.append(weakref.ref(each.data))
-            alive.append(sum(tensor() is not None for tensor in made))
-            yield each
-
-    fragments = trainer.engine.fragments
-    monkeypatch.setattr(trainer.engine, "fragments", fresh)
-    trainer.checkpointer.save(trainer.engine, 99, {})
-    trainer.checkpointer.wait()
-    assert len(made) > 10
-    assert max(alive) <= 2
-
-
-def test_a_checkpoint_for_which_the_training_waits_copies_one_file_at_a_time(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-):
-    """Host memory that is full of experts has no room for a copy of all of them."""
-    trainer = make_trainer(m6__checkpoint__async_save=False)
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-
-    def copy(fragment: Fragment) -> Fragment:
-        found = plain(fragment)
-        made.append(weakref.ref(found.data))
-        alive.append(sum(each().nbytes for each in made if each() is not None))
-        return found
-
-    plain = checkpointing._copy_to_host
-    monkeypatch.setattr(checkpointing, "_copy_to_host", copy)
-    whole = sum(fragment.owned().data.nbytes for fragment in trainer.engine.fragments())
-    largest = max(fragment.owned().data.nbytes for fragment in trainer.engine.fragments())
-    monkeypatch.setattr(checkpointing, "write_shards", partial(write_shards, shard_bytes=whole // 8))
-    trainer.checkpointer.save(trainer.engine, 99, {})
-    assert len(made) > 10
-    assert max(alive) <= whole // 8 + 2 * largest < whole / 2
-    assert CheckpointReader(trainer.run.checkpoints / "step_00000099").verify() == []
 
 
 def test_a_step_is_saved_once(make_trainer: MakeTrainer):
@@ -274,76 +218,6 @@ def test_a_full_disk_is_told_with_its_reason(make_trainer: MakeTrainer, monkeypa
     with pytest.raises(UserError, match=f"{trainer.run.checkpoints}.*No space left on device"):
         trainer.train()
     assert complete_checkpoints(trainer.run.checkpoints) == []
-
-
-def test_a_rank_that_writes_no_record_is_named(make_trainer: MakeTrainer, tmp_path: Path):
-    """Rank 0 waits for the others' records; here there is no rank 1 to write one."""
-    trainer = make_trainer()
-    trainer.runtime = trainer.runtime.__class__(0, 2, 0, trainer.runtime.device)
-    checkpointer = Checkpointer(tmp_path / "checkpoints", trainer.runtime, 1, async_save=True, timeout_s=0.2)
-    checkpointer.save(trainer.engine, 1, {})
-    with pytest.raises(UserError, match=r"rank 1 wrote no record into .*step_00000001 in time"):
-        checkpointer.wait()
-    assert not (tmp_path / "checkpoints" / "step_00000001" / MANIFEST).exists()
-    checkpointer.wait()  # told once
-
-
-def test_no_checkpoint_is_written_when_the_attempt_is_over(
-    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The record of a rank that died never comes, and the next attempt takes the folder."""
-    trainer = make_trainer()
-    trainer.runtime = trainer.runtime.__class__(0, 2, 0, trainer.runtime.device)
-    checkpointer = Checkpointer(tmp_path / "checkpoints", trainer.runtime, 1, async_save=True)
-    checkpointer.save(trainer.engine, 1, {})
-    monkeypatch.setattr("m6.training.checkpointing._GRACE_S", 0.1)
-    checkpointer.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
-    assert not (tmp_path / "checkpoints" / "step_00000001" / MANIFEST).exists()
-
-
-@pytest.mark.parametrize("async_save", [True, False])
-@pytest.mark.parametrize(("timeout_s", "patience_s", "alive"), [(1800.0, 30.0, True), (0.0, 0.2, False)])
-def test_a_run_that_waits_for_a_slow_write_shows_that_it_is_alive(
-    make_trainer: MakeTrainer,
-    monkeypatch: pytest.MonkeyPatch,
-    timeout_s: float,
-    patience_s: float,
-    alive: bool,
-    async_save: bool,
-):
-    """The watchdog of a job looks at the age of RUN/progress. A write that takes forever is left to it."""
-    monkeypatch.setattr("m6.training.checkpointing._ALIVE_S", 0.01)
-    trainer = make_trainer()
-    progress = trainer.run.root / "progress"
-    progress.touch()
-
-    def write(*arguments: object) -> None:
-        for _ in range(2):  # once is not enough
-            os.utime(progress, (0, 0))
-            end = time.monotonic() + patience_s
-            while progress.stat().st_mtime == 0 and time.monotonic() < end:
-                time.sleep(0.01)
-
-    checkpointer = Checkpointer(trainer.run.checkpoints, trainer.runtime, 1, async_save, timeout_s)
-    monkeypatch.setattr(checkpointer, "_write", write)
-    checkpointer.save(trainer.engine, 1, {})
-    checkpointer.wait()
-    assert (progress.stat().st_mtime > 0) == alive
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(make_trainer: MakeTrainer, tmp_path: Path):
-    """What is written is the state at the call, whatever the weights become meanwhile."""
-    trainer = make_trainer()
-    before = {(f.name, f.kind): f.data.clone() for f in trainer.engine.fragments() if f.kind == "weight"}
-    trainer.checkpointer.save(trainer.engine, 1, {})
-    with torch.no_grad():
-        for parameter in trainer.engine.module.parameters():
-            parameter.fill_(float("nan"))
-    trainer.checkpointer.wait()
-    reader = CheckpointReader(trainer.run.checkpoints / "step_00000001")
-    for (name, kind), value in before.items():
-        assert torch.equal(reader.read(name, kind).reshape(-1), value), name
 
 
 def test_a_checkpoint_can_be_moved_to_another_run(make_trainer: MakeTrainer):
