@@ -70,6 +70,11 @@ class FoldedModel:
         """Parameters that are stored."""
         return sum(block.numel * stored for block, _, stored in self.blocks)
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model. From the list: a search asks often, and transformers' configuration is slow."""
+        return len(self.is_sparse)
+
     @cached_property
     def is_sparse(self) -> list[bool]:
         """Whether each layer has experts."""
@@ -101,7 +106,7 @@ class FoldedModel:
             "embeddings": int(0 in layers),
             "dense": len(layers) - sparse,
             "sparse": sparse,
-            "norm": int(len(self.is_sparse) - 1 in layers),
+            "norm": int(self.num_layers - 1 in layers),
         }
 
 

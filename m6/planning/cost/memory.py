@@ -135,7 +135,7 @@ class MemoryModel:
         return self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
 
     def _stages(self, layout: ParallelLayout, place: int) -> list[range]:
-        num_layers, pipeline = len(self.model.is_sparse), layout.pipeline
+        num_layers, pipeline = self.model.num_layers, layout.pipeline
         if pipeline is None:
             return [range(num_layers)]
         cut = pipeline.cut(num_layers)
