@@ -39,6 +39,19 @@ def reading(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} cannot be read: {os.strerror(error.errno)}") from None
 
 
+def check_readable(*paths: Path) -> None:
+    """Reads small files before a library does that cannot tell a lost file server from a damaged file.
+
+    What is missing is left to the library.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError), reading(path):
+            path.read_bytes()
+
+
 def read_lines(path: Path) -> list[str]:
     """Returns the lines of a text file in UTF-8, which may begin with a byte order mark.
 

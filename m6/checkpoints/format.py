@@ -145,6 +145,19 @@ def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
             )
 
 
+def open_weights(path: Path) -> safe_open:
+    """Opens a file of safetensors, which maps it into memory: an open one costs no more than what is read of it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        SafetensorError: it is damaged.
+        StorageError: it cannot be opened.
+    """
+    with reading(path):
+        path.open("rb").close()  # says why that fails: safetensors takes every such file for missing
+    return safe_open(path, framework="pt")
+
+
 class WeightReader(Protocol):
     """Reads any range of any tensor of a checkpoint or of an exported model.
 
@@ -270,10 +283,7 @@ class CheckpointReader:
         path = self.folder / stored.file
         try:
             if stored.file not in self._open:
-                with reading(path):
-                    path.open("rb").close()  # says why that fails: safetensors takes every such file for missing
-                # safetensors maps the file into memory, so an open shard costs no more than what is read of it.
-                self._open[stored.file] = safe_open(path, framework="pt")
+                self._open[stored.file] = open_weights(path)
             values: Tensor = self._open[stored.file].get_slice(stored.key)[begin - stored.offset : end - stored.offset]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: unreadable shard: {error}") from None

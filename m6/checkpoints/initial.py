@@ -8,16 +8,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from m6.architecture.configuration import M6Config
 from m6.checkpoints.discovery import open_needed
-from m6.checkpoints.format import CheckpointReader, WeightReader
+from m6.checkpoints.format import CheckpointReader, WeightReader, open_weights
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config, parse_document
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
+from m6.files import reading
 from m6.runs.directory import RunDirectory
 from m6.shipped import shipped_file
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
@@ -79,6 +80,7 @@ class ExportedWeights(WeightReader):
     """Reads ranges of the tensors of an exported model, like those of a checkpoint.
 
     Raises:
+        StorageError: a file cannot be opened.
         UserError: the folder is incomplete or damaged.
     """
 
@@ -86,8 +88,10 @@ class ExportedWeights(WeightReader):
         self.folder = folder
         try:
             self._files = _files_of_tensors(folder)
-            self._open = {file: safe_open(folder / file, framework="pt") for file in set(self._files.values())}
+            self._open = {file: open_weights(folder / file) for file in set(self._files.values())}
             self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
+        except StorageError:
+            raise
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UserError(f"{folder}: not a complete exported model: {error}") from None
 
@@ -114,8 +118,9 @@ class ExportedWeights(WeightReader):
 def _files_of_tensors(folder: Path) -> dict[str, str]:
     """The name of the file that holds each tensor of an exported model."""
     if (folder / INDEX).is_file():
-        return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        with reading(folder / INDEX):
+            return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    with open_weights(folder / WEIGHTS) as file:
         return dict.fromkeys(file.keys(), WEIGHTS)
 
 

@@ -17,7 +17,7 @@ from transformers import AddedToken, PreTrainedTokenizer
 
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
-from m6.files import atomic_path
+from m6.files import atomic_path, check_readable
 
 MODEL_FILE = "sentencepiece.model"
 MAX_PIECE_CHARACTERS = 16  # longest text piece, which bounds the characters that a number of tokens can cover
@@ -190,7 +190,13 @@ class M6Tokenizer(PreTrainedTokenizer):
 
 
 def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
-    """Loads a tokenizer folder; UserError if ``path`` holds none, or a damaged one."""
+    """Loads a tokenizer folder.
+
+    Raises:
+        StorageError: it cannot be read.
+        UserError: ``path`` holds none, or a damaged one.
+    """
+    check_readable(Path(path, MODEL_FILE), Path(path, "tokenizer_config.json"))
     if not Path(path, MODEL_FILE).is_file():
         raise UserError(f'{path} holds no tokenizer ({MODEL_FILE} is missing); train one with "m6 data tokenizer"')
     try:

@@ -14,6 +14,7 @@ from vector_quantize_pytorch import VectorQuantize
 
 from m6.architecture.image_tokenizer import ImageTokenizerConfig
 from m6.errors import UserError
+from m6.files import check_readable
 from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
 from m6.tokenizers.image.networks import Decoder, Encoder
 from m6.validation import validate
@@ -98,8 +99,14 @@ class M6ImageTokenizer(ImageTokenizer):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> M6ImageTokenizer:
-        """Loads what ``save_pretrained`` wrote, in evaluation mode; UserError if it is missing or damaged."""
+        """Loads what ``save_pretrained`` wrote, in evaluation mode.
+
+        Raises:
+            StorageError: it cannot be read.
+            UserError: it is missing or damaged.
+        """
         folder = Path(folder)
+        check_readable(folder / CONFIG_FILE, folder / cls.weights_file)
         try:
             document = json.loads((folder / CONFIG_FILE).read_bytes())
             tokenizer = cls(validate(ImageTokenizerConfig, document, ""))

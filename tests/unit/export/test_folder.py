@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
+from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import INDEX, WEIGHTS, load_run_model
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.export import export_hf
 from m6.model import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 from tests.fixtures.fabricated_run import change_state, run_document, write_run
+from tests.fixtures.storage import lose
 from tests.fixtures.tiny_data import build_tiny_tokenizer
 
 
@@ -115,6 +117,14 @@ def test_a_truncated_export_is_named(make_run, tmp_path):
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(UserError, match="not a complete exported model"):
         load_run_model(tmp_path / "hf", torch.device("cpu"))
+
+
+def test_a_lost_file_server_is_not_an_incomplete_export(make_run, tmp_path, monkeypatch):
+    run, _ = make_run()
+    export_hf(run, tmp_path / "hf")
+    lose(monkeypatch, "model.safetensors")
+    with pytest.raises(StorageError, match="cannot be read"):
+        open_initial_weights(tmp_path / "hf")
 
 
 def cut(file: Path) -> None:

@@ -4,8 +4,9 @@ import shutil
 import pytest
 import torch
 
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer, load_image_tokenizer
+from tests.fixtures.storage import lose
 
 TINY = ImageTokenizerConfig(image_size=16, patch_size=2, channels=[8, 16], codebook_size=12, codebook_dim=4)
 
@@ -203,6 +204,14 @@ def test_damaged_or_foreign_weights_are_named(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="not a whole image tokenizer"):
         load_image_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_lost_file_server_is_not_a_damaged_tokenizer(tokenizer, tmp_path, monkeypatch, name):
+    tokenizer.save_pretrained(tmp_path)
+    lose(monkeypatch, name)
+    with pytest.raises(StorageError, match=rf"{name} cannot be read"):
+        M6ImageTokenizer.from_pretrained(tmp_path)
 
 
 def test_a_name_that_is_neither_a_folder_nor_of_the_hub():

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.tokenizers import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, M6Tokenizer, load_text_tokenizer
 from m6.tokenizers.text import MODEL_FILE, normalize_text, split_sentences
 from m6.training.tokenizers.text import TRAINING_FILE, train_text_tokenizer
 from tests.fixtures.command import contents
+from tests.fixtures.storage import lose
 from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE, TINY_VOCAB_SIZE, build_tiny_data, build_tiny_tokenizer
 
 CHINESE = st.text(alphabet="一只红色的熊猫在公园里，。！？“”（）ａＺ９ \t\n<mask>▁🐼é𠮷", max_size=60)
@@ -219,6 +220,14 @@ def test_missing_tokenizer_and_missing_text(tmp_path):
         load_text_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no text"):
         train_text_tokenizer(text_manifest(tmp_path, {"train": []}), tmp_path / "out", 300)
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, "tokenizer_config.json"])
+def test_a_lost_file_server_is_not_a_damaged_tokenizer(folder, monkeypatch, name):
+    """A mistake would end a Slurm run for good."""
+    lose(monkeypatch, name)
+    with pytest.raises(StorageError, match=rf"{name} cannot be read"):
+        load_text_tokenizer(folder)
 
 
 def test_the_side_of_padding_is_kept(folder, tokenizer, tmp_path):
