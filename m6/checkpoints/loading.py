@@ -115,14 +115,16 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
 
 
 def open_newest_checkpoint(run_dir: Path) -> CheckpointReader:
-    """Opens the newest complete checkpoint of a run after a check of its checksums.
-
-    See ``as_plain_model`` for that of a Pseudo model or of one with adapters.
+    """Opens the newest complete checkpoint of a run as ``open_plain_model`` does.
 
     Raises:
         UserError: there is no complete checkpoint, or it is damaged.
     """
-    reader = newest_complete_checkpoint(run_dir)
+    return open_plain_model(newest_complete_checkpoint(run_dir))
+
+
+def open_plain_model(reader: CheckpointReader) -> CheckpointReader:
+    """Checks the checksums of a checkpoint, and opens it as ``as_plain_model`` does; UserError if it is damaged."""
     problems = reader.verify()
     if problems:
         raise UserError("; ".join(problems))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.files import copy_folder
 from m6.lock import new_folder
@@ -67,6 +69,16 @@ def find_tokenizer(root: Path, name: str, configured: Location) -> Location | Pa
     if isinstance(configured, Path) and not configured.exists():
         raise UserError(f"{root} keeps no {name}, and {configured}, which its config.json names, is missing")
     return configured
+
+
+def with_kept_tokenizers(root: Path, config: RunConfig) -> RunConfig:
+    """The configuration of the run in ``root`` with the copies of its tokenizers instead of what its JSON names.
+
+    The folders that it names may be gone, or hold other tokenizers by now.
+    """
+    types = {TOKENIZER: Path, IMAGE_TOKENIZER: str}  # an image tokenizer may be a name on the Hub
+    kept = {name: types[name](root / name) for name in _FOLDERS if (root / name).is_dir()}
+    return replace(config, m6=config.m6.model_copy(update={"data": config.m6.data.model_copy(update=kept)}))
 
 
 def _replace(folder: Path, save: Callable[[Path], object]) -> None:

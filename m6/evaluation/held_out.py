@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from m6.checkpoints.ancestry import kept_initial
-from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig
 from m6.data.codes import has_codes
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard
@@ -20,12 +19,12 @@ from m6.runs.data import kept_sources, open_data
 def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: str) -> PretrainingData:
     """Opens one split for the run's objectives.
 
-    Of the run's own folder the run's sources are read; of another one all. Objectives without rows or image codes are
-    left out.
+    Of the run's own folder the sources that it learned from are read; of another one all. Objectives without rows or
+    image codes are left out.
 
     Args:
-        run_dir: the run, whose tokenizers are used.
-        config: its configuration.
+        run_dir: the run.
+        config: its configuration, with the tokenizers to use.
         folder: a data folder; None: the run's own.
         split: name of a split.
 
@@ -39,8 +38,7 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
             f"{run_dir} learned from {settings.data.path.absolute()}, which is missing; give another folder by --data"
         )
     manifest = Manifest.load(folder or settings.data.path)
-    given = settings.data.sources if folder is None else None
-    names = manifest.sources if given is None else [name for name, weight in given.items() if weight > 0]
+    names = list(manifest.sources) if folder is not None else _learned(manifest, settings.data.sources)
     sources = {name: 1.0 for name in names if manifest.split(name, split).rows}
     kinds = {manifest.sources[name].kind for name in sources}
     active = [name for name in OBJECTIVES if settings.objectives.of(name).weight > 0]
@@ -55,7 +53,6 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
     if image_tokenizer is not None:
         from m6.tokenizers.image import load_image_tokenizer
 
-        image_tokenizer = str(find_tokenizer(run_dir, IMAGE_TOKENIZER, image_tokenizer))
         without = [name for name in read if not reads_codes(name)]
         if without and not has_codes(manifest, load_image_tokenizer(image_tokenizer).checksum):
             read, image_tokenizer = without, None
@@ -63,7 +60,6 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
     data = settings.data.model_copy(
         update={
             "path": manifest.folder,
-            "tokenizer": find_tokenizer(run_dir, TOKENIZER, settings.data.tokenizer),
             "image_tokenizer": image_tokenizer,
             "sources": sources,
             "temperature": 1.0,
@@ -74,15 +70,21 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
     return open_data(replace(config, m6=settings.model_copy(update={"data": data, "objectives": objectives})), split)
 
 
-def describe_left_out(run_dir: Path, config: RunConfig, data: PretrainingData) -> str:
+def _learned(manifest: Manifest, weights: dict[str, float] | None) -> list[str]:
+    """The sources that a run with these weights learns from: without any, those with training rows."""
+    if weights is None:
+        return [name for name in manifest.sources if manifest.split(name, "train").rows]
+    return [name for name, weight in weights.items() if weight > 0]
+
+
+def describe_left_out(config: RunConfig, data: PretrainingData) -> str:
     """Names the objectives of the run that the evaluated data cannot measure, and why; empty if there are none."""
     sentences = []
     for name in OBJECTIVES:
         if config.m6.objectives.of(name).weight > 0 and name not in data.active_objectives:
             reason = f'the folder has no sources of kind "{source_kind(name)}" with rows in this split'
             if reads_codes(name) and any(data.manifest.sources[s].kind == source_kind(name) for s in data.sources):
-                tokenizer = find_tokenizer(run_dir, IMAGE_TOKENIZER, config.m6.data.image_tokenizer or "")
-                command = f"m6 data codes {data.manifest.folder} --image-tokenizer {tokenizer}"
+                command = f"m6 data codes {data.manifest.folder} --image-tokenizer {config.m6.data.image_tokenizer}"
                 reason = f"the folder has no codes of the run's image tokenizer; `{command}` makes them"
             sentences.append(f"{name} is left out: {reason}.")
     return " ".join(sentences)

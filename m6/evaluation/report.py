@@ -12,9 +12,18 @@ import numpy as np
 import torch
 
 from m6.architecture.special_tokens import IGNORED_LABEL
+from m6.checkpoints.ancestry import kept_initial
+from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.initial import ExportedWeights
-from m6.checkpoints.loading import is_exported, load_weights, open_newest_checkpoint, run_processor
+from m6.checkpoints.loading import (
+    is_exported,
+    load_weights,
+    open_newest_checkpoint,
+    open_plain_model,
+    run_processor,
+)
+from m6.checkpoints.tokenizers import with_kept_tokenizers
 from m6.config.run import RunConfig, load_config
 from m6.data.manifest import MANIFEST_NAME
 from m6.data.pretraining import PretrainingData
@@ -57,7 +66,7 @@ def write_report(
     Raises:
         UserError: the folder is not a run, or its checkpoint or data are missing or damaged.
     """
-    config = load_config(run_dir / "config.json")
+    config = with_kept_tokenizers(run_dir, load_config(run_dir / "config.json"))
     reader = open_newest_checkpoint(run_dir)
     processor = run_processor(run_dir, config, reader)
     data = open_held_out(run_dir, config, folder, split or "validation")
@@ -66,7 +75,7 @@ def write_report(
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device).eval()
-    initial = _load_initial_weights(model, config)
+    initial, lost = _load_initial_weights(model, run_dir, config)
     untrained = {} if initial is None else validation_losses(model, data, num_batches)
     # One model for both measurements: a second copy might not fit into memory.
     load_weights(model, reader)
@@ -80,11 +89,10 @@ def write_report(
         _origin(run_dir, config, reader, device),
         f"## Loss on {data.split} of {data.manifest.folder}",
         f"Nats per target token, with the perplexity in brackets, on up to {num_batches} micro-batches of "
-        f"{config.deepspeed.micro_batch_size} samples for each objective."
-        + _missing(config, initial is None, not baselines),
+        f"{config.deepspeed.micro_batch_size} samples for each objective." + _missing(config, lost, not baselines),
         _loss_table(initial, untrained, trained, baselines, reader.state["step"]),
         *_by_source(trained, data.sources),
-        *filter(None, [describe_left_out(run_dir, config, data), describe_overlap(run_dir, data)]),
+        *filter(None, [describe_left_out(config, data), describe_overlap(run_dir, data)]),
         *filter(None, [describe_mixture(config, reader.state["samples_seen"])]),
         "## Speed and size",
         markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
@@ -139,24 +147,35 @@ def validation_losses(model: M6ForConditionalGeneration, data: PretrainingData, 
     return losses
 
 
-def _load_initial_weights(model: M6ForConditionalGeneration, config: RunConfig) -> str | None:
-    """Loads the weights that the run began with; returns what they are, or None if their folder is missing."""
-    if config.m6.init is None:
+def _load_initial_weights(
+    model: M6ForConditionalGeneration, run_dir: Path, config: RunConfig
+) -> tuple[str | None, str | None]:
+    """Loads the weights that the run began with; returns what they are, or None and why they are not there."""
+    init = config.m6.init
+    if init is None:
         # The run's seed gives the same initial weights as in training.
         initialize_parameters(model, config.m6.training.seed)
-        return "untrained"
-    if not config.m6.init.is_dir():
-        return None
-    init = config.m6.init
-    load_weights(model, ExportedWeights(init) if is_exported(init) else open_newest_checkpoint(init))
-    return "before fine-tuning"
+        return "untrained", None
+    if not init.is_dir():
+        return None, f"{init} is missing"
+    if is_exported(init):
+        load_weights(model, ExportedWeights(init))
+        return "before fine-tuning", None
+    record = kept_initial(run_dir)
+    readers = [CheckpointReader(folder) for folder in complete_checkpoints(RunDirectory(init).checkpoints)]
+    # The run in ``init`` may have gone on.
+    readers = [reader for reader in readers if record is None or reader.state["step"] == record.steps]
+    if not readers:
+        return None, f"{init} no longer holds " + ("a checkpoint" if record is None else f"that of step {record.steps}")
+    load_weights(model, open_plain_model(readers[-1]))
+    return "before fine-tuning", None
 
 
-def _missing(config: RunConfig, initial: bool, baselines: bool) -> str:
-    """Says which columns the table of losses lacks, and which missing folder they need."""
+def _missing(config: RunConfig, lost: str | None, baselines: bool) -> str:
+    """Says which columns the table of losses lacks, and why."""
     sentences = []
-    if initial:
-        sentences.append(f" The weights before fine-tuning are left out: {config.m6.init} is missing.")
+    if lost:
+        sentences.append(f" The weights before fine-tuning are left out: {lost}.")
     if baselines:
         sentences.append(
             f" The n-gram models are left out: {config.m6.data.path}, whose training split they count, is missing."
@@ -197,17 +216,14 @@ def _loss_table(
     baselines: Baselines,
     step: int,
 ) -> str:
+    ngrams = {objective: baselines.get(objective, {}) for objective in trained}
     rows = [
         [
             objective,
             f"{losses.targets:,}",
             *([_loss(untrained[objective].mean)] if initial else []),
             f"**{_loss(losses.mean)}**",
-            *(
-                _loss(baselines[objective][name]) if name in baselines[objective] else ""
-                for name in ORDERS
-                if baselines
-            ),
+            *(_loss(ngrams[objective][name]) if name in ngrams[objective] else "" for name in ORDERS if baselines),
         ]
         for objective, losses in trained.items()
     ]

@@ -8,19 +8,24 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from m6.checkpoints.ancestry import keep_initial
+from m6.checkpoints.format import CheckpointReader, write_manifest
 from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.run import load_config
 from m6.data.manifest import Manifest
 from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
-from m6.evaluation.report import report_file, write_report
+from m6.evaluation.report import Losses, _loss_table, report_file, write_report
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.data import open_data
 from m6.tokenizers.text import load_text_tokenizer
 from tests.fixtures.command import user_error
 from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
 from tests.fixtures.tiny_data import ROWS, build_labelled_data, build_tiny_data, build_tiny_tokenizer
+
+SHARD = "rank_00001_000.safetensors"
 
 
 @pytest.fixture
@@ -154,6 +159,55 @@ def test_another_folder_with_the_tokenizer_that_the_run_keeps(run, tmp_path):
     assert 'image_captioning is left out: the folder has no sources of kind "image_text"' in text
     assert int(cells(text, "language_modelling")[0]) > 0
     assert "n-gram models are left out" in text
+
+
+def test_the_kept_tokenizer_is_read_although_the_configured_one_has_changed(run, tmp_path):
+    keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)
+    expected = write_report(run, run / "report.md", num_batches=1).read_text()
+    shutil.rmtree(tmp_path / "tokenizer")
+    (run / "baselines.json").unlink()
+    assert write_report(run, run / "report.md", num_batches=1).read_text() == expected
+
+
+def test_a_source_without_training_rows_is_measured_by_no_model(run, tmp_path):
+    """The n-gram models have no rows of it, and the run's own validation does not read it."""
+    expected = write_report(run, run / "report.md", num_batches=99).read_text()
+    own = Manifest.load(tmp_path / "data")
+    text = own.sources["tiny_text"]
+    held_out = text.model_copy(update={"splits": {"validation": text.splits["test"]}})
+    Manifest(sources={**own.sources, "held_out": held_out}).save(tmp_path / "data")
+    text = write_report(run, run / "report.md", num_batches=99).read_text()
+    assert cells(text, "language_modelling") == cells(expected, "language_modelling")
+
+
+def test_an_objective_that_training_rows_lack_has_no_n_gram_model():
+    losses = {"language_modelling": Losses(1.0, 7, {})}
+    table = _loss_table("untrained", losses, losses, {"image_captioning": {"unigram": 1.0}}, 100)
+    assert cells(table, "language_modelling") == ["7", "1.000 (2.7)", "**1.000 (2.7)**", "", "", ""]
+
+
+def test_the_weights_before_are_those_that_the_run_began_with(run, tmp_path):
+    """The run that it began from has gone on since."""
+    write_run(tmp_path / "first", json.loads((run / "config.json").read_text()))
+    keep_initial(run, tmp_path / "first")
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["init"] = str(tmp_path / "first")
+    (run / "config.json").write_text(json.dumps(document))
+
+    begun_with = tmp_path / "first" / "checkpoints" / "step_00000100"
+    went_on = begun_with.with_name("step_00000200")
+    shutil.copytree(begun_with, went_on)
+    weights = {name: torch.zeros_like(tensor) for name, tensor in load_file(went_on / SHARD).items()}
+    save_file(weights, went_on / SHARD)
+    write_manifest(went_on, 2, {**CheckpointReader(begun_with).state, "step": 200})
+    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    _, before, now, *_ = cells(text, "language_modelling")
+    assert f"**{before}**" == now  # both were written with one seed
+
+    shutil.rmtree(begun_with)
+    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    assert f"before fine-tuning are left out: {tmp_path / 'first'} no longer holds that of step 100." in text
+    assert cells(text, "objective")[:2] == ["targets", "step 100"]
 
 
 def test_what_cannot_be_evaluated(run, tmp_path):
