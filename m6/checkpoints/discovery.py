@@ -14,7 +14,7 @@ from m6.checkpoints.format import MANIFEST, CheckpointReader
 from m6.errors import StorageError, UserError
 from m6.files import reading
 
-_FOLDER = re.compile(r"step_(\d{8})")
+_FOLDER = re.compile(r"step_(\d{8,})")
 # NFS may show a folder as it was a minute ago.
 _VISIBLE_AFTER_S, _POLL_S = 90.0, 1.0
 
@@ -24,7 +24,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(folders)
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def remove_half_written(root: Path) -> None:
@@ -149,8 +149,9 @@ def _names(folder: Path) -> set[str]:
 
 def _set_aside(folder: Path) -> None:
     name = f"corrupt_{folder.name}"
-    # The largest number plus one, not the count: a person may have removed one of them.
-    numbers = [int(path.name.removeprefix(name).strip("_") or 0) for path in folder.parent.glob(f"{name}*")]
+    # The largest number plus one, not the count: a person may have removed or copied one of them.
+    others = (re.fullmatch(rf"{name}(?:_(\d+))?", path.name) for path in folder.parent.glob(f"{name}*"))
+    numbers = [int(found[1] or 0) for found in others if found]
     folder.rename(folder.with_name(f"{name}_{max(numbers) + 1}" if numbers else name))
 
 

@@ -49,8 +49,11 @@ def load_finetuning_config(
         if not from_scratch:
             section["init"] = str(init)
         for name, inherited in _model_sections(init).items():
-            # Values of the JSON win over those of ``init``.
-            section[name] = {**inherited, **(section.get(name) or {})}
+            own = section.get(name, {})
+            if isinstance(own, dict):  # its values win over those of ``init``; another type is refused below
+                section[name] = {**inherited, **own}
+            elif own is None:
+                raise UserError(f"{path}: m6.{name} is null, but {init} has one; leave the key out")
     return parse_document(path, document)
 
 

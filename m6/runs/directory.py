@@ -299,8 +299,9 @@ class RunDirectory:
 
 
 def _next_folder(parent: Path, prefix: str) -> Path:
-    """The folder with the largest number plus one, not the count: a person may have removed some."""
-    numbers = [int(path.name.removeprefix(prefix)) for path in parent.glob(f"{prefix}[0-9]*")]
+    """The folder with the largest number plus one, not the count: a person may have removed or copied some."""
+    found = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in parent.glob(f"{prefix}*"))
+    numbers = [int(match[1]) for match in found if match]
     return parent / f"{prefix}{max(numbers, default=-1) + 1:03d}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import threading
@@ -58,6 +59,7 @@ class Checkpointer:
         self._async, self._timeout_s = async_save, timeout_s
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
+        self._end = math.inf
         self._failure: BaseException | None = None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> float:
@@ -118,7 +120,7 @@ class Checkpointer:
         After a failure the records of other ranks may never come: it waits for them half a minute more at most.
         """
         if self._thread is not None:
-            self._deadline = min(self._deadline, time.monotonic() + _GRACE_S)
+            self._end = time.monotonic() + _GRACE_S
             self._thread.join()
 
     def check(self) -> None:
@@ -159,10 +161,12 @@ class Checkpointer:
         write_shards(folder, self.runtime.rank, pieces)
         if not self.runtime.is_main:
             return
+        # The others have as long after this rank's own part, which may have taken longer.
+        self._deadline = time.monotonic() + self._timeout_s
         # Not a barrier: a collective in this thread would interleave with those of the training thread.
         for rank in range(self.runtime.world_size):
             while not (folder / f"rank_{rank:05d}.json").exists():
-                if time.monotonic() > self._deadline:
+                if time.monotonic() > min(self._deadline, self._end):
                     raise TimeoutError(f"rank {rank} wrote no record into {folder} in time")
                 time.sleep(_POLL_S)
         write_manifest(folder, self.runtime.world_size, state)

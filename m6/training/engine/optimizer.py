@@ -66,11 +66,18 @@ class Adafactor(torch.optim.Adafactor):
     """PyTorch's Adafactor with each expert of a stack as a separate parameter.
 
     Adafactor scales and clips an update by means over a whole parameter. For a whole stack these would depend on the
-    number of experts that a rank holds.
+    number of experts that a rank holds. An expert's bias is a matrix of one row, as in the store of offloaded experts.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Fills the lists of parameters, gradients, row, column and unfactored variances, and step counters."""
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if hasattr(parameter, "num_global_experts") and parameter.dim() == 2 and not state:
+                # PyTorch would take a stack of biases for one matrix, with a column that its experts share.
+                state["step"] = torch.tensor(0.0)
+                state["row_var"] = torch.zeros_like(parameter[:, :1])
+                state["col_var"] = torch.zeros_like(parameter)
         has_complex = super()._init_group(group, *lists)
         rows = list(zip(*lists, strict=True))
         for values in lists:
@@ -78,7 +85,9 @@ class Adafactor(torch.optim.Adafactor):
         for parameter, *tensors, step in rows:
             split = hasattr(parameter, "num_global_experts")
             for index in range(len(parameter) if split else 1):
-                parts = [part if part is None or not split else part[index] for part in (parameter, *tensors)]
+                # A matrix; one row of a stack of biases stays a matrix.
+                of_expert = slice(index, index + 1) if parameter.dim() == 2 else index
+                parts = [part[of_expert] if split and part is not None else part for part in (parameter, *tensors)]
                 # The stack has one step counter: only the first expert advances it, the others use copies.
                 parts.append(step if index == 0 else step.clone())
                 for values, part in zip(lists, parts, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,32 @@ def test_a_rank_that_writes_no_record_is_named(make_trainer: MakeTrainer, tmp_pa
         checkpointer.wait()
     assert not (tmp_path / "checkpoints" / "step_00000001" / MANIFEST).exists()
     checkpointer.wait()  # told once
+
+
+def test_the_time_of_other_ranks_begins_when_rank_0_has_written(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Rank 0 took longer than the time that it gives, and rank 1 comes after it."""
+    trainer = make_trainer()
+    trainer.runtime = trainer.runtime.__class__(0, 2, 0, trainer.runtime.device)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", trainer.runtime, 1, async_save=True, timeout_s=30.0)
+    folder = checkpointer.folder(1)
+    clock = SimpleNamespace(
+        now=0.0,
+        monotonic=lambda: clock.now,
+        perf_counter=time.perf_counter,
+        sleep=lambda _: write_shards(folder, 1, []),
+    )
+    monkeypatch.setattr(checkpointing, "time", clock)
+
+    def write(folder: Path, rank: int, pieces: Iterator[Fragment]) -> None:
+        write_shards(folder, rank, pieces)
+        clock.now += 60.0
+
+    monkeypatch.setattr(checkpointing, "write_shards", write)
+    checkpointer.save(trainer.engine, 1, {})
+    checkpointer.wait()
+    assert CheckpointReader(folder).verify() == []
 
 
 def test_no_checkpoint_is_written_when_the_attempt_is_over(

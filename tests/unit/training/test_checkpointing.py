@@ -119,14 +119,23 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(
         assert torch.equal(ours, theirs), (name, kind)
 
 
+def test_steps_of_nine_digits_come_last(tmp_path: Path):
+    for name in ("step_100000000", "step_99999999"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).touch()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_99999999", "step_100000000"]
+
+
 def test_damage_that_comes_back_keeps_every_copy(make_trainer: MakeTrainer):
     for number in range(4):
         trainer = make_trainer()
         trainer.train()
         damage(trainer.run.checkpoints / "step_00000004")
-        if number == 2:
-            shutil.rmtree(trainer.run.checkpoints / "corrupt_step_00000004")  # as a person may
+        if number == 2:  # as a person may
+            aside = trainer.run.checkpoints / "corrupt_step_00000004"
+            aside.rename(aside.with_suffix(".old"))
     assert names(trainer) == [
+        "corrupt_step_00000004.old",
         "corrupt_step_00000004_1",
         "corrupt_step_00000004_2",
         "step_00000002",

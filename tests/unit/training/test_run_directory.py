@@ -111,15 +111,18 @@ def test_only_harmless_variables_are_recorded(run: RunDirectory, config: RunConf
         assert file.stat().st_mode & 0o777 == 0o600, file
 
 
-def test_attempts_are_numbered_though_some_were_removed(run: RunDirectory, config: RunConfig):
+def test_attempts_are_numbered_though_some_were_removed_or_copied(run: RunDirectory, config: RunConfig):
     for _ in range(3):
         run.open(config, 1)
     provenance = run.root / "provenance"
+    copy = provenance / "attempt_000_before_the_move"
+    copy.mkdir()
     for file in (provenance / "attempt_001").iterdir():
         file.unlink()
     (provenance / "attempt_001").rmdir()
     run.open(config, 1)
-    assert sorted(path.name for path in provenance.iterdir()) == ["attempt_000", "attempt_002", "attempt_003"]
+    names = ["attempt_000", copy.name, "attempt_002", "attempt_003"]
+    assert sorted(path.name for path in provenance.iterdir()) == names
 
 
 @pytest.mark.parametrize(

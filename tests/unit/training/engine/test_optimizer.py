@@ -1,6 +1,7 @@
 """Parameter groups, and that Adafactor is factored and treats every expert by itself."""
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 from m6.config.run import RunConfig, parse_config
 from m6.model.parameter_groups import parameter_groups
 from m6.training.engine.build import build_model
-from m6.training.engine.optimizer import build_optimizer
+from m6.training.engine.optimizer import Adafactor, build_optimizer
+from moe import MoEConfig, MoELayer
+from offload.optimizer.settings import OptimizerSettings
 from tests.fixtures.tiny_run import tiny_document
 
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 0.01}}
@@ -104,6 +107,31 @@ def test_adafactor_updates_each_expert_as_a_parameter_of_its_own(folder: Path):
         state = optimizer.state[experts[name]]
         assert int(state["step"]) == 3
         torch.testing.assert_close(state["row_var"][number], reference_optimizer.state[parameter]["row_var"])
+
+
+@pytest.mark.parametrize("num_local", [4, 1])
+def test_adafactor_keeps_a_variance_of_every_expert_bias(num_local: int):
+    """The reference holds each expert's bias as a matrix of one row; four experts or one may be on a rank."""
+    torch.manual_seed(1)
+    experts = MoELayer(8, 16, MoEConfig(num_experts=4, bias=True)).experts
+    stacks = [experts.b_in, experts.b_out]
+    for stack in stacks:
+        stack.data = torch.randn_like(stack[:num_local])
+    reference = [[nn.Parameter(row[None].clone()) for row in stack.detach()] for stack in stacks]
+    optimizer = Adafactor(stacks, lr=0.01)
+    separate = torch.optim.Adafactor(itertools.chain(*reference), lr=0.01)
+    for _ in range(3):
+        for stack, rows in zip(stacks, reference, strict=True):
+            # Of unequal sizes, so that a column that experts share would differ.
+            stack.grad = torch.randn_like(stack) * torch.tensor([1.0, 10.0, 0.1, 3.0])[:num_local, None]
+            for row, gradient in zip(rows, stack.grad, strict=True):
+                row.grad = gradient[None].clone()
+        optimizer.step()
+        separate.step()
+    for stack, rows in zip(stacks, reference, strict=True):
+        torch.testing.assert_close(stack.detach(), torch.cat([*rows]).detach(), rtol=0, atol=0)
+        shapes = OptimizerSettings("adafactor").states(stack.shape)  # as in the store of offloaded experts
+        assert {name: tuple(optimizer.state[stack][name].shape) for name in shapes} == shapes
 
 
 def test_adafactor_updates_all_else_as_pytorch_does(folder: Path):
