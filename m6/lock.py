@@ -104,31 +104,47 @@ class FolderLock:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yields a folder beside ``path``; on success it is synced and gets this name, after an exception it is removed.
 
-    A process that was killed leaves ``NAME.partial-PID``. The next one that writes ``path`` removes it.
+    A process that was killed leaves ``NAME.partial-PID``, and for a moment ``NAME.replaced-PID``. The next one that
+    writes ``path`` removes them, or gives what was replaced by nothing its name again.
 
     Args:
         path: a folder that does not exist or is empty at the end.
+        replaces: whether it may also be an older folder, which then stays until the new one is on the disk.
 
     Raises:
         FolderInUse: another process writes ``path``.
     """
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial, replaced = (path.with_name(f"{path.name}.{state}-{os.getpid()}") for state in ("partial", "replaced"))
     with FolderLock(path.with_name(f"{path.name}.lock"), path):
-        for left in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
-            if left.name.rpartition("-")[2].isdigit():
-                shutil.rmtree(left, ignore_errors=True)
+        if not path.exists():
+            for left in _left_behind(path, "replaced"):
+                left.rename(path)
+                break
+        for left in [*_left_behind(path, "partial"), *_left_behind(path, "replaced")]:
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
         try:
             with naming(path):
                 yield partial
                 sync_folder(partial)
+                if replaces and path.exists():
+                    path.rename(replaced)
                 os.replace(partial, path)
                 sync(path.parent)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if replaced.exists() and not path.exists():
+                replaced.rename(path)
+            for folder in (partial, replaced):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left_behind(path: Path, state: str) -> list[Path]:
+    """What killed processes left beside ``path``."""
+    found = path.parent.glob(f"{glob.escape(path.name)}.{state}-*")
+    return [folder for folder in found if folder.name.rpartition("-")[2].isdigit()]
 
 
 def _is_at(descriptor: int, file: Path) -> bool:

@@ -6,7 +6,6 @@ RUN/image_tokenizer/    of pictures, if the run learns to draw
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +81,5 @@ def with_kept_tokenizers(root: Path, config: RunConfig) -> RunConfig:
 
 
 def _replace(folder: Path, save: Callable[[Path], object]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with new_folder(folder) as partial:
+    with new_folder(folder, replaces=True) as partial:
         save(partial)

@@ -44,11 +44,12 @@ def evaluate_pictures(
     check_report(out)
     from m6.cli.generate import read_captions
     from m6.data.manifest import Manifest
+    from m6.evaluation.pictures.distances import open_inception
     from m6.evaluation.pictures.generated import load_generated
     from m6.evaluation.pictures.judge import JudgeSettings, load_or_train_judge
     from m6.evaluation.pictures.real import load_real
     from m6.evaluation.pictures.report import evaluate_pictures as compare
-    from m6.evaluation.pictures.report import markdown
+    from m6.evaluation.pictures.report import judged_part, markdown
     from m6.files import write_json, write_text
     from m6.runs.processes import default_device
 
@@ -61,9 +62,11 @@ def evaluate_pictures(
         settings.image_size,
         None if among is None else set(read_captions(among)),
     )
+    judged_part(pictures, real.judged.captions)  # before a judge is trained
+    inception_network = None if inception is None else open_inception(inception)
     device = default_device()
     network = load_or_train_judge(real.judged, settings, judge, device)
-    report = compare(pictures, skipped, real, network, device, inception)
+    report = compare(pictures, skipped, real, network, device, inception_network)
     write_json(out.with_suffix(".json"), report.document())
     write_text(out, markdown(report))
     print(markdown(report), end="")

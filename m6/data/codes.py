@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,7 +100,8 @@ def write_codes(
     # The checksums of the data shards tell whether the pictures are still those that were encoded.
     if existing is not None and existing.data.items() >= shards.items():
         return folder, existing
-    with new_folder(folder) as partial:
+    # Old codes are of fewer sources or of pictures that have changed.
+    with new_folder(folder, replaces=True) as partial:
         entries, skipped = {}, {}
         with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skip_list:
             for name in names:
@@ -129,7 +129,6 @@ def write_codes(
             skipped=skipped,
         )
         files.write_json(partial / MANIFEST_NAME, written.model_dump(exclude_none=True))
-        shutil.rmtree(folder, ignore_errors=True)  # old codes, of fewer sources or of pictures that have changed
     return folder, written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
     kinds = {manifest.sources[name].kind for name in sources}
     active = [name for name in OBJECTIVES if settings.objectives.of(name).weight > 0]
     read = [name for name in active if source_kind(name) in kinds]
+    if not sources:
+        raise UserError(
+            f'{manifest.folder}: split "{split}" is empty; build the data with a larger --validation-share or '
+            "--test-share, or evaluate another split by --split"
+        )
     if not read:
         wanted = " or ".join(sorted({f'"{source_kind(name)}"' for name in active}))
         raise UserError(
@@ -92,20 +98,26 @@ def describe_left_out(config: RunConfig, data: PretrainingData) -> str:
 
 def describe_overlap(run_dir: Path, data: PretrainingData) -> str:
     """Says what the evaluated split shares with training, as the manifest of its data folder counted it."""
+    sentences = [describe_shared(data.manifest, data.sources, [split for split in SPLITS if split == data.split])]
+    if data.split == "train":
+        sentences = ["These are training rows."]
+    return " ".join(filter(None, [*sentences, describe_other_training(run_dir, data.manifest, data.sources)]))
+
+
+def describe_other_training(run_dir: Path, manifest: Manifest, sources: Sequence[str]) -> str:
+    """Says whether the run, or one before it, has learned from other data than the training rows of these sources."""
     initial = kept_initial(run_dir)
     runs = [("The run", kept_sources(run_dir))]
     runs += [
         (f"The run {run.name}, from which it began,", run.sources) for run in (initial.lineage() if initial else [])
     ]
-    own = {shard.sha256 for name in data.sources for shard in _shards(data.manifest, name)}
-    sentences = [describe_shared(data.manifest, data.sources, [split for split in SPLITS if split == data.split])]
-    if data.split == "train":
-        sentences = ["These are training rows."]
+    own = {shard.sha256 for name in sources for shard in _shards(manifest, name)}
+    sentences = []
     for run, known in runs:
         trained = set() if known is None else {shard.sha256 for name in known.sources for shard in _shards(known, name)}
         if not own & trained:
             sentences.append(f"{run} learned from other data: what of it is in these rows was not counted.")
-    return " ".join(filter(None, sentences))
+    return " ".join(sentences)
 
 
 def _shards(manifest: Manifest, source: str) -> list[Shard]:

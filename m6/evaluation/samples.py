@@ -63,7 +63,7 @@ def _captions(
     rows = list(_rows(manifest, source, split, PICTURES))
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
     texts = caption(model, processor, pictures, num_beams=1, max_new_tokens=24, do_sample=False)
-    exact = sum(text == row["text"] for text, row in zip(texts, rows, strict=True))
+    exact = sum(text == processor.tokenizer.writable(row["text"]) for text, row in zip(texts, rows, strict=True))
     lines = [
         f"**{source}**: {exact} of {len(rows)} {split} pictures are described with exactly the reference's words.",
         "",

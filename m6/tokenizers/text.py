@@ -102,6 +102,10 @@ class M6Tokenizer(PreTrainedTokenizer):
             return self.sp_model.encode(normalize_text(text))
         return self.sp_model.encode(normalize_text(text[: max_tokens * MAX_PIECE_CHARACTERS]))[:max_tokens]
 
+    def writable(self, text: str) -> str:
+        """Returns what a model that was trained on the text can write: ASCII for full-width digits, single spaces."""
+        return str(self.decode(self.encode_ids(text)))
+
     def split_sentence_ids(self, ids: Sequence[int]) -> list[list[int]]:
         """Cuts piece ids after each sentence end and the closing marks that follow."""
         ends, closing = self._sentence_marks

@@ -140,6 +140,35 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path):
         assert sorted(tmp_path.glob("*partial*")) == sorted([*kept, partial])
 
 
+@pytest.mark.parametrize("failing", ["sync_folder", "os.replace"])
+def test_an_old_folder_stays_until_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "file").write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"m6.lock.{failing}", fail)
+        with pytest.raises(OSError, match="No space"), new_folder(out, replaces=True) as partial:
+            (partial / "file").write_text("new")
+    assert (out / "file").read_text() == "old"
+    with new_folder(out, replaces=True) as partial:
+        (partial / "file").write_text("new")
+    assert (out / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_old_folder_whose_successor_was_killed_comes_back(tmp_path: Path):
+    (tmp_path / "out.replaced-4000000").mkdir()
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "out", replaces=True):
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_folder_that_another_process_writes_is_left_alone(
     tmp_path: Path, start_owner: Callable[..., subprocess.Popen]
 ):

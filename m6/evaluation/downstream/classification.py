@@ -69,7 +69,7 @@ def predict_by_likelihood(
 def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, texts: Sequence[str]) -> list[str]:
     """Predicts labels by logistic regression on TF-IDF of character n-grams, n from 1 to 3.
 
-    The regularisation is selected by the accuracy on the validation split.
+    The regularisation is selected by the accuracy on the validation split; without its rows C is 1.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -79,7 +79,8 @@ def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, t
         vectorizer = TfidfVectorizer(analyzer="char", ngram_range=(1, 3), sublinear_tf=True, max_features=100_000)
         classifier = make_pipeline(vectorizer, LogisticRegression(C=strength, max_iter=1000))
         classifier.fit(training.texts, training.labels)
-        return classifier.score(validation.texts, validation.labels), classifier
+        return classifier.score(validation.texts, validation.labels) if validation.texts else 0.0, classifier
 
-    _, best = max((fit(strength) for strength in _STRENGTHS), key=lambda fitted: fitted[0])
+    strengths = _STRENGTHS if validation.texts else (1.0,)
+    _, best = max((fit(strength) for strength in strengths), key=lambda fitted: fitted[0])
     return [str(label) for label in best.predict(texts)]

@@ -13,6 +13,7 @@ from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.evaluation.downstream.held_out import held_out
 from m6.evaluation.downstream.tasks import TASKS, Scores, Subject
+from m6.evaluation.held_out import describe_other_training
 from m6.files import write_json, write_text
 from m6.formatting import markdown_table
 from m6.runs.processes import default_device
@@ -32,7 +33,8 @@ def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
         ``out``.
 
     Raises:
-        UserError: the folder is not a run, its data are missing, or none of its objectives is a downstream task.
+        UserError: the folder is not a run, its data are missing or have no test rows, or none of its objectives is a
+            downstream task.
     """
     config = load_config(run_dir / "config.json")
     tasks = [name for name in TASKS if config.m6.objectives.of(name).weight > 0]
@@ -52,6 +54,12 @@ def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
                 parts.append(f"## {TASKS[name].title.format(f'{source}, {len(tested.rows):,}')}")
                 parts += filter(None, [_table(scores), tested.remark])
                 records.append({"task": name, "source": source, "rows": len(tested.rows), "scores": _plain(scores)})
+    if not records:
+        raise UserError(
+            f'{manifest.folder}: split "test" has no rows of the sources that {", ".join(tasks)} read; build the data '
+            "with a larger --test-share"
+        )
+    parts += filter(None, [describe_other_training(run_dir, manifest, [record["source"] for record in records])])
     parts.append("In brackets: 95 % confidence intervals over the test rows.")
     write_json(out.with_suffix(".json"), records)
     write_text(out, "\n\n".join(parts) + "\n")

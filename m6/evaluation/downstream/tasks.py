@@ -73,7 +73,6 @@ class Task:
 
 def _captioning(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
-    references = [row["text"] for row in rows]
     generated = caption(
         subject.model, subject.processor, pictures, num_beams=1, max_new_tokens=CAPTION_TOKENS, do_sample=False
     )
@@ -82,7 +81,10 @@ def _captioning(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
         "caption of the nearest training picture": _neighbour_captions(rows, training),
         "commonest training caption": [captions.most_frequent([row["text"] for row in training])] * len(rows),
     }
-    return {name: _caption_scores(texts, references) for name, texts in systems.items()}
+    # No system gains or loses by what a model cannot write, such as full-width digits.
+    writable = subject.processor.tokenizer.writable
+    references = [writable(row["text"]) for row in rows]
+    return {name: _caption_scores([*map(writable, texts)], references) for name, texts in systems.items()}
 
 
 def _caption_scores(written: Sequence[str], references: Sequence[str]) -> dict[str, Estimate]:
@@ -96,9 +98,10 @@ def _caption_scores(written: Sequence[str], references: Sequence[str]) -> dict[s
 def _classification(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
     settings = subject.config.m6.objectives.text_classification
     test, train = (_labelled(part, settings.with_context) for part in (rows, training))
-    validation = _labelled(subject.rows(source, "validation"), settings.with_context)
     if len(set(train.labels)) < 2:
         raise UserError(f'{source}: all training rows have the label "{train.labels[0]}"; expected two or more labels')
+    selecting = subject.rows(source, "validation") if subject.manifest.split(source, "validation").rows else []
+    validation = _labelled(selecting, settings.with_context)
     predictions = {
         THIS_MODEL: classification.predict_by_likelihood(
             subject.model,

@@ -62,12 +62,10 @@ def distances_of_features(found: Tensor, expected: Tensor, seed: int = 0) -> Dis
     return Distances(fid.compute().item(), mean.item(), deviation.item())
 
 
-def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures, weights: Path) -> Distances:
-    """Computes FID and KID on the 2,048 features of Inception-v3, in the version of the authors of FID.
+def open_inception(weights: Path) -> nn.Module:
+    """Opens Inception-v3 in the version of the authors of FID, which gives 2,048 features.
 
     Args:
-        found: generated pictures.
-        expected: real pictures.
         weights: file ``weights-inception-2015-12-05-6726825d.pth`` of torch-fidelity, which the user provides.
 
     Raises:
@@ -78,11 +76,15 @@ def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures
     try:
         # torch-fidelity unpickles the file without weights_only, which could run code: check it first.
         torch.load(weights, map_location="cpu", weights_only=True)
-        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
+        return NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
     except ModuleNotFoundError:
         raise UserError("--inception needs torch-fidelity: pip install torch-fidelity") from None
     except Exception as error:  # torch.load and load_state_dict raise many types for a wrong file
         raise UserError(f"{weights}: not the weights of Inception: {str(error).splitlines()[0]}") from None
+
+
+def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures, network: nn.Module) -> Distances:
+    """Computes FID and KID of generated pictures to real ones on the features of ``open_inception``."""
     return distances_of_features(_apply(network, found), _apply(network, expected))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from m6.errors import UserError
 from m6.evaluation.pictures.accuracy import Accuracy, accuracy
@@ -81,13 +82,25 @@ class PictureReport:
 SEEN, UNSEEN = "seen in training", "not seen in training"
 
 
+def judged_part(generated: CaptionedPictures, known: Sequence[str]) -> CaptionedPictures:
+    """The generated pictures of the captions that a judge knows; UserError if there are none."""
+    names = set(known)
+    judged = generated.where([caption in names for caption in generated.captions])
+    if not len(judged):
+        raise UserError(
+            f'the judge knows none of the generated captions, such as "{generated.captions[0]}"; it knows captions '
+            f'such as "{known[0]}"'
+        )
+    return judged
+
+
 def evaluate_pictures(
     generated: CaptionedPictures,
     skipped: dict[str, str],
     real: RealPictures,
     judge: Judge,
     device: torch.device,
-    inception: Path | None = None,
+    inception: nn.Module | None = None,
 ) -> PictureReport:
     """Measures generated pictures.
 
@@ -97,18 +110,12 @@ def evaluate_pictures(
         real: the real pictures; the judge was trained on ``real.judged``.
         judge: on ``device``.
         device: device of the judge.
-        inception: Inception weights; if given, FID and KID are also computed on Inception's features.
+        inception: if given, FID and KID are also computed on its features.
 
     Raises:
-        UserError: the judge knows no caption of the generated pictures, or the Inception weights cannot be used.
+        UserError: see ``judged_part``.
     """
-    known = set(judge.captions)
-    judged = generated.where([caption in known for caption in generated.captions])
-    if not len(judged):
-        raise UserError(
-            f'the judge knows none of the generated captions, such as "{generated.captions[0]}"; it knows captions '
-            f'such as "{judge.captions[0]}"'
-        )
+    judged = judged_part(generated, judge.captions)
     # Generated and real pictures are compared on the same captions only.
     judged_captions = set(judged.captions)
     held_out = real.held_out.where([caption in judged_captions for caption in real.held_out.captions])

@@ -12,7 +12,7 @@ from m6.data.shards import ShardWriter
 from m6.errors import UserError
 from m6.evaluation.pictures.accuracy import accuracy
 from m6.evaluation.pictures.copies import find_nearest
-from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, Distances, distances_by_inception, distances_of_features
+from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, Distances, distances_of_features, open_inception
 from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, load_or_train_judge, train_judge
 from m6.evaluation.pictures.real import load_real
@@ -188,14 +188,14 @@ def test_good_pictures_are_told_from_bad_ones(real, judge, tmp_path):
 def test_distances_are_left_out_where_a_set_has_one_picture(real, judge, tmp_path, monkeypatch):
     asked = []
 
-    def by_inception(found, expected, weights):
+    def by_inception(found, expected, network):
         asked.append((len(found), len(expected)))
         return Distances(1.0, 2.0, 3.0)
 
     monkeypatch.setattr("m6.evaluation.pictures.report.distances_by_inception", by_inception)
     [seen] = [picture for picture in shapes() if picture[1] == "蓝色方块"]
     one, _ = load_generated(write_generated(tmp_path / "one", [seen]), 32)
-    report = evaluate_pictures(one, {}, real, judge, CPU, tmp_path / "inception.pth")
+    report = evaluate_pictures(one, {}, real, judge, CPU, torch.nn.Identity())
     # Of the caption there are four pictures in the style that the judge has seen, and four in the other.
     assert list(report.distances) == ["real held-out, judge's features", "real held-out, Inception"]
     assert asked == [(4, 4)]
@@ -225,9 +225,8 @@ def test_distances_are_those_of_their_definitions():
 
 
 def test_weights_that_are_not_inceptions_are_refused_and_never_run(tmp_path):
-    pictures = CaptionedPictures(np.zeros((2, 8, 8, 3), np.uint8), ["图"] * 2)
     with pytest.raises(UserError, match=r"none.pth: not the weights of Inception"):
-        distances_by_inception(pictures, pictures, tmp_path / "none.pth")
+        open_inception(tmp_path / "none.pth")
     ran = tmp_path / "ran"
 
     class Hostile:
@@ -236,7 +235,7 @@ def test_weights_that_are_not_inceptions_are_refused_and_never_run(tmp_path):
 
     torch.save({"weight": Hostile()}, tmp_path / "hostile.pth")
     with pytest.raises(UserError, match=r"hostile.pth: not the weights of Inception"):
-        distances_by_inception(pictures, pictures, tmp_path / "hostile.pth")
+        open_inception(tmp_path / "hostile.pth")
     assert not ran.exists()
 
 
@@ -328,9 +327,16 @@ def test_the_command_and_its_mistakes(data, tmp_path):
     assert f"--out {tmp_path}: is a folder; expected the Markdown file" in user_error(*command, "--out", tmp_path)
     message = user_error(*command, "--out", tmp_path / "new.json")
     assert "new.json: the numbers get this name; expected a Markdown file, such as" in message
+    # Both are refused before a judge is trained, which takes minutes.
+    judge_folder = ("--judge", tmp_path / "other_judge", "--judge-steps", 10)
+    message = user_error(
+        "evaluate-pictures", folder, "--data", data, *judge_folder, "--inception", data / "manifest.json"
+    )
+    assert "manifest.json: not the weights of Inception" in message
     alone = write_generated(tmp_path / "alone", [("x.png", "独一无二", shapes()[0][2])])
-    message = user_error("evaluate-pictures", alone, "--data", data, "--judge-steps", 10)
+    message = user_error("evaluate-pictures", alone, "--data", data, *judge_folder)
     assert "the judge knows none of the generated captions" in message
+    assert not (tmp_path / "other_judge").exists()
 
 
 def test_the_tables(real, judge, tmp_path):

@@ -217,6 +217,12 @@ def test_what_cannot_be_evaluated(run, tmp_path):
     assert message("--split", "tests") == 'there is no split "tests"; did you mean "test"?'
     assert "manifest.json does not exist" in message("--data", tmp_path / "none")
     labelled = build_labelled_data(tmp_path / "labelled")
+    empty = tmp_path / "empty"
+    shutil.copytree(labelled, empty)
+    reviews = Manifest.load(labelled).sources["reviews"]
+    training = reviews.model_copy(update={"splits": {"train": reviews.splits["train"]}})
+    Manifest(sources={"reviews": training}).save(empty)
+    assert message("--data", empty).startswith(f'{empty}: split "validation" is empty; build the data with')
     expected = f'{labelled}: split "test" has no rows for the objectives of {run} ('
     assert message("--data", labelled, "--split", "test").startswith(expected)
     keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from m6.evaluation.downstream.matching import match_by_model
 from m6.evaluation.downstream.tasks import TASKS, Subject
 from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
+from m6.runs.data import keep_sources, open_data
+from m6.runs.directory import SOURCES
 from m6.tokenizers.pictures import decode_picture, pixel_values
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import run_document, write_run
@@ -114,6 +117,42 @@ def test_tables_of_pictures(folder: Path):
     assert "## Matching: tiny_shapes, 1 test pictures" in text
     assert text.count("5 of 6 test rows are left out: training holds their picture") == 2
     assert "caption of the nearest training picture" in text
+
+
+def test_captions_are_compared_as_a_model_can_write_them(folder: Path, judge, monkeypatch):
+    config = load_config(run_of(folder, "data", "image_captioning") / "config.json")
+    subject = Subject(None, judge[1], config, Manifest.load(folder / "data"), 6)
+    rows = [{"text": "第１２号  圆形 ", "image": draw_shape("红色", "圆形", "大")}]
+    monkeypatch.setattr("m6.evaluation.downstream.tasks.caption", lambda *_, **__: ["第12号 圆形"])
+    scores = TASKS["image_captioning"].score(subject, "tiny_shapes", rows, rows)
+    assert {system: own["equal to the reference"].value for system, own in scores.items()} == dict.fromkeys(scores, 1.0)
+
+
+def test_what_a_run_has_learned_from_other_data_is_said(folder: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(run_of(folder, "data", "visual_question_answering"), run)
+    keep_sources(run, open_data(load_config(run / "config.json")))
+    said = "The run learned from other data: what of it is in these rows was not counted."
+    assert said not in m6("downstream", run, "--max-rows", 6).stdout
+    text = (run / SOURCES).read_text()
+    (shard,) = Manifest.load(folder / "data").split("tiny_vqa", "train").shards
+    assert shard.sha256 in text
+    (run / SOURCES).write_text(text.replace(shard.sha256, "0" * 64))
+    assert said in m6("downstream", run, "--max-rows", 6).stdout
+
+
+def test_without_test_rows_there_is_nothing_to_score(folder: Path, tmp_path: Path):
+    own = Manifest.load(folder / "data").sources["tiny_vqa"]
+    shutil.copytree(folder / "data", tmp_path / "data")
+    splits = {name: entry for name, entry in own.splits.items() if name != "test"}
+    Manifest(sources={"tiny_vqa": own.model_copy(update={"splits": splits})}).save(tmp_path / "data")
+    document = run_document(tmp_path / "data", folder / "tokenizer")
+    weights = {name: float(name == "visual_question_answering") for name in OBJECTIVES}
+    document["m6"]["objectives"] = {name: {"weight": weight} for name, weight in weights.items()}
+    write_run(tmp_path / "run", document)
+    expected = f'{tmp_path / "data"}: split "test" has no rows of the sources that visual_question_answering read'
+    assert user_error("downstream", tmp_path / "run").startswith(expected)
+    assert not (tmp_path / "run" / "downstream.md").exists()
 
 
 def test_answers_are_judged_with_the_picture(judge):
