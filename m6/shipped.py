@@ -32,6 +32,8 @@ def shipped_file(path: Path, kind: Kind) -> Path:
     shipped = {file.stem: file for folder in _FOLDERS[kind] for file in (CONFIGS / folder).glob("*.json")}
     if str(path) == path.stem:
         if path.stem not in shipped:
+            if path.is_dir():
+                return path
             raise UserError(f"{path}: no such file, and no shipped {kind}{nearest(path.stem, shipped)}")
         return shipped[path.stem]
     if path.stem in shipped and not path.exists():

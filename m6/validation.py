@@ -68,6 +68,8 @@ def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]
         document = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; expected a JSON file") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except (ValueError, RecursionError, OSError) as error:

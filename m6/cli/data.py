@@ -61,8 +61,12 @@ def build(
     image_column: Annotated[
         str | None, typer.Option(help='Your own data: the column of pictures (default: "image" if it exists).')
     ] = None,
+    question_column: Annotated[
+        str | None,
+        typer.Option(help="Your own data: the column of questions about pictures, read instead of captions."),
+    ] = None,
     label_column: Annotated[
-        str | None, typer.Option(help="Your own data: the column of labels, for text classification.")
+        str | None, typer.Option(help="Your own data: the column of labels, or of the answers to questions.")
     ] = None,
     context_column: Annotated[
         str | None,
@@ -106,6 +110,7 @@ def build(
         passage_chars=passage_chars,
         text_column=text_column,
         image_column=image_column,
+        question_column=question_column,
         label_column=label_column,
         context_column=context_column,
         split_column=split_column,

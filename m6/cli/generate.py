@@ -92,6 +92,8 @@ def generate(
             raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
         if out is not None and out.is_dir():
             raise UserError(f"--out {out} is a folder; expected the PNG to write, or --out-dir")
+        if out is not None and out.suffix.lower() != ".png":
+            raise UserError(f"--out {out}: pictures are written as PNG; expected a name that ends in .png")
     elif bool(prompt) == bool(image) or captions is not None or mask is not None:
         raise UserError(
             "generate: give either a text to continue or --image; to generate pictures, give --out or --out-dir"

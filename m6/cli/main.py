@@ -95,15 +95,18 @@ def _train(
     # Before the slow imports below, so that a signal during them is not lost.
     stop_flag = StopFlag()
     answer_sigquit()
-    from m6.config.checks import check_world_size
+    from m6.config.checks import check_has_model, check_world_size
     from m6.config.run import load_config
     from m6.runs.directory import RunDirectory
     from m6.runs.placement import misplacement
     from m6.runs.processes import is_main_of_environment, ranks_of_this_node, start, world_size_of_environment
 
     # All checks come before anything is written.
+    folder = RunDirectory(run or Path("runs") / config.stem)
     if init is None:
         settings = load_config(config, tuple(overrides or ()))
+        if not (folder.root / "config.json").exists():
+            check_has_model(settings, config)
     else:
         from m6.checkpoints.initial import load_finetuning_config
 
@@ -118,7 +121,6 @@ def _train(
     check_machine(settings)
     check_memory(settings, world_size_of_environment(), ranks_of_this_node())
     calibration = None if profile is None else load_profile(profile)
-    folder = RunDirectory(run or Path("runs") / config.stem)
     folder.check(settings)
     from m6.checkpoints.start import check_start
     from m6.runs.data import open_data

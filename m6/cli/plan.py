@@ -74,6 +74,8 @@ def best(
     from m6.planning.search.job_files import job_files
     from m6.planning.search.stages import search_stages, training_stages
 
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file; expected the folder to write to")
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
     stages = training_stages(planner)
     results = search_stages(stages)
@@ -206,12 +208,14 @@ def dry_run(
 
     With m6.offload it traces a step of each stage and says what the plan keeps on the device, and what moves.
     """
+    from m6.config.checks import check_has_model
     from m6.config.run import load_config
     from m6.planning.machine.cluster import load_cluster
     from m6.training.dry_run import dry_run as run
     from m6.training.dry_run import report
 
     settings = load_config(config, tuple(overrides or ()))
+    check_has_model(settings, config)
     nodes = None if cluster is None else load_cluster(cluster).first(world).nodes[0]
     if settings.expert_store is not None:
         from m6.training.offloading import dry_plan
@@ -295,6 +299,7 @@ def _planner(
     Raises:
         UserError: a file or a value is wrong, or the run has no Pseudo stage.
     """
+    from m6.config.checks import check_has_model
     from m6.config.run import load_config
     from m6.errors import UserError
     from m6.planning.machine.cluster import load_cluster
@@ -304,6 +309,7 @@ def _planner(
     from m6.planning.search.stages import pseudo_sharing
 
     settings = load_config(config, tuple(overrides or ()))
+    check_has_model(settings, config)
     whole: Cluster = load_cluster(cluster)
     calibration = Profile() if profile is None else load_profile(profile)
     if stage == "pseudo" and settings.m6.pseudo_to_real is None:

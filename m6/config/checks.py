@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m6.architecture.configuration import M6Config
@@ -16,6 +17,20 @@ from moe.expert_parallel import exchange_steps
 
 if TYPE_CHECKING:
     from m6.tokenizers.text import M6Tokenizer
+
+
+def check_has_model(config: RunConfig, path: Path) -> None:
+    """Raises UserError if the JSON of a run without initial weights says nothing of the model's size.
+
+    That of a fine-tuning is such a JSON: its model would be the one of the defaults.
+    """
+    section = config.document["m6"]
+    sizes = {"num_layers", "hidden_size"} & (section.get("model") or {}).keys()
+    if config.m6.init is None and not sizes and config.m6.moe is None:
+        raise UserError(
+            f"{path}: m6.model has no num_layers and no hidden_size, as the JSON of a fine-tuning, whose model is that "
+            "of a run: give the run by --init to m6 finetune or m6 submit"
+        )
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:

@@ -160,10 +160,14 @@ class DeepSpeedSettings(BaseModel):
         """
         per_step = self.micro_batch_size * replicas
         if self.train_batch_size % per_step:
+            share, rest = divmod(self.train_batch_size, replicas)
+            fitting = max((n for n in range(1, self.micro_batch_size) if not rest and share % n == 0), default=None)
+            # First the remedy that leaves the training as it is.
+            same_batch = "" if fitting is None else f"train_micro_batch_size_per_gpu {fitting}, or "
             raise UserError(
                 f"train_batch_size {self.train_batch_size} is not a multiple of train_micro_batch_size_per_gpu "
-                f"{self.micro_batch_size} x {replicas} ranks = {per_step}; "
-                f"try train_batch_size {max(1, round(self.train_batch_size / per_step)) * per_step}"
+                f"{self.micro_batch_size} x {replicas} ranks = {per_step}; try {same_batch}"
+                f"train_batch_size {max(1, round(self.train_batch_size / per_step)) * per_step}"
             )
         accumulation = self.train_batch_size // per_step
         if self.stated_accumulation not in (None, accumulation):

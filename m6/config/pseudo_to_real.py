@@ -23,7 +23,10 @@ def check_pseudo_to_real(settings: PseudoToRealSettings, model: M6Config, run: M
     """Raises UserError if the section contradicts itself, the model or the rest of the run."""
     total_steps = run.training.total_steps
     if run.init is not None:
-        raise UserError("m6.pseudo_to_real: a run that starts from the weights of m6.init has no Pseudo stage")
+        raise UserError(
+            "m6.pseudo_to_real: a run that starts from the weights of m6.init has no Pseudo stage; set it to null, or "
+            "fine-tune with a JSON of configs/finetune"
+        )
     if settings.switch_step >= total_steps:
         raise UserError(
             f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "

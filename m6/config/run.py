@@ -166,6 +166,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     Raises:
         UserError: a key or value is wrong, or two of them contradict each other; the message names them.
     """
+    if document.get("model_type") == M6Config.model_type:
+        raise UserError("belongs to an exported model; expected the JSON or the folder of a run")
     if "m6" not in document:
         raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
     deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from m6.config.checks import check_world_size
+from m6.config.checks import check_has_model, check_world_size
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_text
@@ -83,6 +83,8 @@ def plan_submission(
     job = load_job(job_path)
     if init is None:
         config = load_config(config_path, overrides)
+        if not (run / "config.json").exists():
+            check_has_model(config, config_path)
     else:
         from m6.checkpoints.initial import load_finetuning_config
 

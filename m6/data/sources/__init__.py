@@ -45,12 +45,16 @@ def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Sour
 
     Raises:
         UserError: as ``find_source``; an option names a column that none of the sources reads, or a licence of none
-            of the user's own; or there is a column of contexts and none of labels.
+            of the user's own; or there is a column of contexts or of questions and none of labels.
     """
     if options.context_column is not None and options.label_column is None:
         raise UserError(
             f"--context-column {options.context_column}: a context belongs to a labelled text; "
             "name the column of labels by --label-column"
+        )
+    if options.question_column is not None and options.label_column is None:
+        raise UserError(
+            f"--question-column {options.question_column}: name the column of the answers by --label-column"
         )
     sources = [find_source(specifier, options) for specifier in specifiers]
     own = [source for source in sources if isinstance(source, LocalSource | HubTable)]
@@ -93,8 +97,9 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
         raise UserError(f'"{specifier}" names no source: give the file or the folder by its path')
     path = Path(location)
     if not path.exists():
-        hint = nearest(specifier, BUILT_IN)
-        raise UserError(f'there is no source and no file or folder "{specifier}"{hint}')
+        if name or "/" in location:
+            raise UserError(f"{location}: no such file or folder" + (f' (source "{name}")' if name else ""))
+        raise UserError(f'there is no source and no file or folder "{specifier}"{nearest(specifier, BUILT_IN)}')
     return open_path(name or _name(path.resolve().name), path, options)
 
 

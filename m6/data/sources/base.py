@@ -48,7 +48,8 @@ class SourceOptions:
         passage_chars: longest passage in characters; documents are cut into passages.
         text_column: column of texts or captions.
         image_column: column of pictures; None: ``image`` if it exists.
-        label_column: column of labels for classification.
+        question_column: column of questions about pictures, which are read instead of texts.
+        label_column: column of labels for classification, or of the answers to the questions.
         context_column: column of what belongs to a labelled text, such as the article of a headline.
         split_column: column that names the split of a row.
         group_column: column whose value rows of one split share, such as a photographer or a dish.
@@ -60,6 +61,7 @@ class SourceOptions:
     passage_chars: int = 256
     text_column: str = "text"
     image_column: str | None = None
+    question_column: str | None = None
     label_column: str | None = None
     context_column: str | None = None
     split_column: str | None = None
@@ -67,10 +69,16 @@ class SourceOptions:
     licence: str | None = None
     licences: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def written_column(self) -> str:
+        """The column of what is written about a picture: questions, or else captions."""
+        return self.question_column or self.text_column
+
     def columns(self) -> dict[str, str]:
         """Returns the chosen columns by what they hold: "text", and "image", "label" and so on where given."""
         chosen = {
-            "text": self.text_column,
+            "text": None if self.question_column else self.text_column,
+            "question": self.question_column,
             "image": self.image_column,
             "label": self.label_column,
             "context": self.context_column,

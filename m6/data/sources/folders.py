@@ -6,6 +6,7 @@ reading, and links may lead out of the folder.
 
 import codecs
 import csv
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from m6.data.sources.local import (
     group_of_row,
     label_of_row,
     own_splits,
+    picture_kind,
     require_column,
     split_of_folder,
     split_of_row,
     unreadable_reason,
+    written,
 )
 from m6.errors import UserError
 
@@ -61,8 +64,10 @@ class PictureFolder(LocalSource):
             )
         # Only files that are read count in the checksum; opening a named pipe or a device could block forever.
         pictures = [file for file in self._pictures if unreadable_reason(folder, file) is None]
+        if not self._metadata:  # no columns, so no questions
+            options = dataclasses.replace(options, question_column=None)
         super().__init__(name, folder, [*pictures, *(self._metadata or captions)], options)
-        self.own_splits = own_splits(options, splits)
+        self.own_splits, self.kind = own_splits(options, splits), picture_kind(options)
         if self._metadata:
             self.columns = {
                 role: column for role, column in options.columns().items() if role not in ("image", "context")
@@ -107,19 +112,23 @@ class PictureFolder(LocalSource):
                     require_column(column, entry, metadata)
             file_name = (parent / str(entry.get("file_name"))).as_posix()
             named.add(self._folder / file_name)
-            yield self._row(file_name, entry.get(self._options.text_column), entry)
+            # A picture may have several questions.
+            identity = f"{file_name}:{number}" if self._options.question_column else file_name
+            yield self._row(file_name, entry.get(self._options.written_column), entry, identity)
 
-    def _row(self, file_name: str, text: object, entry: dict[str, Any]) -> Row:
+    def _row(self, file_name: str, text: object, entry: dict[str, Any], identity: str | None = None) -> Row:
+        identity = identity or file_name
         picture = self._folder / file_name
         split, problem = split_of_row(entry, self._options)
         problem = unreadable_reason(self._folder, picture) or problem
         if problem is not None:
-            return self._bad(file_name, problem)
-        text = text if isinstance(text, str) else ""
+            return self._bad(identity, problem)
+        field = written(text if isinstance(text, str) else "", self._options)
         answer = picture.parent.name if self._classes else label_of_row(entry, self._options)
         group = group_of_row(entry, self._options)
         split = split or split_of_folder(Path(file_name))
-        return Row(f"{self.name}/{file_name}", group, text, picture.read_bytes(), answer=answer, split=split)
+        image = picture.read_bytes()
+        return Row(f"{self.name}/{identity}", group, image=image, answer=answer, split=split, **field)
 
     def _bad(self, name: str, problem: str) -> Row:
         return Row(f"{self.name}/{name}", None, problem=problem)

@@ -36,7 +36,8 @@ class LocalSource:
         options: must have a licence for this name.
 
     Attributes:
-        columns: which column is read as "text", "image", "label", "split" and "group"; empty for files without columns.
+        columns: which column is read as "text", "question", "image", "label", "split" and "group"; empty for files
+            without columns.
 
     Raises:
         UserError: no licence was given.
@@ -130,6 +131,16 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
     return TOO_LARGE if is_large else None
 
 
+def picture_kind(options: SourceOptions) -> SourceKind:
+    """The kind of a source of pictures with columns."""
+    return "vqa" if options.question_column else "image_text"
+
+
+def written(text: str, options: SourceOptions) -> dict[str, str]:
+    """Returns the field of a row of a picture that holds what was read from ``options.written_column``."""
+    return {"question" if options.question_column else "text": text}
+
+
 def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
     """Returns the label that a row names in its label column; None without a label column or a value."""
     value = None if options.label_column is None else entry.get(options.label_column)
@@ -146,4 +157,5 @@ def require_column(column: str, columns: Iterable[str], where: object) -> None:
     """Raises UserError if ``column`` is not in ``columns``; ``where`` names the file or data set in the message."""
     columns = list(columns)
     if column not in columns:
-        raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}')
+        remedy = "; name another by --text-column" if column == SourceOptions.text_column else ""
+        raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}{remedy}')

@@ -68,7 +68,7 @@ def _source(
         _refuse_links(folder, files)
         table = LocalTable(name, folder, files, options)
         # Rows may name pictures by their path.
-        return table, (*tables, "other", *(("pictures",) if table.kind == "image_text" else ()))
+        return table, (*tables, "other", *(("pictures",) if table.kind in ("image_text", "vqa") else ()))
     documents = [file for form in Documents.FORMATS for file in forms.get(form, ())]
     if documents:
         _refuse_links(folder, documents)

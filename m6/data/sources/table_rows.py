@@ -6,7 +6,14 @@ from typing import Any
 
 from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import group_of_row, group_of_text, label_of_row, split_of_row, unreadable_reason
+from m6.data.sources.local import (
+    group_of_row,
+    group_of_text,
+    label_of_row,
+    split_of_row,
+    unreadable_reason,
+    written,
+)
 from m6.data.sources.text import passages
 
 
@@ -28,12 +35,13 @@ def picture_row(
         folder: folder that paths are relative to; None: paths are not followed.
         options: the other columns.
     """
-    split, problem = split_or_problem(entry, split, options)
+    split, problem = split_or_problem(entry, options.written_column, split, options)
     if problem is not None:
         return Row(identity, identity, problem=problem)
     image, problem = _picture_or_problem(entry.get(column), folder)
     group, label = group_of_row(entry, options), label_of_row(entry, options)
-    return Row(identity, group, entry[options.text_column], image, answer=label, split=split, problem=problem)
+    field = written(entry[options.written_column], options)
+    return Row(identity, group, image=image, answer=label, split=split, problem=problem, **field)
 
 
 def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
@@ -45,7 +53,7 @@ def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, opti
         split: the split of the whole table, if it is one.
         options: columns, and the length of passages.
     """
-    split, problem = split_or_problem(entry, split, options)
+    split, problem = split_or_problem(entry, options.text_column, split, options)
     if problem is not None:
         yield Row(identity, identity, problem=problem)
         return
@@ -59,10 +67,10 @@ def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, opti
 
 
 def split_or_problem(
-    entry: Mapping[str, Any], split: Split | None, options: SourceOptions
+    entry: Mapping[str, Any], column: str, split: Split | None, options: SourceOptions
 ) -> tuple[Split | None, str | None]:
-    """Returns the split of an entry, and why it cannot be used: it has no text, or an unknown split."""
-    text = entry.get(options.text_column)
+    """Returns the split of an entry, and why it cannot be used: its ``column`` has no text, or an unknown split."""
+    text = entry.get(column)
     if not isinstance(text, str):
         return None, f"the text is {'null' if text is None else type(text).__name__}"
     named, problem = split_of_row(entry, options)

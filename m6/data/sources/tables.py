@@ -21,6 +21,7 @@ from m6.data.sources.local import (
     group_of_text,
     label_of_row,
     own_splits,
+    picture_kind,
     require_column,
     split_of_file,
     split_of_name,
@@ -241,10 +242,16 @@ class _Table:
             self._image_column = "image"
         self.columns = options.columns()
         self.kind: SourceKind = "text"
-        if self._image_column or options.label_column:
-            self.kind = "image_text" if self._image_column else "labelled_text"
-        if self.kind == "image_text":
+        if self._image_column:
+            self.kind = picture_kind(options)
             self.columns.pop("context", None)
+        elif options.question_column:
+            raise UserError(
+                f'--question-column {options.question_column}: questions are about pictures, of which "{name}" has no '
+                "column; name it by --image-column"
+            )
+        elif options.label_column:
+            self.kind = "labelled_text"
         for part in parts:
             for column in self.columns.values():
                 if part.columns:
@@ -282,7 +289,7 @@ class _Table:
         if not options.label_column:
             yield from text_rows(entry, identity, part.split, options)
             return
-        split, problem = split_or_problem(entry, part.split, options)
+        split, problem = split_or_problem(entry, options.text_column, part.split, options)
         if problem is not None:
             yield Row(identity, identity, problem=problem)
             return

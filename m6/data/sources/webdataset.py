@@ -17,9 +17,11 @@ from m6.data.sources.local import (
     group_of_row,
     label_of_row,
     own_splits,
+    picture_kind,
     require_column,
     split_of_file,
     split_of_row,
+    written,
 )
 from m6.errors import UserError
 
@@ -28,8 +30,8 @@ class WebDataset(LocalSource):
     """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
 
     Other members are not read; in particular, nothing is unpickled. No member is written to disk or followed: a row of
-    a link, of a name outside of the archive, or of a very large file has a problem. Split and group columns are those
-    of ``key.json``.
+    a link, of a name outside of the archive, or of a very large file has a problem. Questions, labels, splits and
+    groups are those of ``key.json``.
     A tar file, or else its folder, may also be named after its split, such as ``train-0000.tar``.
     """
 
@@ -38,6 +40,7 @@ class WebDataset(LocalSource):
         self._splits = {path: split_of_file(path.relative_to(folder)) for path in paths}
         self.own_splits = own_splits(options, self._splits.values())
         self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
+        self.kind = picture_kind(options)
         self._must_check = False
 
     def rows(self) -> Iterator[Row]:
@@ -48,7 +51,7 @@ class WebDataset(LocalSource):
                 yield from self.rows_of(path)
             except (tarfile.TarError, EOFError) as error:
                 raise UserError(f"{path} is not a complete tar file: {error}") from None
-        missing = self.columns.keys() & {"label", "split", "group"}
+        missing = self.columns.keys() & {"question", "label", "split", "group"}
         if missing and self._must_check:
             raise UserError(
                 f'"{self.name}": --{min(missing)}-column names a key of .json members, and its tar files have none'
@@ -86,7 +89,8 @@ class WebDataset(LocalSource):
                 if role != "text" or ".txt" not in parts:
                     require_column(column, entry, f"{identity}.json")
         try:
-            text = parts.get(".txt", b"").decode("utf-8-sig") or entry.get(self._options.text_column)
+            caption = b"" if self._options.question_column else parts.get(".txt", b"")
+            text = caption.decode("utf-8-sig") or entry.get(self._options.written_column)
         except UnicodeDecodeError:
             return Row(identity, None, problem="not UTF-8")
         named, problem = split_of_row(entry, self._options)
@@ -95,9 +99,9 @@ class WebDataset(LocalSource):
         if problem:
             return Row(identity, None, problem=problem)
         group = group_of_row(entry, self._options)
-        text = text if isinstance(text, str) else ""
+        field = written(text if isinstance(text, str) else "", self._options)
         label = label_of_row(entry, self._options)
-        return Row(identity, group, text, images[0], answer=label, split=named or split)
+        return Row(identity, group, image=images[0], answer=label, split=named or split, **field)
 
 
 def _key(member: tarfile.TarInfo) -> str:

@@ -31,6 +31,7 @@ from tests.fixtures.command import m6, user_error
         (["--captions", "missing.txt", "--out", "grid.png"], "missing.txt: not a readable text file"),
         (["红", "--out", "grid.png", "--top-p", "2"], "top_p must be in (0, 1], found 2.0"),
         (["红", "--out", "grid.png", "--guidance", "inf"], "guidance_scale must be from 0 to 1000, found inf"),
+        (["红", "--out", "grid.jpg"], "--out grid.jpg: pictures are written as PNG; expected a name that ends in .png"),
         (["红", "--out", "."], "--out . is a folder; expected the PNG to write"),
         (["红", "--out", "grid.png", "--num-beams", "2"], "--num-beams is for texts"),
         (["今天", "--decoding", "masked"], "--decoding is for pictures, which --out and --out-dir draw"),

@@ -213,6 +213,16 @@ def test_commands_on_a_folder_that_is_no_run(tmp_path: Path):
         assert contents(tmp_path) == before
 
 
+def test_commands_on_an_exported_model(run: Path, tmp_path: Path):
+    assert m6("export", run, "--hf", tmp_path / "hf").code == 0
+    expected = (
+        f"{tmp_path / 'hf' / 'config.json'}: belongs to an exported model; expected the JSON or the folder of a run"
+    )
+    for arguments in (["evaluate"], ["downstream"]):
+        assert user_error(*arguments, tmp_path / "hf") == expected
+    assert user_error("export", tmp_path / "hf", "--hf", tmp_path / "other") == expected
+
+
 def test_commands_on_a_run_without_a_checkpoint(run: Path, tmp_path: Path):
     (run / "checkpoints" / "step_00000100" / MANIFEST).unlink()
     before = contents(tmp_path)

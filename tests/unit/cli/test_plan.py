@@ -79,6 +79,14 @@ def test_curve_and_frontier_list_numbers_of_devices(tmp_path: Path):
     assert png.stat().st_size > 0
 
 
+def test_a_file_is_no_folder_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is refused before the search."""
+    monkeypatch.setattr("m6.cli.plan._planner", None)
+    (tmp_path / "plan").touch()
+    with pytest.raises(UserError, match="plan: is a file; expected the folder to write to"):
+        run(CONFIG, *MACHINE, "--out", str(tmp_path / "plan"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

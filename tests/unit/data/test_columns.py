@@ -5,6 +5,7 @@ import json
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,7 +20,7 @@ def png(level: int) -> bytes:
     return buffer.getvalue()
 
 
-ENTRY = {"text": "一只猫", "kind": "cat", "dish": "d1"}
+ENTRY = {"text": "一只猫", "kind": "cat", "dish": "d1", "ask": "有几只猫？"}
 
 
 @pytest.fixture
@@ -73,6 +74,61 @@ def test_labels_and_groups_of_pictures(form: str, request: pytest.FixtureRequest
         )
 
 
+@pytest.fixture
+def table(metadata: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "table.jsonl"
+    path.write_text(json.dumps({"image": "photos/a.png", **ENTRY}))
+    return path
+
+
+@pytest.mark.parametrize("form", ["metadata", "tar", "table"])
+def test_questions_about_pictures(form: str, request: pytest.FixtureRequest, tmp_path: Path):
+    path = request.getfixturevalue(form)
+    [source] = find_sources([f"mine={path}"], options(tmp_path, question="ask", label="kind"))
+    [row] = source.rows()
+    assert (row.text, row.question, row.answer, row.problem) == ("", "有几只猫？", "cat", None)
+    manifest, _ = build([source], tmp_path / "out", BuildSettings(validation_share=0.0, test_share=0.0))
+    assert manifest.sources["mine"].kind == "vqa"
+    assert manifest.split("mine", "train").rows == 1
+    columns = manifest.sources["mine"].origin[0].columns
+    assert columns == {"question": "ask", "label": "kind", **({"image": "image"} if form == "table" else {})}
+    with pytest.raises(UserError, match="--question-column ask: name the column of the answers by --label-column"):
+        find_sources([str(path)], options(tmp_path, question="ask"))
+    with pytest.raises(UserError, match='has no column "asks"; did you mean "ask"'):
+        list(find_sources([str(path)], options(tmp_path, question="asks", label="kind"))[0].rows())
+
+
+def test_questions_of_one_picture_are_in_one_split(metadata: Path, tmp_path: Path):
+    """Also those of a picture that is nearly the same."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(12):
+        picture = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)).resize((96, 96))
+        for name, side in ((f"{number}.png", 96), (f"{number}_small.png", 64)):
+            picture.resize((side, side)).save(metadata / name)
+            lines += [{"file_name": name, "ask": ask, "kind": "cat"} for ask in ("有几只猫？", "是什么？")]
+    (metadata / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (metadata / "a.png").unlink()
+    sources = find_sources([f"mine={metadata}"], options(tmp_path, question="ask", label="kind"))
+    assert len({row.id for row in sources[0].rows()}) == 48
+    manifest, _ = build(sources, tmp_path / "out", BuildSettings(validation_share=0.3, test_share=0.3))
+    assert manifest.sources["mine"].groups == 12
+    assert all(rows.rows % 4 == 0 for rows in manifest.sources["mine"].splits.values())
+
+
+def test_questions_without_pictures_are_refused(tmp_path: Path):
+    table = tmp_path / "table.jsonl"
+    table.write_text(json.dumps(ENTRY))
+    with pytest.raises(UserError, match=r"questions are about pictures, of which .* name it by --image-column"):
+        find_sources([str(table)], options(tmp_path, question="ask", label="kind"))
+
+
+def test_captions_of_another_name(metadata: Path, tmp_path: Path):
+    (metadata / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "caption": "一只猫"}))
+    with pytest.raises(UserError, match='no column "text"; valid: caption, file_name; name another by --text-column'):
+        list(find_sources([str(metadata)], options(tmp_path))[0].rows())
+
+
 @pytest.mark.parametrize("role", ["label", "split", "group"])
 @pytest.mark.parametrize("form", ["metadata", "tar"])
 def test_the_nearest_column_is_named(form: str, role: str, request: pytest.FixtureRequest, tmp_path: Path):
@@ -95,9 +151,7 @@ def test_texts_beside_a_source_with_the_column(texts: Path, metadata: Path, tmp_
 
 @pytest.mark.parametrize("form", ["metadata", "tar", "table"])
 def test_pictures_have_no_contexts(form: str, request: pytest.FixtureRequest, tmp_path: Path):
-    table = tmp_path / "table.jsonl"
-    table.write_text(json.dumps({"image": "photos/a.png", **ENTRY}))
-    path = table if form == "table" else request.getfixturevalue(form)
+    path = request.getfixturevalue(form)
     with pytest.raises(UserError, match=r"--context-column dish: .* has no such column"):
         find_sources([str(path)], options(tmp_path, label="kind", context="dish"))
 

@@ -71,7 +71,7 @@ def save(folder: Path, rows: dict[str, int]) -> None:
 
 
 def test_the_page_has_all_forms():
-    assert len(list(forms())) == 9
+    assert len(list(forms())) == 10
 
 
 @pytest.mark.parametrize(("tree", "rows", "rest"), forms())
@@ -80,7 +80,9 @@ def test_a_form_of_the_page(
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = make(tree, tmp_path / "own")
-    source = find_source(f"mine={path}", SourceOptions(cache=tmp_path, licence="private"))
+    columns = {"question_column": "question", "label_column": "answer"} if "question" in tree else {}
+    source = find_source(f"mine={path}", SourceOptions(cache=tmp_path, licence="private", **columns))
+    assert source.kind == "vqa" if "kind vqa" in rest else source.kind in ("image_text", "text")
     settings = BuildSettings(max_bad_share=0.5, validation_share=0.0, test_share=0.0)
     manifest, _ = build([source], tmp_path / "out", settings)
     entry = manifest.sources["mine"]
