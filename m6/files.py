@@ -13,6 +13,8 @@ from typing import Any
 
 from m6.errors import StorageError, UserError
 
+_MISSING = (FileNotFoundError, NotADirectoryError)
+
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -34,13 +36,13 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or isinstance(error, FileNotFoundError):
+        if error.errno is None or isinstance(error, _MISSING):
             raise
         raise StorageError(f"{path} cannot be read: {os.strerror(error.errno)}") from None
 
 
 def check_readable(*paths: Path) -> None:
-    """Reads small files before a library does that cannot tell a lost file server from a damaged file.
+    """Reads files of at most some MB before a library does that cannot tell a lost file server from a damaged file.
 
     What is missing is left to the library.
 
@@ -48,7 +50,7 @@ def check_readable(*paths: Path) -> None:
         StorageError: a file cannot be read.
     """
     for path in paths:
-        with contextlib.suppress(FileNotFoundError), reading(path):
+        with contextlib.suppress(*_MISSING), reading(path):
             path.read_bytes()
 
 

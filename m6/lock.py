@@ -107,8 +107,8 @@ class FolderLock:
 def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yields a folder beside ``path``; on success it is synced and gets this name, after an exception it is removed.
 
-    A process that was killed leaves ``NAME.partial-PID``, and for a moment ``NAME.replaced-PID``. The next one that
-    writes ``path`` removes them, or gives what was replaced by nothing its name again.
+    A process that was killed leaves ``NAME.partial-PID``, or, between two renames, the old folder as
+    ``NAME.replaced-PID``. The next one that writes ``path`` removes the first and gives the second its name again.
 
     Args:
         path: a folder that does not exist or is empty at the end.

@@ -19,6 +19,11 @@ _FOLDER = re.compile(r"step_(\d{8,})")
 _VISIBLE_AFTER_S, _POLL_S = 90.0, 1.0
 
 
+def step_folder(step: int) -> str:
+    """The name of the folder of the checkpoint after ``step`` optimizer steps."""
+    return f"step_{step:08d}"
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """The folders of the complete checkpoints in ``root``, oldest first."""
     if not root.is_dir():

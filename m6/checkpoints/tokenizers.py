@@ -76,7 +76,7 @@ def with_kept_tokenizers(root: Path, config: RunConfig) -> RunConfig:
     The folders that it names may be gone, or hold other tokenizers by now.
     """
     types = {TOKENIZER: Path, IMAGE_TOKENIZER: str}  # an image tokenizer may be a name on the Hub
-    kept = {name: types[name](root / name) for name in _FOLDERS if (root / name).is_dir()}
+    kept = {name: as_type(root / name) for name, as_type in types.items() if (root / name).is_dir()}
     return replace(config, m6=config.m6.model_copy(update={"data": config.m6.data.model_copy(update=kept)}))
 
 

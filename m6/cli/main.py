@@ -105,7 +105,7 @@ def _train(
     folder = RunDirectory(run or Path("runs") / config.stem)
     if init is None:
         settings = load_config(config, tuple(overrides or ()))
-        if not (folder.root / "config.json").exists():
+        if restart or not (folder.root / "config.json").exists():
             check_has_model(settings, config)
     else:
         from m6.checkpoints.initial import load_finetuning_config

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def check_has_model(config: RunConfig, path: Path) -> None:
-    """Raises UserError if the JSON of a run without initial weights says nothing of the model's size.
+    """Raises UserError if the JSON of a run says nothing of the model's size.
 
     That of a fine-tuning is such a JSON: its model would be the one of the defaults.
     """
     section = config.document["m6"]
     sizes = {"num_layers", "hidden_size"} & (section.get("model") or {}).keys()
-    if config.m6.init is None and not sizes and config.m6.moe is None:
+    if not sizes and config.m6.moe is None:
         raise UserError(
-            f"{path}: m6.model has no num_layers and no hidden_size, as the JSON of a fine-tuning, whose model is that "
-            "of a run: give the run by --init to m6 finetune or m6 submit"
+            f"{path}: m6.model has no num_layers and no hidden_size; this looks like the JSON of a fine-tuning, which "
+            "takes its model from a run: give that by --init to m6 finetune or m6 submit"
         )
 
 

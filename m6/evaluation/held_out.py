@@ -13,6 +13,7 @@ from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard
 from m6.data.objectives import OBJECTIVES, reads_codes, source_kind
 from m6.data.overlap import describe_shared
 from m6.data.pretraining import PretrainingData
+from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.runs.data import kept_sources, open_data
 
@@ -39,15 +40,16 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
             f"{run_dir} learned from {settings.data.path.absolute()}, which is missing; give another folder by --data"
         )
     manifest = Manifest.load(folder or settings.data.path)
-    names = list(manifest.sources) if folder is not None else _learned(manifest, settings.data.sources)
+    learned = None if folder is not None else source_weights(manifest, "train", settings.data.sources)
+    names = manifest.sources if learned is None else learned
     sources = {name: 1.0 for name in names if manifest.split(name, split).rows}
     kinds = {manifest.sources[name].kind for name in sources}
     active = [name for name in OBJECTIVES if settings.objectives.of(name).weight > 0]
     read = [name for name in active if source_kind(name) in kinds]
     if not sources:
         raise UserError(
-            f'{manifest.folder}: split "{split}" is empty; build the data with a larger --validation-share or '
-            "--test-share, or evaluate another split by --split"
+            f'{manifest.folder}: split "{split}" of {", ".join(names)} is empty; build the data with a larger '
+            "--validation-share or --test-share, or evaluate another split by --split"
         )
     if not read:
         wanted = " or ".join(sorted({f'"{source_kind(name)}"' for name in active}))
@@ -74,13 +76,6 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
     )
     objectives = settings.objectives.model_copy(update=silent)
     return open_data(replace(config, m6=settings.model_copy(update={"data": data, "objectives": objectives})), split)
-
-
-def _learned(manifest: Manifest, weights: dict[str, float] | None) -> list[str]:
-    """The sources that a run with these weights learns from: without any, those with training rows."""
-    if weights is None:
-        return [name for name in manifest.sources if manifest.split(name, "train").rows]
-    return [name for name, weight in weights.items() if weight > 0]
 
 
 def describe_left_out(config: RunConfig, data: PretrainingData) -> str:
@@ -114,8 +109,9 @@ def describe_other_training(run_dir: Path, manifest: Manifest, sources: Sequence
     own = {shard.sha256 for name in sources for shard in _shards(manifest, name)}
     sentences = []
     for run, known in runs:
-        trained = set() if known is None else {shard.sha256 for name in known.sources for shard in _shards(known, name)}
-        if not own & trained:
+        if known is None:
+            sentences.append(f"{run} kept no record of its data: what of it is in these rows is not known.")
+        elif not own & {shard.sha256 for name in known.sources for shard in _shards(known, name)}:
             sentences.append(f"{run} learned from other data: what of it is in these rows was not counted.")
     return " ".join(sentences)
 

@@ -13,7 +13,7 @@ import torch
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.checkpoints.ancestry import kept_initial
-from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.discovery import complete_checkpoints, step_folder
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.initial import ExportedWeights
 from m6.checkpoints.loading import (
@@ -162,12 +162,12 @@ def _load_initial_weights(
         load_weights(model, ExportedWeights(init))
         return "before fine-tuning", None
     record = kept_initial(run_dir)
-    readers = [CheckpointReader(folder) for folder in complete_checkpoints(RunDirectory(init).checkpoints)]
-    # The run in ``init`` may have gone on.
-    readers = [reader for reader in readers if record is None or reader.state["step"] == record.steps]
-    if not readers:
+    folders = complete_checkpoints(RunDirectory(init).checkpoints)
+    if record is not None:  # the run in ``init`` may have gone on
+        folders = [folder for folder in folders if folder.name == step_folder(record.steps)]
+    if not folders:
         return None, f"{init} no longer holds " + ("a checkpoint" if record is None else f"that of step {record.steps}")
-    load_weights(model, open_plain_model(readers[-1]))
+    load_weights(model, open_plain_model(CheckpointReader(folders[-1])))
     return "before fine-tuning", None
 
 

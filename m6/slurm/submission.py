@@ -83,7 +83,7 @@ def plan_submission(
     job = load_job(job_path)
     if init is None:
         config = load_config(config_path, overrides)
-        if not (run / "config.json").exists():
+        if restart or not (run / "config.json").exists():
             check_has_model(config, config_path)
     else:
         from m6.checkpoints.initial import load_finetuning_config

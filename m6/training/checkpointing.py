@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from m6.architecture.adapter_names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
-from m6.checkpoints.discovery import complete_checkpoints, remove_half_written
+from m6.checkpoints.discovery import complete_checkpoints, remove_half_written, step_folder
 from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
@@ -104,7 +104,7 @@ class Checkpointer:
 
     def folder(self, step: int) -> Path:
         """The folder of the checkpoint after ``step`` optimizer steps."""
-        return self.root / f"step_{step:08d}"
+        return self.root / step_folder(step)
 
     def wait(self) -> None:
         """Waits until the current checkpoint is on disk; StorageError if it could not be written."""
@@ -139,9 +139,10 @@ class Checkpointer:
         over = threading.Event()
 
         def touch() -> None:
-            while time.monotonic() < self._deadline and not over.is_set():
-                with contextlib.suppress(OSError):  # the write itself tells of a disk that fails
-                    os.utime(self.root.parent / PROGRESS)
+            while not over.is_set():
+                if time.monotonic() < self._deadline:  # which moves when rank 0 has written its own part
+                    with contextlib.suppress(OSError):  # the write itself tells of a disk that fails
+                        os.utime(self.root.parent / PROGRESS)
                 over.wait(_ALIVE_S)
 
         if self.runtime.is_main:

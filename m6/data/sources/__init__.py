@@ -56,6 +56,10 @@ def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Sour
         raise UserError(
             f"--question-column {options.question_column}: name the column of the answers by --label-column"
         )
+    if options.question_column is not None and options.text_column != SourceOptions.text_column:
+        raise UserError(
+            f"--text-column {options.text_column}: with --question-column no captions are read; leave one of them out"
+        )
     sources = [find_source(specifier, options) for specifier in specifiers]
     own = [source for source in sources if isinstance(source, LocalSource | HubTable)]
     names = [source.name for source in own]
@@ -97,9 +101,11 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
         raise UserError(f'"{specifier}" names no source: give the file or the folder by its path')
     path = Path(location)
     if not path.exists():
-        if name or "/" in location:
-            raise UserError(f"{location}: no such file or folder" + (f' (source "{name}")' if name else ""))
-        raise UserError(f'there is no source and no file or folder "{specifier}"{nearest(specifier, BUILT_IN)}')
+        called = f' (source "{name}")' if name else ""
+        if "/" in location:
+            raise UserError(f"{location}: no such file or folder{called}")
+        hint = nearest(location, BUILT_IN)
+        raise UserError(f'there is no source and no file or folder "{location}"{called}{hint}')
     return open_path(name or _name(path.resolve().name), path, options)
 
 

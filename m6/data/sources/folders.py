@@ -108,8 +108,8 @@ class PictureFolder(LocalSource):
                 continue
             if not checked:
                 checked = True
-                for column in ("file_name", *self.columns.values()):
-                    require_column(column, entry, metadata)
+                for role, column in (("", "file_name"), *self.columns.items()):
+                    require_column(column, entry, metadata, role)
             file_name = (parent / str(entry.get("file_name"))).as_posix()
             named.add(self._folder / file_name)
             # A picture may have several questions.

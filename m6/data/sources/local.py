@@ -153,9 +153,17 @@ def context_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | No
     return None if value is None else str(value)[: options.passage_chars]
 
 
-def require_column(column: str, columns: Iterable[str], where: object) -> None:
-    """Raises UserError if ``column`` is not in ``columns``; ``where`` names the file or data set in the message."""
+def require_column(column: str, columns: Iterable[str], where: object, role: str = "") -> None:
+    """Raises UserError if ``column`` is not in ``columns``.
+
+    Args:
+        column: the column that is read.
+        columns: those that are there.
+        where: names the file or data set in the message.
+        role: what the column holds, as in ``SourceOptions.columns``.
+    """
     columns = list(columns)
     if column not in columns:
-        remedy = "; name another by --text-column" if column == SourceOptions.text_column else ""
+        # Other columns than this one are only read where the user named them.
+        remedy = "; name another by --text-column" if (role, column) == ("text", SourceOptions.text_column) else ""
         raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}{remedy}')

@@ -253,9 +253,9 @@ class _Table:
         elif options.label_column:
             self.kind = "labelled_text"
         for part in parts:
-            for column in self.columns.values():
+            for role, column in self.columns.items():
                 if part.columns:
-                    require_column(column, part.columns, name)
+                    require_column(column, part.columns, name, role)
         if self._image_column:
             self.columns["image"] = self._image_column
 

@@ -87,7 +87,7 @@ class WebDataset(LocalSource):
             self._must_check = False
             for role, column in self.columns.items():
                 if role != "text" or ".txt" not in parts:
-                    require_column(column, entry, f"{identity}.json")
+                    require_column(column, entry, f"{identity}.json", role)
         try:
             caption = b"" if self._options.question_column else parts.get(".txt", b"")
             text = caption.decode("utf-8-sig") or entry.get(self._options.written_column)

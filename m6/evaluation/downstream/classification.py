@@ -75,12 +75,13 @@ def predict_by_word_counts(training: LabelledTexts, validation: LabelledTexts, t
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
 
-    def fit(strength: float) -> tuple[float, Any]:
+    def fit(strength: float) -> Any:
         vectorizer = TfidfVectorizer(analyzer="char", ngram_range=(1, 3), sublinear_tf=True, max_features=100_000)
         classifier = make_pipeline(vectorizer, LogisticRegression(C=strength, max_iter=1000))
-        classifier.fit(training.texts, training.labels)
-        return classifier.score(validation.texts, validation.labels) if validation.texts else 0.0, classifier
+        return classifier.fit(training.texts, training.labels)
 
-    strengths = _STRENGTHS if validation.texts else (1.0,)
-    _, best = max((fit(strength) for strength in strengths), key=lambda fitted: fitted[0])
+    if validation.texts:
+        best = max(map(fit, _STRENGTHS), key=lambda fitted: fitted.score(validation.texts, validation.labels))
+    else:
+        best = fit(1.0)
     return [str(label) for label in best.predict(texts)]

@@ -290,7 +290,7 @@ def test_the_json_of_a_fine_tuning_without_the_run_to_begin_with(tmp_path: Path)
     ):
         found = user_error(*arguments)
         assert "text_to_image: m6.model has no num_layers and no hidden_size" in found
-        assert "give the run by --init" in found
+        assert "give that by --init" in found
 
 
 def test_a_pseudo_stage_of_a_fine_tuning_names_the_remedy():

@@ -21,9 +21,17 @@ from m6.evaluation.report import Losses, _loss_table, report_file, write_report
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.data import open_data
 from m6.tokenizers.text import load_text_tokenizer
+from m6.training.tokenizers.text import train_text_tokenizer
 from tests.fixtures.command import user_error
 from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
-from tests.fixtures.tiny_data import ROWS, build_labelled_data, build_tiny_data, build_tiny_tokenizer
+from tests.fixtures.tiny_data import (
+    ROWS,
+    TINY_IMAGE_VOCAB_SIZE,
+    TINY_VOCAB_SIZE,
+    build_labelled_data,
+    build_tiny_data,
+    build_tiny_tokenizer,
+)
 
 SHARD = "rank_00001_000.safetensors"
 
@@ -161,12 +169,20 @@ def test_another_folder_with_the_tokenizer_that_the_run_keeps(run, tmp_path):
     assert "n-gram models are left out" in text
 
 
-def test_the_kept_tokenizer_is_read_although_the_configured_one_has_changed(run, tmp_path):
+@pytest.mark.parametrize("change", ["other", "removed"])
+def test_the_kept_tokenizer_is_read_whatever_became_of_the_configured_one(run, tmp_path, change):
     keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)
-    expected = write_report(run, run / "report.md", num_batches=1).read_text()
-    shutil.rmtree(tmp_path / "tokenizer")
+    expected = write_report(run, run / "report.md").read_text()
+    if change == "other":
+        sizes = {"vocab_size": TINY_VOCAB_SIZE, "image_vocab_size": TINY_IMAGE_VOCAB_SIZE}
+        other = {**sizes, "sample_bytes": 9000, "overwrite": True}
+        train_text_tokenizer(Manifest.load(tmp_path / "data"), tmp_path / "tokenizer", **other)
+    else:
+        shutil.rmtree(tmp_path / "tokenizer")
     (run / "baselines.json").unlink()
-    assert write_report(run, run / "report.md", num_batches=1).read_text() == expected
+    text = write_report(run, run / "report.md").read_text()
+    for objective in OBJECTIVES[:4]:
+        assert cells(text, objective) == cells(expected, objective)
 
 
 def test_a_source_without_training_rows_is_measured_by_no_model(run, tmp_path):
@@ -222,7 +238,7 @@ def test_what_cannot_be_evaluated(run, tmp_path):
     reviews = Manifest.load(labelled).sources["reviews"]
     training = reviews.model_copy(update={"splits": {"train": reviews.splits["train"]}})
     Manifest(sources={"reviews": training}).save(empty)
-    assert message("--data", empty).startswith(f'{empty}: split "validation" is empty; build the data with')
+    assert message("--data", empty).startswith(f'{empty}: split "validation" of reviews is empty; build the data with')
     expected = f'{labelled}: split "test" has no rows for the objectives of {run} ('
     assert message("--data", labelled, "--split", "test").startswith(expected)
     keep_tokenizers(run, load_text_tokenizer(tmp_path / "tokenizer"), None)

@@ -216,8 +216,10 @@ def test_unfit_vocabulary_size(tmp_path, vocab_size, message):
 
 
 def test_missing_tokenizer_and_missing_text(tmp_path):
-    with pytest.raises(UserError, match=r"holds no tokenizer.*m6 data tokenizer"):
-        load_text_tokenizer(tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UserError, match=r"holds no tokenizer.*m6 data tokenizer"):
+            load_text_tokenizer(path)
     with pytest.raises(UserError, match="no text"):
         train_text_tokenizer(text_manifest(tmp_path, {"train": []}), tmp_path / "out", 300)
 

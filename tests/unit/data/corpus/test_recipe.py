@@ -27,7 +27,7 @@ def test_shipped_recipes_are_valid(file: Path):
             {"decontamination": {"sets": [{"name": "a", "path": "b"}, {"name": "a", "path": "c"}]}},
             'two of decontamination.sets are called "a"',
         ),
-        ({"inputs": [{"source": "missing", "name": "web"}]}, 'missing: no such file or folder (source "web")'),
+        ({"inputs": [{"source": "missing", "name": "web"}]}, 'no file or folder "missing" (source "web"); valid: '),
         (
             {"inputs": [{"source": "easy_vqa_questions"}]},
             '"easy_vqa_questions" has rows of kind vqa; a corpus is made of',
