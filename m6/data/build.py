@@ -214,6 +214,11 @@ def _warn_of_splits(
                 f"{name}: {entry.shared.rows:,} of {entry.rows:,} rows of the {split} split share something with the "
                 f"training split ({entry.shared}); the manifest records it"
             )
+    if not splits["train"].rows:
+        _warn(
+            f"{name}: no row is in the training split; a run reads, and validates on, only sources that have such "
+            "rows. Files that belong together are one source: a folder with, say, train.jsonl and validation.jsonl"
+        )
     shares = {"validation": settings.validation_share, "test": settings.test_share}
     for split in ("validation", "test"):
         if not splits[split].rows and shares[split]:

@@ -121,6 +121,15 @@ def test_a_source_with_its_own_test_split_gets_no_other_test_rows(tmp_path):
     assert splits["validation"]
 
 
+def test_a_source_without_training_rows_is_told(tmp_path, capsys):
+    """A run reads none of it, not even for validation."""
+    source = Fake([Row("f/0", "0", "字", split="validation")], kind="text")
+    source.own_splits = frozenset({"validation"})
+    build([source], tmp_path / "data", BuildSettings())
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("fake: no row is in the training split; a run reads, and validates on, only sources")
+
+
 def test_a_larger_share_is_advised_only_where_it_helps(tmp_path, capsys):
     source = Fake([Row("f/0", "0", "字", split="train"), Row("f/1", "1", "句", split="train")], kind="text")
     source.own_splits = frozenset({"train"})
