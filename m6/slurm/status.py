@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
+from m6.architecture.configuration import M6Config
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import UserError
 from m6.runs.directory import PROGRESS, RunDirectory
@@ -24,6 +26,8 @@ def describe_status(root: Path) -> str:
     run = RunDirectory(root)
     if not (root / "slurm").is_dir() and not (root / "config.json").is_file():
         raise UserError(f"{root}: holds no run")
+    if _read_json(root / "config.json").get("model_type") == M6Config.model_type:
+        raise UserError(f"{root}: holds an exported model; expected the folder of a run")
     lines = [("run", os.path.abspath(root)), ("state", _state(root))]
     if (root / "slurm").is_dir():  # else it has never been submitted
         lines.append(("jobs", _jobs(root)))
@@ -99,12 +103,12 @@ def _jobs(root: Path) -> str:
     return "; ".join(jobs) or "none in the queue"
 
 
-def _read_json(path: Path) -> dict[str, float]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return value
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _age(seconds: float) -> str:

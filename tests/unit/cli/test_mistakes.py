@@ -221,6 +221,7 @@ def test_commands_on_an_exported_model(run: Path, tmp_path: Path):
     for arguments in (["evaluate"], ["downstream"]):
         assert user_error(*arguments, tmp_path / "hf") == expected
     assert user_error("export", tmp_path / "hf", "--hf", tmp_path / "other") == expected
+    assert "holds an exported model; expected the folder of a run" in user_error("status", tmp_path / "hf")
 
 
 def test_commands_on_a_run_without_a_checkpoint(run: Path, tmp_path: Path):
