@@ -179,9 +179,9 @@ def test_a_missing_key_is_named(folder: Path, key: str):
 
 
 FITTING = [
-    ({"train_batch_size": 7}, {}, r"train_batch_size 7 .*2 x 1 ranks = 2; try train_batch_size 8"),
+    ({"train_batch_size": 7}, {}, r"train_batch_size 7 .*2 x 1 ranks = 2; try .*_per_gpu 1, or train_batch_size 8"),
     ({}, {"WORLD_SIZE": "3"}, r"train_batch_size 8 .*2 x 3 ranks = 6; try train_batch_size 6"),
-    ({"train_batch_size": 1}, {}, r"train_batch_size 1 .*try train_batch_size 2"),
+    ({"train_batch_size": 1}, {}, r"train_batch_size 1 .*try train_micro_batch_size_per_gpu 1, or train_batch_size 2"),
     ({"gradient_accumulation_steps": 3}, {}, r"gradient_accumulation_steps 3 contradicts .* = 4; leave it out"),
     ({"m6.training.ep_size": 2}, {}, r"ep_size 2 does not divide the world size 1"),
     ({"m6.training.ep_size": 4, "m6.moe.num_experts": 6}, {"WORLD_SIZE": "4"}, r"ep_size 4 .*num_experts 6"),
