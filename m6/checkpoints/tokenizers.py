@@ -71,13 +71,18 @@ def find_tokenizer(root: Path, name: str, configured: Location) -> Location | Pa
 
 
 def with_kept_tokenizers(root: Path, config: RunConfig) -> RunConfig:
-    """The configuration of the run in ``root`` with the copies of its tokenizers instead of what its JSON names.
+    """The configuration of the run in ``root`` with its tokenizers where ``find_tokenizer`` finds them.
 
-    The folders that it names may be gone, or hold other tokenizers by now.
+    The folders that its JSON names may be gone, or hold other tokenizers by now.
+
+    Raises:
+        UserError: see ``find_tokenizer``.
     """
-    types = {TOKENIZER: Path, IMAGE_TOKENIZER: str}  # an image tokenizer may be a name on the Hub
-    kept = {name: as_type(root / name) for name, as_type in types.items() if (root / name).is_dir()}
-    return replace(config, m6=config.m6.model_copy(update={"data": config.m6.data.model_copy(update=kept)}))
+    data = config.m6.data
+    found: dict[str, Path | str] = {TOKENIZER: find_tokenizer(root, TOKENIZER, data.tokenizer)}
+    if data.image_tokenizer is not None:
+        found[IMAGE_TOKENIZER] = str(find_tokenizer(root, IMAGE_TOKENIZER, data.image_tokenizer))
+    return replace(config, m6=config.m6.model_copy(update={"data": data.model_copy(update=found)}))
 
 
 def _replace(folder: Path, save: Callable[[Path], object]) -> None:

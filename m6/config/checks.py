@@ -1,4 +1,4 @@
-"""Checks of a run's configuration that need its ranks, its tokenizers or its captions."""
+"""Checks of a run's configuration that need its file, its ranks, its tokenizers or its captions."""
 
 from __future__ import annotations
 

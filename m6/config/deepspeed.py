@@ -160,11 +160,10 @@ class DeepSpeedSettings(BaseModel):
         """
         per_step = self.micro_batch_size * replicas
         if self.train_batch_size % per_step:
-            share, rest = divmod(self.train_batch_size, replicas)
-            fitting = max((n for n in range(1, self.micro_batch_size) if not rest and share % n == 0), default=0)
             # First the remedy that leaves the batch and the schedule as they are.
-            is_offered = fitting and self.stated_accumulation in (None, share // fitting)
-            same_batch = f"train_micro_batch_size_per_gpu {fitting}, or " if is_offered else ""
+            fitting = [n for n in range(1, self.micro_batch_size) if self.train_batch_size % (n * replicas) == 0]
+            is_offered = fitting and self.stated_accumulation is None
+            same_batch = f"train_micro_batch_size_per_gpu {fitting[-1]}, or " if is_offered else ""
             raise UserError(
                 f"train_batch_size {self.train_batch_size} is not a multiple of train_micro_batch_size_per_gpu "
                 f"{self.micro_batch_size} x {replicas} ranks = {per_step}; try {same_batch}"

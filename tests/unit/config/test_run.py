@@ -10,7 +10,6 @@ import pytest
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
-from m6.shipped import CONFIGS
 from m6.validation import read_document
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
@@ -279,23 +278,6 @@ def test_a_folder_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in (tmp_path / "folder", "folder"):
         found = user_error("pretrain", name, "--run-dir", tmp_path / "run")
         assert found == f"{name}: is a folder; expected a JSON file"
-
-
-def test_the_json_of_a_fine_tuning_without_the_run_to_begin_with(tmp_path: Path):
-    """Its model would be that of the defaults."""
-    for arguments in (
-        ["pretrain", "text_to_image", "--run-dir", tmp_path / "run"],
-        ["plan", "text_to_image", "--cluster", "cpu_laptop"],
-        ["submit", "text_to_image", "--job", "cpu_2x1", "--run-dir", tmp_path / "run", "--dry-run"],
-    ):
-        found = user_error(*arguments)
-        assert "text_to_image: m6.model has no num_layers and no hidden_size" in found
-        assert "give that by --init" in found
-
-
-def test_a_pseudo_stage_of_a_fine_tuning_names_the_remedy():
-    with pytest.raises(UserError, match=r"has no Pseudo stage; set it to null, or fine-tune with a JSON of configs"):
-        load_config(CONFIGS / "m6_10t.json", ("m6.init=runs/base",))
 
 
 OVERRIDES = [

@@ -136,21 +136,6 @@ def test_the_model_is_that_of_the_run_it_begins_with(pretrained, config_file, tm
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("m6.moe=null", "m6.moe is null, but"),
-        ("m6.model=null", "m6.model is null, but"),
-        ("m6.moe=true", "m6.moe: "),
-        ("m6.moe=false", "m6.moe: "),
-        ('m6.model="m6_cpu"', "m6.model: "),
-    ],
-)
-def test_a_model_that_is_no_object(pretrained, config_file, override, message):
-    with pytest.raises(UserError, match=message):
-        load_finetuning_config(config_file(), pretrained, (override,))
-
-
 def test_what_a_finetuned_run_leaves(drawn: Path, image_tokenizer: Path):
     entries = [json.loads(line) for line in (drawn / "metrics.jsonl").read_text().splitlines()]
     assert {"text_to_image", "image_captioning"} == set(entries[-1]["validation"])
