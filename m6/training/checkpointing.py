@@ -59,7 +59,7 @@ class Checkpointer:
         self._async, self._timeout_s = async_save, timeout_s
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
-        self._end = math.inf
+        self._give_up_at = math.inf  # set when the attempt is over
         self._failure: BaseException | None = None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> float:
@@ -120,7 +120,7 @@ class Checkpointer:
         After a failure the records of other ranks may never come: it waits for them half a minute more at most.
         """
         if self._thread is not None:
-            self._end = time.monotonic() + _GRACE_S
+            self._give_up_at = time.monotonic() + _GRACE_S
             self._thread.join()
 
     def check(self) -> None:
@@ -167,7 +167,7 @@ class Checkpointer:
         # Not a barrier: a collective in this thread would interleave with those of the training thread.
         for rank in range(self.runtime.world_size):
             while not (folder / f"rank_{rank:05d}.json").exists():
-                if time.monotonic() > min(self._deadline, self._end):
+                if time.monotonic() > min(self._deadline, self._give_up_at):
                     raise TimeoutError(f"rank {rank} wrote no record into {folder} in time")
                 time.sleep(_POLL_S)
         write_manifest(folder, self.runtime.world_size, state)
