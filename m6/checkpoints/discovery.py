@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
-from m6.checkpoints.format import MANIFEST, CheckpointReader
+from m6.checkpoints.format import MANIFEST, CheckpointReader, no_sign
 from m6.errors import StorageError, UserError
 from m6.files import reading
 
@@ -40,11 +41,15 @@ def remove_half_written(root: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
+def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[CheckpointReader | None, list[str]]:
     """Opens the newest checkpoint in ``root`` whose checksums are right. Every rank calls this function.
 
     A corrupt checkpoint is renamed, never deleted, and the one before it is tried. One that a rank cannot read stays as
     it is: on another node, or later, it may be whole.
+
+    Args:
+        root: a run's checkpoints.
+        on_file: called for each file that this rank has compared with its checksum.
 
     Returns:
         the checkpoint, or None if there is none; and one line for each problem.
@@ -54,7 +59,7 @@ def open_newest(root: Path) -> tuple[CheckpointReader | None, list[str]]:
     """
     problems: list[str] = []
     while (folder := _newest_on_main_rank(root)) is not None:
-        reader, folder_problems = open_together(folder)
+        reader, folder_problems = open_together(folder, on_file)
         if reader is not None:
             return reader, problems
         problems.extend(folder_problems)
@@ -99,7 +104,7 @@ def _newest_on_main_rank(root: Path) -> Path | None:
     return None if name is None else root / name
 
 
-def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
+def open_together(folder: Path, on_file: Callable[[], object] = no_sign) -> tuple[CheckpointReader | None, list[str]]:
     """Opens a checkpoint; every rank checks the checksums of a part of the files.
 
     Returns:
@@ -113,7 +118,7 @@ def open_together(folder: Path) -> tuple[CheckpointReader | None, list[str]]:
     if unread is None:
         try:
             reader = CheckpointReader(folder)
-            problems = reader.verify(dist.get_rank(), dist.get_world_size())
+            problems = reader.verify(dist.get_rank(), dist.get_world_size(), on_file)
         except StorageError as error:  # of this node: the checkpoint may be whole
             unread = f"rank {dist.get_rank()}: {error}"
         except UserError as error:

@@ -47,15 +47,15 @@ def replan(
         typer.echo(f"{config}: without m6.elastic the layout is that of the JSON")
         return
     history = read_layouts(run)
-    measured = measured_steps(run, history)
-    if failed and history and measured[-1] is None:
+    if failed and history and measured_steps(run, history)[-1] is None:
         history[-1].failed = True
     with quick_imports():
         from m6.planning.machine.profile import load_profile
-        from m6.planning.replan import node_of, settings_of
+        from m6.planning.replan import is_planned_work, node_of, settings_of
         from m6.planning.replan import replan as choose
 
     rates = None if profile is None else load_profile(profile)
+    measured = measured_steps(run, history, is_planned_work(settings))
     decision = choose(settings, node_of(settings, ranks_per_node), nodes, history, measured, rates)
     saved = complete_checkpoints(run / "checkpoints")
     step = int(saved[-1].name.removeprefix("step_")) if saved else 0

@@ -13,7 +13,7 @@ from m6.planning.loss.outlook import loss_document, loss_line, predicted_loss
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
-from m6.planning.search.stages import stage_steps
+from m6.planning.search.stages import stage_samples, stage_steps
 
 _DAY_S = 86400.0
 
@@ -26,10 +26,12 @@ class StageBooking:
         stage: "pseudo" or "real".
         layout: as the planner names it.
         steps: of the stage; a Pseudo stage that may end earlier is taken to last until ``switch_step``.
-        step_s: seconds of a step.
+        step_s: seconds of a step of the whole batch.
         step_s_range: the same with the fastest and the slowest machine to be expected.
-        samples_per_s, tokens_per_s: of all devices; padding counts as tokens.
-        days: of all steps, and of the checkpoints for which the training waits (``m6.checkpoint.async_save: false``).
+        samples: of all steps.
+        samples_per_s, tokens_per_s: of all devices in such a step; padding counts as tokens.
+        days: of all steps, those of ``m6.training.batch_ramp`` by their samples, and of the waits for checkpoints: with
+            ``m6.checkpoint.async_save: false`` of each, else of one that takes longer than the steps until the next.
         days_range: the same from ``step_s_range``.
         gpu_days: days times devices.
         device_gb: memory of the fullest device, in GB of 10^9 bytes.
@@ -48,6 +50,7 @@ class StageBooking:
     steps: int
     step_s: float
     step_s_range: tuple[float, float]
+    samples: int
     samples_per_s: float
     tokens_per_s: float
     days: float
@@ -66,13 +69,15 @@ class StageBooking:
 def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> StageBooking:
     """The cost of one stage of a run."""
     config, cluster, time = planner.config, planner.cluster, plan.time
-    samples = config.deepspeed.train_batch_size
-    tokens = samples * config.m6.data.sequence_length
+    batch = config.deepspeed.train_batch_size
     steps, per_node = stage_steps(planner), cluster.smallest.devices_per_node
+    # As many steps of the whole batch have the samples of the stage.
+    whole_steps = stage_samples(planner) / batch
     fastest, slowest = (_step_s(planner, plan, bound) for bound in range(2))
-    saving = config.m6.checkpoint
-    wait_s = 0.0 if saving.async_save else checkpoint_s(planner, plan) / saving.interval_steps  # for each step
-    days = steps * (time.total + wait_s) / _DAY_S
+    saving, checkpoint = config.m6.checkpoint, checkpoint_s(planner, plan)
+    wait_s = checkpoint if not saving.async_save else max(0.0, checkpoint - saving.interval_steps * time.total)
+    waits_s = wait_s * steps / saving.interval_steps
+    days = (whole_steps * time.total + waits_s) / _DAY_S
     job_s = time_limit_min * 60 - signal_lead_s(planner, plan)
     return StageBooking(
         stage="real" if planner.memory.sharing is None else "pseudo",
@@ -80,10 +85,14 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         steps=steps,
         step_s=time.total,
         step_s_range=(fastest, slowest),
-        samples_per_s=samples / time.total,
-        tokens_per_s=tokens / time.total,
+        samples=stage_samples(planner),
+        samples_per_s=batch / time.total,
+        tokens_per_s=batch * config.m6.data.sequence_length / time.total,
         days=days,
-        days_range=(steps * (fastest + wait_s) / _DAY_S, steps * (slowest + wait_s) / _DAY_S),
+        days_range=(
+            (whole_steps * fastest + waits_s) / _DAY_S,
+            (whole_steps * slowest + waits_s) / _DAY_S,
+        ),
         gpu_days=days * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
         host_gb=plan.footprint.host * per_node / 1e9,
@@ -99,7 +108,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
 def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
     """All stages and their sum, for ``--json``."""
     days = sum(stage.days for stage in stages)
-    samples = sum(stage.steps for stage in stages) * planner.config.deepspeed.train_batch_size
+    samples = sum(stage.samples for stage in stages)
     jobs = [stage.jobs for stage in stages]
     return {
         "cluster": planner.cluster.name,

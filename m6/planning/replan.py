@@ -7,7 +7,7 @@ job's own measurements. Here the model is the planner's, and the factors of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -120,8 +120,23 @@ def replan(
             if best.layout != before:
                 reason += f"; {best.layout} would save only {1 - best_s / before_s:.1%} of a step"
     worth = chosen_s * (1 - settings.min_gain)
-    faster = [each.nodes for each in everything if each.nodes > available and each.predicted_s < worth]
+    more = [each for each in everything if each.nodes > available and each.layout not in failed]
+    faster = [each.nodes for each in more if known.get(each.layout, each.predicted_s) < worth]
     return Decision(chosen.nodes, chosen.layout, chosen_s, chosen.parts, reason, min(faster, default=0))
+
+
+def is_planned_work(config: RunConfig) -> Callable[[dict[str, Any]], bool]:
+    """Says of an entry of metrics.jsonl whether its steps are those that ``choose`` plans: of the last stage, and of
+    the whole batch."""
+    ramp = sum(stage.steps for stage in config.batch_sizes.ramp)
+    # An entry stands for the steps of the interval before it.
+    first = ramp + config.m6.logging.interval_steps if ramp else 0
+
+    def counts(entry: dict[str, Any]) -> bool:
+        stage = entry.get("stage", {"name": "real"})["name"]
+        return bool(entry["step"] >= first and (config.m6.pseudo_to_real is None or stage == "real"))
+
+    return counts
 
 
 def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:

@@ -7,6 +7,7 @@ RUN/initial.json     the run that the initial weights come from, see m6/checkpoi
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
+RUN/loading          touched while an attempt reads its checkpoint
 RUN/DONE             the run is finished
 RUN/FATAL            the run failed and another attempt would fail too; the file holds the reason
 RUN/STOP             created by a person: save, then end
@@ -49,10 +50,13 @@ _RECORDED_VARIABLES = re.compile(
 )
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
 _PRIVATE = 0o600
+_LOADING_S = 10.0
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
 PROGRESS = "progress"
 """The file that shows that a run is alive."""
+LOADING = "loading"
+"""The file that shows that an attempt reads its checkpoint, which may take longer than any step."""
 SOURCES, INITIAL = "sources.json", "initial.json"
 """The files in a run's folder that name the sources of its data, and the run that its initial weights come from."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
@@ -71,7 +75,7 @@ class RunDirectory:
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
         self.lock = FolderLock(root / "lock", root)
-        self._progress_time = float("-inf")  # the first step is always written
+        self._progress_time = self._loading_time = float("-inf")  # the first step is always written
 
     def check(self, config: RunConfig) -> None:
         """Checks that ``config`` can be trained in this folder; writes nothing.
@@ -229,11 +233,11 @@ class RunDirectory:
         if self.metrics.exists():
             sync(self.metrics)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self, skip_damaged: bool = False) -> list[dict[str, Any]]:
         """Reads RUN/metrics.jsonl; an incomplete last line is ignored.
 
         Raises:
-            UserError: the file is missing, or a complete line is not JSON.
+            UserError: the file is missing, or a complete line is damaged and ``skip_damaged`` is false.
         """
         if not self.metrics.exists():
             raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
@@ -244,10 +248,12 @@ class RunDirectory:
                 continue
             try:
                 entry = json.loads(line)
+                if not isinstance(entry, dict) or "step" not in entry:
+                    raise ValueError("not an object with a step")
             except (ValueError, RecursionError) as error:
+                if skip_damaged:
+                    continue
                 raise UserError(f"{self.metrics}, line {number}: corrupt: {error}") from None
-            if not isinstance(entry, dict) or "step" not in entry:
-                raise UserError(f"{self.metrics}, line {number}: corrupt: not an object with a step")
             entries.append(entry)
         return entries
 
@@ -274,6 +280,14 @@ class RunDirectory:
                 temporary.replace(self.root / PROGRESS)
             finally:
                 temporary.unlink(missing_ok=True)  # of a full disk
+
+    def show_loading(self) -> None:
+        """Shows, at most every ten seconds, that this attempt goes on reading its checkpoint."""
+        now = time.monotonic()
+        if now - self._loading_time >= _LOADING_S:
+            self._loading_time = now
+            with contextlib.suppress(OSError):  # the reading itself tells of a file system that fails
+                (self.root / LOADING).touch()
 
     def finish(self, step: int) -> None:
         """Writes RUN/DONE with the number of the last step."""

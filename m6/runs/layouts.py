@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,21 @@ def write_layouts(run: Path, records: list[LayoutRecord]) -> None:
     write_text(run / LAYOUTS_NAME, "".join(lines))
 
 
-def measured_steps(run: Path, records: list[LayoutRecord]) -> list[float | None]:
+def measured_steps(
+    run: Path, records: list[LayoutRecord], counts: Callable[[dict[str, Any]], bool] = lambda entry: True
+) -> list[float | None]:
     """Returns the median seconds of a step under each record, without waits for data and checkpoints.
 
     None for a record without a finished interval of steps. The first interval of an attempt, which compiles and
-    allocates, counts only if it is the only one.
+    allocates, counts only if it is the only one. Damaged lines of the metrics, which the trainer sets aside, are left
+    out.
+
+    Args:
+        counts: says of an entry of metrics.jsonl whether its steps are of interest.
     """
     directory = RunDirectory(run)
-    entries = directory.read_metrics() if directory.metrics.exists() else []
-    steps = [entry for entry in entries if "step_time_s" in entry]
+    entries = directory.read_metrics(skip_damaged=True) if directory.metrics.exists() else []
+    steps = [entry for entry in entries if "step_time_s" in entry and counts(entry)]
     found: list[float | None] = []
     for number, record in enumerate(records):
         end = records[number + 1].time if number + 1 < len(records) else float("inf")

@@ -70,8 +70,7 @@ def start(timeout_s: float = 1800.0) -> Runtime:
         # DeepSpeed would compile a shared-memory all-reduce at start. A killed build blocks every later run, and each
         # rank leaves 69 MB in /dev/shm. gloo does the same work.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    local_rank, device = int(os.environ["LOCAL_RANK"]), own_device()
     if cuda:
         torch.cuda.set_device(device)
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
@@ -163,6 +162,12 @@ def is_main_of_environment() -> bool:
     """Whether the launcher made this process rank 0; needs no process group."""
     _complete_environment()
     return int(os.environ["RANK"]) == 0
+
+
+def own_device() -> torch.device:
+    """The GPU of this process by its rank on the node, or the CPU; needs no process group."""
+    _complete_environment()
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def default_device() -> torch.device:

@@ -59,6 +59,21 @@ def _check_wandb_key() -> None:
         raise UserError(f'm6.logging.wandb "online": there is no API key; {remedy}')
 
 
+def _start_wandb(run: RunDirectory, settings: LoggingSettings, document: dict[str, Any], mode: str) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=settings.wandb_project,
+        group=settings.wandb_group,
+        name=settings.wandb_name or run.root.name,
+        id=_wandb_id(run),
+        resume="allow",  # the next attempt at the run continues the same curves
+        mode=mode,  # type: ignore[arg-type]  # check_trackers refused other values
+        dir=str(run.root),
+        config=document,
+    )
+
+
 class Trackers:
     """Writes metrics to every enabled tracker. Only the main rank has one.
 
@@ -67,7 +82,7 @@ class Trackers:
         document: the run's JSON, which Weights & Biases shows.
 
     Raises:
-        StorageError: Weights & Biases cannot be reached.
+        StorageError: Weights & Biases does not take this run.
     """
 
     def __init__(self, run: RunDirectory, settings: LoggingSettings, document: dict[str, Any]) -> None:
@@ -79,18 +94,15 @@ class Trackers:
             import wandb
 
             try:
-                self._wandb = wandb.init(
-                    project=settings.wandb_project,
-                    group=settings.wandb_group,
-                    name=settings.wandb_name or run.root.name,
-                    id=_wandb_id(run),
-                    resume="allow",  # the next attempt at the run continues the same curves
-                    mode=_wandb_mode(settings),  # type: ignore[arg-type]  # check_trackers refused other values
-                    dir=str(run.root),
-                    config=document,
-                )
-            except wandb.errors.Error as error:  # no network, or a key that the server does not know
-                raise StorageError(f"m6.logging.wandb: {error}") from None
+                self._wandb = _start_wandb(run, settings, document, _wandb_mode(settings))
+            except wandb.errors.Error as error:
+                # A key that the server does not know is an error of communication, too.
+                refused = isinstance(error, wandb.errors.AuthenticationError)
+                if refused or not isinstance(error, wandb.errors.CommError):
+                    raise StorageError(f"m6.logging.wandb: {error}") from None
+                kept = f'this attempt writes into {run.root / "wandb"} alone, which "wandb sync" sends later'
+                print(f"warning: m6.logging.wandb: {error}; {kept}", flush=True)
+                self._wandb = _start_wandb(run, settings, document, "offline")
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from m6.runs.processes import Runtime, start
+from m6.runs.processes import Runtime, own_device, start
 
 _REPEATS = 10
 
@@ -62,12 +62,13 @@ def neighbours(nodes: list[str]) -> list[tuple[str, ...]]:
     return [*pairs[0::2], *pairs[1::2]]
 
 
-def measure(runtime: Runtime, node: str) -> dict[str, dict[str, float]]:
-    """Measures the speed of every node; the result is the same on all ranks.
+def measure(runtime: Runtime, node: str, flops: float) -> dict[str, dict[str, float]]:
+    """Measures the links of every node and collects its FLOP/s; the result is the same on all ranks.
 
     Args:
         runtime: this rank.
         node: name of this rank's node.
+        flops: of this rank, by ``matmul_flops``.
 
     Returns:
         {measurement: {node: speed}}. The speed of a node is that of its slowest rank. For a rank, the better of the
@@ -75,7 +76,7 @@ def measure(runtime: Runtime, node: str) -> dict[str, dict[str, float]]:
     """
     node_of_rank: list[str] = [""] * runtime.world_size
     dist.all_gather_object(node_of_rank, node)
-    flops, bytes_per_s = matmul_flops(runtime.device), 0.0
+    bytes_per_s = 0.0
     for pair in neighbours(list(dict.fromkeys(node_of_rank))):
         # All ranks must take part in new_group, also those that are not in the group.
         group = dist.new_group([rank for rank, name in enumerate(node_of_rank) if name in pair])
@@ -102,14 +103,21 @@ def report(reports: Path, speeds: dict[str, dict[str, float]], tolerance: float)
 
 
 def main() -> None:
-    """Measures all nodes; rank 0 writes the reports."""
+    """Measures all nodes; rank 0 writes the reports.
+
+    Before a rank waits for others, it leaves a file REPORTS/products/NODE.RANK: its own GPU works.
+    """
+    reports, node = Path(sys.argv[1]), os.environ["SLURMD_NODENAME"]
+    flops = matmul_flops(own_device())
+    (reports / "products").mkdir(exist_ok=True)
+    (reports / "products" / f"{node}.{os.environ['RANK']}").touch()
     runtime = start(timeout_s=float(os.environ.get("PREFLIGHT_TIMEOUT_S", "300")))
-    speeds = measure(runtime, os.environ["SLURMD_NODENAME"])
+    speeds = measure(runtime, node, flops)
     if runtime.is_main:
-        report(Path(sys.argv[1]), speeds, float(os.environ.get("SNIFF_TOLERANCE", "0.1")))
+        report(reports, speeds, float(os.environ.get("SNIFF_TOLERANCE", "0.1")))
     dist.barrier()
     if runtime.is_main:
-        (Path(sys.argv[1]) / "sniffed").touch()  # without this file, the job takes the test as crashed or hung
+        (reports / "sniffed").touch()  # without this file, the job takes the test as crashed or hung
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:

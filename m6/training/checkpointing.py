@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from m6.architecture.adapter_names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
 from m6.checkpoints.discovery import complete_checkpoints, remove_half_written, step_folder
-from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, write_manifest, write_shards
+from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, no_sign, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
 from m6.data.settings import DataSettings
@@ -202,29 +202,37 @@ def check_same_tokenizers(
             )
 
 
-def restore(engine: Engine, reader: CheckpointReader) -> None:
+def restore(engine: Engine, reader: CheckpointReader, on_read: Callable[[], object] = no_sign) -> None:
     """Loads weights, moments and counters into the engine; the checkpoint may have any layout.
+
+    Args:
+        on_read: called after each fragment.
 
     Raises:
         UserError: the checkpoint belongs to another model or optimizer.
     """
     engine.expect(reader.state, str(reader.folder))
-    _fill(engine, reader, engine.fragments())
+    _fill(engine, reader, engine.fragments(), on_read)
     engine.load_residuals(reader)
     engine.load_counters(reader.state, reader.state["step"])
 
 
-def restore_weights(engine: Engine, reader: WeightReader) -> None:
+def restore_weights(engine: Engine, reader: WeightReader, on_read: Callable[[], object] = no_sign) -> None:
     """Loads only the weights, for a run that starts from another run or an exported model; adapters keep their values.
+
+    Args:
+        on_read: called after each fragment.
 
     Raises:
         UserError: the weights belong to another model.
     """
     targets = (each for each in engine.fragments() if each.kind == WEIGHT and not is_adapter(each.name))
-    _fill(engine, BaseWeights(reader, engine.tensor_names), targets)
+    _fill(engine, BaseWeights(reader, engine.tensor_names), targets, on_read)
 
 
-def _fill(engine: Engine, reader: WeightReader, targets: Iterable[Fragment]) -> None:
+def _fill(
+    engine: Engine, reader: WeightReader, targets: Iterable[Fragment], on_read: Callable[[], object] = no_sign
+) -> None:
     names = engine.tensor_names
     for name in reader.names(WEIGHT):
         if name not in names:
@@ -240,6 +248,7 @@ def _fill(engine: Engine, reader: WeightReader, targets: Iterable[Fragment]) -> 
                     raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {mismatch}")
                 raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {mismatch}")
             reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
+            on_read()
     engine.publish_weights()
 
 

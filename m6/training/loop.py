@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.discovery import open_newest, open_together
+from m6.checkpoints.format import no_sign
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
@@ -81,7 +82,8 @@ class Trainer:
         self.data = open_data(config)
         on_main_rank(runtime, self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
-        self.checkpoint, self.problems = open_newest(run.checkpoints)
+        self._show_loading = run.show_loading if runtime.is_main else no_sign
+        self.checkpoint, self.problems = open_newest(run.checkpoints, self._show_loading)
         if self.checkpoint is None:
             on_main_rank(runtime, lambda: run.check_never_saved(self.problems))
         else:
@@ -209,12 +211,12 @@ class Trainer:
             state = self.checkpoint.state
             check_same_tokenizers(self.settings.data, self.data.tokenizer_identities, state, self.run.root)
             check_same_sums(self.config, state)
-            restore(self.engine, self.stage.reader(self.checkpoint))
+            restore(self.engine, self.stage.reader(self.checkpoint), self._show_loading)
             self.checkpoint = None  # closes the files of its shards
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
-            restore_weights(self.engine, open_initial_weights(self.settings.init))
+            restore_weights(self.engine, open_initial_weights(self.settings.init), self._show_loading)
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         if self.runtime.is_main:
@@ -239,10 +241,10 @@ class Trainer:
         free_memory(self.runtime.device)
         self.stage.enter_real()
         self._build_engine()
-        checkpoint, problems = open_together(self.checkpointer.folder(self.step))
+        checkpoint, problems = open_together(self.checkpointer.folder(self.step), self._show_loading)
         if checkpoint is None:
             raise StorageError("; ".join(problems))
-        restore(self.engine, self.stage.reader(checkpoint))
+        restore(self.engine, self.stage.reader(checkpoint), self._show_loading)
         self.stage_metrics.record_delinking(time.perf_counter() - begin)
         self._print(f"delinked {self.run.root} at step {self.step}: training continues with the Real model")
 

@@ -13,11 +13,11 @@ from tests.distributed.spawn import run_distributed
 
 def measure_on_two_nodes(folder: Path) -> None:
     from m6.runs.processes import start
-    from m6.slurm.sniff import main, measure
+    from m6.slurm.sniff import main, matmul_flops, measure
 
     runtime = start()
     node = f"n{1 + runtime.rank // 2}"
-    speeds = measure(runtime, node)
+    speeds = measure(runtime, node, matmul_flops(runtime.device))
     (folder / f"rank_{runtime.rank}").write_text(json.dumps(speeds))
     os.environ |= {"SLURMD_NODENAME": node, "SNIFF_TOLERANCE": "1"}
     sys.argv = ["sniff", str(folder)]
@@ -29,6 +29,7 @@ def test_all_ranks_agree_on_the_speeds_of_all_nodes(tmp_path: Path):
     texts = {(tmp_path / f"rank_{rank}").read_text() for rank in range(4)}
     assert len(texts) == 1
     assert (tmp_path / "sniffed").exists(), "preflight believes no test that has not ended"
+    assert {file.name for file in (tmp_path / "products").iterdir()} == {"n1.0", "n1.1", "n2.2", "n2.3"}
     speeds = json.loads(texts.pop())
     assert set(speeds) == {"matmul in TFLOP/s", "exchange in GB/s"}
     for by_node in speeds.values():

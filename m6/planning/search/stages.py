@@ -36,6 +36,13 @@ def stage_steps(planner: Planner) -> int:
     return switch_step if planner.memory.sharing is not None else planner.config.m6.training.total_steps - switch_step
 
 
+def stage_samples(planner: Planner) -> int:
+    """The samples of these steps, which are fewer while ``m6.training.batch_ramp`` lasts."""
+    config, steps = planner.config, stage_steps(planner)
+    first = 0 if planner.memory.sharing is not None else config.m6.training.total_steps - steps
+    return config.batch_sizes.before(first + steps) - config.batch_sizes.before(first)
+
+
 def search_stages(stages: list[Planner], num_plans: int = 10) -> list[SearchResult]:
     """The ``num_plans`` fastest layouts of each stage, among those with which the whole run takes the least time.
 

@@ -33,13 +33,28 @@ give_up() { # give_up REASON...
 }
 
 check_only_job() { # two jobs in one folder would overwrite each other
-    local owner
+    local owner state waited=0
     owner=$(cat "$RUN_DIR/slurm/job" 2>/dev/null || true)
-    if [[ -n $owner && $owner != "$SLURM_JOB_ID" && -n $(squeue --noheader --jobs="$owner" --states=R,CG,S 2>/dev/null) ]]; then
-        log "job $owner is training in $RUN_DIR"
-        exit 1
+    if [[ -n $owner && $owner != "$SLURM_JOB_ID" ]]; then
+        # A job that is over stays "completing" while one of its nodes cannot end a process or an epilog. Then its
+        # successor has begun on other nodes, and is the only one that can go on. The run's lock keeps the two apart.
+        while state=$(state_of "$owner") && [[ $state == COMPLETING && -z $STOP_ASKED ]] &&
+            ((waited < COMPLETING_TIMEOUT_S)); do
+            ((waited)) || log "job $owner, which had the run before, is completing: waiting"
+            sleep "$WATCH_INTERVAL_S"
+            waited=$((waited + WATCH_INTERVAL_S))
+        done
+        if [[ $state == RUNNING || $state == SUSPENDED ]]; then
+            log "job $owner is training in $RUN_DIR"
+            exit 1
+        fi
     fi
     echo "$SLURM_JOB_ID" >"$RUN_DIR/slurm/job"
+}
+
+state_of() { # of a job that has nodes; nothing of any other. squeue --jobs fails for one that Slurm has forgotten
+    patiently squeue --noheader --states=RUNNING,SUSPENDED,COMPLETING --format='%A %T' |
+        awk -v job="$1" '$1 == job { print $2 }'
 }
 
 open_attempt() { # the next attempt's folder, and what it runs on and with

@@ -17,10 +17,7 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
         fi
     done
     if ((${SLURM_GPUS_ON_NODE:-0} > 0)) && [[ $(cat "$reports"/*.txt | sort -u) == ok ]]; then
-        on_every_rank python -m m6.slurm.sniff "$reports"
-        if [[ ! -e $reports/sniffed ]]; then # who is to blame cannot be told: all ranks wait for the one
-            tee "$reports"/*.txt >/dev/null <<<"the sniff test did not end within $PREFLIGHT_TIMEOUT_S s, see the job's log"
-        fi
+        sniff "$reports"
     fi
     [[ -z $STOP_ASKED ]] || return 0
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
@@ -30,9 +27,30 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
         log "preflight: $node: $(paste -sd ';' "$reports/$node.txt")"
     done
     if ((${#SICK_NODES[@]} == SLURM_NNODES && SLURM_NNODES > 1)); then
-        give_up "preflight found every node sick, which is no matter of the nodes; see $reports"
+        give_up "preflight found every node sick, which is hardly a matter of the nodes; see $reports"
     fi
     ((${#SICK_NODES[@]} == 0))
+}
+
+sniff() { # sniff REPORTS: compares the nodes' GPUs and links
+    local reports=$1 node try
+    for try in 1 2; do
+        mkdir -p "$reports/products"
+        rm -f "$reports/products"/*
+        on_every_rank python -m m6.slurm.sniff "$reports"
+        [[ ! -e $reports/sniffed && -z $STOP_ASKED ]] || return 0
+        # All ranks wait for the one that does not come. A rank whose own GPU works has left a file before it waits.
+        if (($(find "$reports/products" -type f | wc -l) > 0)); then
+            for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+                if (($(find "$reports/products" -name "$node.*" | wc -l) < RANKS_PER_NODE)); then
+                    echo "a GPU did not multiply matrices within $PREFLIGHT_TIMEOUT_S s, see the job's log" >"$reports/$node.txt"
+                fi
+            done
+            [[ $(cat "$reports"/*.txt | sort -u) == ok ]] || return 0
+        fi
+        log "preflight: the sniff test did not end (try $try of 2)"
+    done
+    tee "$reports"/*.txt >/dev/null <<<"the sniff test did not end within $PREFLIGHT_TIMEOUT_S s, twice, see the job's log"
 }
 
 check_disk() {
@@ -44,9 +62,10 @@ check_disk() {
         give_up "$RUN_DIR: $free_inodes inodes are left, $MIN_INODES are asked for"
 }
 
-on_every_node() { bounded srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 "${SRUN_OPTIONS[@]}" "$@"; }
+# --overlap: a step that was killed keeps its part of a node until its last process has gone, which may never be.
+on_every_node() { bounded srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 "${SRUN_OPTIONS[@]}" "$@"; }
 
-on_every_rank() { bounded srun --ntasks="$((SLURM_NNODES * RANKS_PER_NODE))" --ntasks-per-node="$RANKS_PER_NODE" "${SRUN_OPTIONS[@]}" "$@"; }
+on_every_rank() { bounded srun --overlap --ntasks="$((SLURM_NNODES * RANKS_PER_NODE))" --ntasks-per-node="$RANKS_PER_NODE" "${SRUN_OPTIONS[@]}" "$@"; }
 
 bounded() { # ends with the command, at its time limit, or when Slurm asks to stop
     [[ -z $STOP_ASKED ]] || return 0 # `timeout` can leave its command behind if a signal meets its first instructions

@@ -3,15 +3,15 @@
 # shellcheck shell=bash
 
 watch_step() {
-    local now last age limit
+    local now last loading age limit
     while sleep "$WATCH_INTERVAL_S" && kill -0 "$STEP_PID" 2>/dev/null; do
         now=$(date +%s)
-        last=$(stat --format=%Y "$RUN_DIR/progress" 2>/dev/null || echo 0)
-        if ((last >= STEP_STARTED)); then
-            age=$((now - last)) limit=$STEP_TIMEOUT_S
-        else # no step since this attempt began: it loads, resumes and compiles
-            age=$((now - STEP_STARTED)) limit=$START_TIMEOUT_S
+        last=$(written "$RUN_DIR/progress") loading=$(written "$RUN_DIR/loading") limit=$STEP_TIMEOUT_S
+        if ((last < STEP_STARTED)); then # no step since this attempt began: it loads, resumes and compiles
+            last=$STEP_STARTED limit=$START_TIMEOUT_S
         fi
+        # A checkpoint of terabytes takes longer to read than any limit. It is renewed with each part that was read.
+        age=$((now - (loading > last ? loading : last)))
         if ((age > limit)); then
             log "watchdog: no step for $age s, the limit is $limit s"
             end_with_evidence
@@ -19,6 +19,8 @@ watch_step() {
         fi
     done
 }
+
+written() { stat --format=%Y "$1" 2>/dev/null || echo 0; } # when a file was last written, in seconds
 
 end_with_evidence() { # stacks go to the ranks' logs, the flight recorder's files to the attempt's folder
     local step

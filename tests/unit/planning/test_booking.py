@@ -13,7 +13,7 @@ from m6.planning.booking import book_stage, booking, booking_table
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
-from m6.planning.search.stages import stage_steps, training_stages
+from m6.planning.search.stages import stage_samples, stage_steps, training_stages
 from m6.training.reporting.throughput import training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -51,6 +51,26 @@ def test_checkpoints_for_which_the_training_waits_count():
     found, steps = book_stage(waiting, plan, 1440), waiting.config.m6.training.total_steps
     assert found.days == pytest.approx(steps * (plan.time.total + checkpoint_s(waiting, plan) / 10) / 86400)
     assert found.days_range[0] == pytest.approx(found.days - steps * (plan.time.total - found.step_s_range[0]) / 86400)
+
+
+def test_a_checkpoint_that_takes_longer_than_the_steps_until_the_next():
+    plan = planner().search().best
+    often = planner("m6.checkpoint.interval_steps=1", f"m6.checkpoint.async_save={json.dumps(True)}")
+    seconds, checkpoint = plan.time.total, checkpoint_s(often, plan)
+    steps = often.config.m6.training.total_steps
+    assert book_stage(often, plan, 1440).days == pytest.approx(steps * max(seconds, checkpoint) / 86400)
+
+
+def test_steps_of_a_ramp_have_fewer_samples():
+    ramp = 'm6.training.batch_ramp=[{"batch_size": 32, "steps": 1000}, {"batch_size": 64, "steps": 500}]'
+    growing = planner(ramp)
+    plan = growing.search().best
+    found, steps = book_stage(growing, plan, 1440), growing.config.m6.training.total_steps
+    whole = 1000 / 4 + 500 / 2 + steps - 1500
+    assert found.days == pytest.approx(whole * plan.time.total / 86400)
+    assert booking([found], growing)["samples"] == 128 * whole
+    first, last = training_stages(planner(ramp, *PSEUDO))
+    assert (stage_samples(first), stage_samples(last)) == (128 * (30000 - 1000), 128 * (steps - 30000))
 
 
 def test_a_time_limit_too_short_for_a_step_and_a_checkpoint():

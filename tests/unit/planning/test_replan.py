@@ -13,7 +13,7 @@ from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Cluster, load_cluster
-from m6.planning.replan import Decision, check_bounds, node_of, possible_nodes, replan, settings_of
+from m6.planning.replan import Decision, check_bounds, is_planned_work, node_of, possible_nodes, replan, settings_of
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner
 from m6.runs.directory import RunDirectory
@@ -167,6 +167,28 @@ def test_layouts_that_failed_are_not_used_again():
     assert replan(only, NODE, 2, [record(alone, failed=True)], [None]).layout == alone.layout
 
 
+def test_no_new_start_for_a_layout_that_was_slow_or_failed():
+    config = run(max_nodes=2, may_change=[])
+    two, one = replan(config, NODE, 2), replan(config, NODE, 1)
+    assert one.grow_at == 2
+    seconds = one.predicted_s
+    assert replan(config, NODE, 1, [record(two), record(one)], [10 * seconds, seconds]).grow_at == 0
+    assert replan(config, NODE, 1, [record(two, failed=True), record(one)], [None, None]).grow_at == 0
+
+
+def test_only_steps_of_the_planned_work_are_compared(tmp_path: Path):
+    document = run().document
+    document["m6"]["logging"]["interval_steps"] = 10
+    document["m6"]["training"]["batch_ramp"] = [{"batch_size": 128, "steps": 40}]
+    counts = is_planned_work(parse_config(document))
+    assert [counts({"step": step}) for step in (40, 49, 50)] == [False, False, True]
+    del document["m6"]["training"]["batch_ramp"]
+    document["m6"]["pseudo_to_real"] = {"switch_step": 100}
+    counts = is_planned_work(parse_config(document))
+    assert [counts({"step": 1, "stage": {"name": name}}) for name in ("pseudo", "real")] == [False, True]
+    assert is_planned_work(run())({"step": 1})
+
+
 def test_bounds_that_nothing_meets_name_what_would():
     assert possible_nodes(run(), 8) == [1, 2, 4]
     with pytest.raises(
@@ -249,6 +271,10 @@ def test_what_a_step_took_under_each_layout(tmp_path: Path):
         for step, (time, seconds) in enumerate([(11, 9.25), (12, 1.25), (13, 2.25), (14, 3.25), (25, 5.25)])
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured_steps(tmp_path, records) == [2.0, 5.0, None]
+    assert measured_steps(tmp_path, records, lambda entry: entry["step"] != 3) == [1.5, 5.0, None]
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # of a disk that was full
+        file.write('{"step": 5, "ti\n[]\n')
     assert measured_steps(tmp_path, records) == [2.0, 5.0, None]
     with (tmp_path / "slurm" / "layouts.jsonl").open("a") as file:
         file.write("{}\n")

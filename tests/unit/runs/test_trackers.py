@@ -1,6 +1,7 @@
 """What the trackers are shown."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -98,12 +99,32 @@ def test_the_mode_of_the_environment_wins(nobody: pytest.MonkeyPatch, tmp_path: 
     assert {path.name for path in run.root.iterdir()} == {"metrics.jsonl", "wandb_id"}
 
 
-def test_a_service_that_cannot_be_reached_is_no_defect(nobody: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_service_that_cannot_be_reached_ends_no_run(
+    nobody: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     import wandb
 
-    def fail(**settings: object) -> None:
-        raise wandb.errors.CommError("no route")
+    init = wandb.init
 
-    nobody.setattr(wandb, "init", fail)
-    with pytest.raises(StorageError, match=r"m6\.logging\.wandb: no route"):
+    def fail_online(**settings: Any) -> object:
+        if settings["mode"] == "online":
+            raise wandb.errors.CommError("no route")
+        return init(**settings)
+
+    nobody.setattr(wandb, "init", fail_online)
+    trackers = Trackers(RunDirectory(tmp_path), ONLINE, {})
+    assert "warning: m6.logging.wandb: no route; this attempt writes into" in capsys.readouterr().out
+    trackers.write({"step": 7, "loss": 1.0})
+    trackers.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_a_service_that_refuses_the_run(nobody: pytest.MonkeyPatch, tmp_path: Path):
+    import wandb
+
+    def refuse(**settings: object) -> None:
+        raise wandb.errors.AuthenticationError("unknown key")
+
+    nobody.setattr(wandb, "init", refuse)
+    with pytest.raises(StorageError, match=r"m6\.logging\.wandb: unknown key"):
         Trackers(RunDirectory(tmp_path), ONLINE, {})

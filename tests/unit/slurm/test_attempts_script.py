@@ -47,6 +47,43 @@ def test_many_ranks_that_say_different_things(tmp_path: Path):
     assert [line.split()[1].strip(":") for line in said] == [f"rank_{rank:05d}.log" for rank in range(8)]
 
 
+COMPLETING = "job 11, which had the run before, is completing: waiting"
+ONLY_JOB = """
+set -euo pipefail
+STOP_ASKED= WATCH_INTERVAL_S=1 COMPLETING_TIMEOUT_S=3 SLURM_JOB_ID=12
+log() { echo "$*"; }
+patiently() { "$@"; }
+squeue() { echo "11 $(head -n 1 "$RUN_DIR/states")"; echo "13 RUNNING"; sed -i 1d "$RUN_DIR/states"; }
+source "$M6_ROOT/scripts/slurm/lib/attempts.sh"
+check_only_job
+echo goes on
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "states", "said"),
+    [
+        ("", ["RUNNING"], ["goes on"]),
+        ("12", ["RUNNING"], ["goes on"]),  # requeued
+        ("10", ["RUNNING"], ["goes on"]),  # Slurm has forgotten it
+        ("11", ["RUNNING"], ["job 11 is training in {run}"]),
+        ("11", ["SUSPENDED"], ["job 11 is training in {run}"]),
+        ("11", ["COMPLETING", "COMPLETING", ""], [COMPLETING, "goes on"]),
+        ("11", ["COMPLETING"] * 9, [COMPLETING, "goes on"]),
+    ],
+)
+def test_two_jobs_do_not_train_in_one_folder(tmp_path: Path, owner: str, states: list[str], said: list[str]):
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "job").write_text(owner)
+    (tmp_path / "states").write_text("".join(f"{state}\n" for state in states))
+    environment = {**os.environ, "RUN_DIR": str(tmp_path), "M6_ROOT": str(ROOT)}
+    result = subprocess.run(["bash", "-c", ONLY_JOB], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == [line.format(run=tmp_path) for line in said]
+    assert (result.returncode == 0) == (said[-1] == "goes on")
+    assert ((tmp_path / "slurm" / "job").read_text() == "12\n") == (said[-1] == "goes on")
+
+
 def stack(line: int, function: str, innermost: str = "") -> str:
     """A rank's threads; ``innermost`` is the line and function of another package that a line of the project calls."""
     return STACK.format(root=ROOT, line=line, function=function, innermost=innermost and f"  File {innermost}\n")

@@ -69,11 +69,26 @@ def test_a_sniff_test_that_found_a_slow_node(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("sniff", "limit"), [("exit 1", "600"), ("sleep 600", "1")], ids=["crash", "hang"])
-def test_a_sniff_test_that_did_not_end(tmp_path: Path, sniff: str, limit: str):
+@pytest.mark.parametrize("products", ["", "n1.0 n2.1"])
+def test_a_sniff_test_that_did_not_end(tmp_path: Path, sniff: str, limit: str, products: str):
+    sniff = f'for file in {products}; do touch "$reports/products/$file"; done; {sniff}'
     said = preflight(tmp_path, SNIFF=sniff, PREFLIGHT_TIMEOUT_S=limit).splitlines()
-    reason = f"the sniff test did not end within {limit} s, see the job's log"
-    assert said[:2] == [f"preflight: {node}: {reason}" for node in ("n1", "n2")]
-    assert said[2].startswith("gave up: preflight found every node sick")
+    assert said[:2] == [f"preflight: the sniff test did not end (try {number} of 2)" for number in (1, 2)]
+    reason = f"the sniff test did not end within {limit} s, twice, see the job's log"
+    assert said[2:4] == [f"preflight: {node}: {reason}" for node in ("n1", "n2")]
+    assert said[4].startswith("gave up: preflight found every node sick")
+
+
+def test_a_node_whose_gpu_does_not_work(tmp_path: Path):
+    """Its rank waits for nobody and leaves no file; the others wait for it."""
+    said = preflight(tmp_path, SNIFF='touch "$reports/products/n1.0"; exit 1')
+    reason = "a GPU did not multiply matrices within 600 s, see the job's log"
+    assert said == f"preflight: n2: {reason}\nsick: n2\n"
+
+
+def test_a_sniff_test_that_ends_the_second_time(tmp_path: Path):
+    sniff = '[[ ! -e $reports/again ]] || touch "$reports/sniffed"; touch "$reports/again"'
+    assert preflight(tmp_path, SNIFF=sniff) == "preflight: the sniff test did not end (try 1 of 2)\nfit\n"
 
 
 def test_a_stop_that_came_before_is_not_kept_waiting(tmp_path: Path):

@@ -154,6 +154,22 @@ def test_a_run_that_waits_for_a_slow_write_shows_that_it_is_alive(
     assert (progress.stat().st_mtime > 0) == alive
 
 
+def test_a_run_that_reads_its_checkpoint_shows_that_it_is_alive(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+):
+    """Each file and each tensor renews RUN/loading, and the job's watchdog waits."""
+    monkeypatch.setattr("m6.runs.directory._LOADING_S", 0.0)
+    first = make_trainer()
+    loading = first.run.root / "loading"
+    first.train(stop_after=1)
+    assert not loading.exists()
+    again = make_trainer()
+    assert loading.exists(), "its files were compared with their checksums"
+    loading.unlink()
+    again.train(stop_after=2)
+    assert loading.exists(), "weights and moments were read"
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(make_trainer: MakeTrainer, tmp_path: Path):
     """What is written is the state at the call, whatever the weights become meanwhile."""
     trainer = make_trainer()

@@ -61,6 +61,14 @@ def test_the_real_run_holds_what_the_switch_would_have_made(
     assert real.train() is True
 
 
+def test_the_real_run_does_not_begin_anew_without_its_checkpoint(make_trainer: MakeTrainer, tmp_path: Path):
+    trainer = pseudo_run(make_trainer)
+    out = delink_run(trainer.run.root, tmp_path / "real", trainer.runtime)
+    shutil.rmtree(out / "checkpoints")
+    with pytest.raises(UserError, match=r"was saved as step_00000001, but .* holds no whole checkpoint"):
+        make_trainer("real", m6__model__num_layers=LAYERS, m6__pseudo_to_real={"switch_step": 3})
+
+
 def test_it_holds_less_than_two_layers(make_trainer: MakeTrainer, tmp_path: Path):
     wide = {"m6__model__hidden_size": 128, "m6__model__ffn_hidden_size": 512}
     trainer = pseudo_run(make_trainer, **wide)
