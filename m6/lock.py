@@ -27,6 +27,7 @@ from m6.files import naming, sync, sync_folder
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _MAX_OWNER_BYTES = 4096
+_POLL_S = 1.0
 
 
 class FolderInUse(StorageError):
@@ -45,13 +46,26 @@ class FolderLock:
         self._file, self._folder = file, folder
         self._descriptor: int | None = None
 
-    def acquire(self) -> None:
+    def acquire(self, patience_s: float = 0.0) -> None:
         """Takes the lock, or says who has it.
+
+        Args:
+            patience_s: how long to wait, in seconds, for another process that holds it.
 
         Raises:
             FolderInUse: another process holds the lock.
             StorageError: the lock file cannot be written.
         """
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._acquire_now()
+            except FolderInUse:
+                if time.monotonic() >= end:
+                    raise
+            time.sleep(_POLL_S)
+
+    def _acquire_now(self) -> None:
         descriptor = self._open()
         while not _is_at(descriptor, self._file):  # its owner removed it after we opened it
             os.close(descriptor)

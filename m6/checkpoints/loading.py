@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -50,12 +51,23 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     processor = run_processor(folder, config, reader)
     # On the meta device: initial values would be overwritten, and drawing them takes long for a large model.
     with torch.device("meta"):
-        model = M6ForConditionalGeneration(config.model)
+        model = M6ForConditionalGeneration(without_capacity(config.model))
     model.to_empty(device=device)
     load_weights(model, reader)
     model.decodings = config.m6.objectives.decodings
     model.learned_captioning = config.m6.objectives.image_captioning.weight > 0
     return model.eval(), processor
+
+
+def without_capacity(config: M6Config) -> M6Config:
+    """A copy in which experts compute every token that chose them, as an answer should not depend on its neighbours.
+
+    With a capacity, which bounds the memory of a training's validation, the tokens of a batch compete for them.
+    """
+    copied = copy.deepcopy(config)
+    if copied.moe is not None:
+        copied.moe.pop("eval_capacity_factor", None)
+    return copied
 
 
 def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processor]:
@@ -64,8 +76,9 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
     """
     read_document(folder / "generation_config.json")
     try:
+        config = without_capacity(M6Config.from_pretrained(folder))
         loaded: Any = M6ForConditionalGeneration.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: not a complete exported model: {error}") from None

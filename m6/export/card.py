@@ -263,8 +263,6 @@ def _limits(config: RunConfig, sources: Manifest | None) -> str:
         "A prompt holds at most one picture, then text, then `<bos>`; there is no chat format.",
         f"Text and target have at most {model.max_position_embeddings} tokens each.",
     ]
-    if model.moe is not None and model.moe_config().eval_capacity_factor is not None:
-        lines.append("Experts have a capacity: an answer depends on what else is in its batch.")
     validation = [sources.split(name, "validation").shared for name in sources.sources] if sources else []
     if any(shared and shared.rows for shared in validation):
         lines.append("Some validation rows are also in training, as counted above: the losses measure memory in part.")

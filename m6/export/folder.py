@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from m6.checkpoints.loading import load_run_image_tokenizer, open_newest_checkpoint, run_processor
+from m6.checkpoints.loading import (
+    load_run_image_tokenizer,
+    open_newest_checkpoint,
+    run_processor,
+    without_capacity,
+)
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError, nearest
@@ -52,7 +56,7 @@ def export_hf(
     processor = run_processor(run_dir, config, reader)
     try:
         with new_folder(out.absolute()) as temporary:
-            model_config = copy.deepcopy(config.model)
+            model_config = without_capacity(config.model)
             model_config.architectures, model_config.dtype = [M6ForConditionalGeneration.__name__], dtype
             # On the meta device the model gives names and shapes without memory for its weights.
             with torch.device("meta"):

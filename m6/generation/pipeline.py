@@ -96,9 +96,8 @@ class M6TextToImagePipeline:
     ) -> TextToImageOutput:
         """Generates pictures of each caption.
 
-        A picture depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions. Two
-        exceptions: rounding differs between shapes and devices, by enough to change pictures of a model in bf16, and
-        experts with a capacity make the tokens of a batch compete.
+        A picture depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions, but
+        for rounding, which differs between shapes and devices, by enough to change pictures of a model in bf16.
 
         Args:
             captions: a text, or B texts.

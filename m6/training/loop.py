@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -339,7 +340,8 @@ def pretrain(
     run = RunDirectory(root)
 
     def open_run() -> None:
-        run.lock.acquire()
+        # The job before may have died with its node, whose lock some file systems keep for minutes.
+        run.lock.acquire(patience_s=240.0 if "M6_ATTEMPT_DIR" in os.environ else 0.0)
         if restart:
             run.restart()
         run.open(config, runtime.world_size, runtime.nodes)

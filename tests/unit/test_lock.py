@@ -45,6 +45,27 @@ def start_owner(tmp_path: Path):
         process.wait()
 
 
+def test_a_patient_process_waits_for_the_owner(
+    tmp_path: Path, start_owner: Callable[..., subprocess.Popen], monkeypatch: pytest.MonkeyPatch
+):
+    owner = start_owner()
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            owner.kill()
+            owner.wait()
+
+    monkeypatch.setattr("m6.lock.time.sleep", wait)
+    lock = FolderLock(tmp_path / "lock", tmp_path)
+    lock.acquire(patience_s=600.0)
+    lock.release()
+    assert len(waits) == 2
+
+
 def test_a_second_process_is_told_who_the_owner_is(tmp_path: Path, start_owner: Callable[..., subprocess.Popen]):
     owner = start_owner()
     assert owner.stdout is not None

@@ -69,6 +69,25 @@ def test_roundtrip(make_run, tmp_path, dtype):
     assert AutoConfig.from_pretrained(out).moe == {"num_experts": 4, "num_prototypes": 2}
 
 
+def test_answers_do_not_depend_on_their_neighbours(make_run, tmp_path):
+    """The capacity of the training's validation makes the tokens of a batch compete for the experts."""
+    run, _ = make_run()
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["moe"]["eval_capacity_factor"] = 0.5
+    (run / "config.json").write_text(json.dumps(document))
+    export_hf(run, tmp_path / "hf")
+    exported = tmp_path / "hf" / "config.json"
+    assert "eval_capacity_factor" not in exported.read_text()
+    older = json.loads(exported.read_text())
+    older["moe"]["eval_capacity_factor"] = 0.5
+    exported.write_text(json.dumps(older))
+    text = "今天早上，小明在公园里"
+    for folder in (run, tmp_path / "hf"):
+        model, processor = load_run_model(folder, torch.device("cpu"))
+        alone, together = (model.model(**processor(text=[text] * n)).last_hidden_state for n in (1, 8))
+        assert torch.allclose(together[7], alone[0], atol=1e-5), folder
+
+
 def test_model_of_the_run_equals_that_of_the_export(make_run, tmp_path):
     run, reference = make_run()
     export_hf(run, tmp_path / "hf")
