@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from m6.files import atomic_path
+from m6.files import atomic_path, sha256
 from m6.planning.machine.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
 
 # Sizes of products by type of device: those of a GPU have to fill it. GROUPED are experts and rows of each expert.
@@ -155,7 +155,8 @@ def _collectives(device: torch.device, tier: Literal["device", "network"]) -> li
 
 
 def _write_bytes_per_s(disk: Path) -> float:
-    """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file."""
+    """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file and read
+    it for a checksum, as for a checkpoint."""
     rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
     # Several tensors, as in a checkpoint; the file is synced, so that the page cache does not hide the disk.
     file = disk / f"m6_calibration_{rank}"
@@ -167,6 +168,7 @@ def _write_bytes_per_s(disk: Path) -> float:
     try:
         with atomic_path(file) as temporary:
             save_file(tensors, temporary)
+        sha256(file)
         if several:
             dist.barrier()
         seconds = time.perf_counter() - begin

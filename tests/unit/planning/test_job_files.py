@@ -1,5 +1,6 @@
 """The files of a plan."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def test_a_job_that_ends_before_it_can_be_told_to():
     subject = planner("m6_100b", "a100_80g_x128")
     with pytest.raises(UserError, match="time_limit_min 1 leaves no time to train"):
         job_description(subject, subject.search().best, time_limit_min=1)
+
+
+def test_the_checksum_counts_as_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A checkpoint is whole only when each file has been read for it, which a slow processor does slower than a disk."""
+    read: list[Path] = []
+    monkeypatch.setattr("m6.planning.machine.calibration.sha256", lambda path: read.append(path) or time.sleep(0.5))
+    assert _write_bytes_per_s(tmp_path) <= (16 << 24) / 0.5
+    assert read == [tmp_path / "m6_calibration_0"]
 
 
 def test_measured_writing_decides_when_a_job_is_told(tmp_path: Path):
