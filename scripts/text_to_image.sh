@@ -87,6 +87,10 @@ draw_styles() { # concepts in every style and as silhouettes, seen together and 
     python "$here/styles.py" score "$out/styles" "$data" "$pictures" | tee "$out/styles.md"
 }
 
+compare_outlines() {
+    python "$here/outlines.py" "$out/pictures" "$data" --image-tokenizer "$tokenizer" | tee "$out/outlines.md"
+}
+
 judge() { # judge DRAWINGS REPORT
     m6 evaluate-pictures "$1" --data "$data" --held-out-style twemoji --among "$out/captions.txt" --judge "$out/judge" \
         --out "$2"
@@ -115,4 +119,5 @@ part "pictures, the best 8 of 16" draw_all "$out/chosen" --candidates 16
 part "evaluation" judge "$out/pictures" "$out/report.md"
 part "evaluation, the best 8 of 16" judge "$out/chosen" "$out/chosen.md"
 part "styles" draw_styles
-say "done: $out/grid.png, $out/report.md, $out/chosen.md, $out/styles.md, $out/model, $out/times.tsv"
+part "outlines" compare_outlines
+say "done: $out/grid.png, $out/report.md, $out/chosen.md, $out/styles.md, $out/outlines.md, $out/model, $out/times.tsv"

@@ -149,7 +149,7 @@ def draw(background: Rgb, figures: list[Figure]) -> bytes:
                 side * (figure.x + figure.radius * (x * math.cos(figure.angle) - y * math.sin(figure.angle))),
                 side * (figure.y + figure.radius * (x * math.sin(figure.angle) + y * math.cos(figure.angle))),
             )
-            for x, y in _outline(figure.shape)
+            for x, y in outline(figure.shape)
         ]
         canvas.polygon(points, fill=figure.fill)
     buffer = io.BytesIO()
@@ -172,8 +172,8 @@ def _figure(
     return Figure(colour, shape, x, y, float(rng.uniform(*radius)), angle, _near(COLOURS[colour], rng))
 
 
-def _outline(shape: str) -> list[tuple[float, float]]:
-    """The corners of a shape in the circle of radius 1 around (0, 0); y points down."""
+def outline(shape: str) -> list[tuple[float, float]]:
+    """The corners of one of SHAPES in the circle of radius 1 around (0, 0); y points down."""
     if shape == "五角星":
         radii = [1.0, 0.42] * 5
         angles = [math.pi * n / 5 - math.pi / 2 for n in range(10)]

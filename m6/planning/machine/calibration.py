@@ -155,8 +155,10 @@ def _collectives(device: torch.device, tier: Literal["device", "network"]) -> li
 
 
 def _write_bytes_per_s(disk: Path) -> float:
-    """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file and read
-    it for a checksum, as for a checkpoint."""
+    """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file.
+
+    As for a checkpoint, that includes reading the file once more for its checksum.
+    """
     rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
     # Several tensors, as in a checkpoint; the file is synced, so that the page cache does not hide the disk.
     file = disk / f"m6_calibration_{rank}"

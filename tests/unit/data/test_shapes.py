@@ -64,7 +64,7 @@ def test_shapes_differ_by_more_than_their_colour():
     """Each outline covers a share of its circle that no other one does."""
     areas = {}
     for shape in shapes.SHAPES:
-        corners = np.array(shapes._outline(shape))
+        corners = np.array(shapes.outline(shape))
         assert np.linalg.norm(corners, axis=1).max() <= 1.16
         after = np.roll(corners, -1, axis=0)
         areas[shape] = abs(np.sum(corners[:, 0] * after[:, 1] - after[:, 0] * corners[:, 1])) / 2 / np.pi
@@ -78,10 +78,10 @@ def test_shapes_differ_by_more_than_their_colour():
 def test_shapes_stand_upright(drawings):
     """Each is its own mirror image, turned by 15 degrees at most: a triangle that lies in any way is many shapes."""
     for shape in shapes.SHAPES:
-        corners = np.array(shapes._outline(shape))
+        corners = np.array(shapes.outline(shape))
         mirrored = corners * (-1, 1)
         assert np.linalg.norm(corners[:, None] - mirrored[None], axis=2).min(axis=1).max() < 1e-9
-    top = min(shapes._outline("三角形"), key=lambda corner: corner[1])
+    top = min(shapes.outline("三角形"), key=lambda corner: corner[1])
     assert top == pytest.approx((0, -1))
     angles = [figure.angle for *_, figures in drawings for figure in figures]
     assert max(map(abs, angles)) <= np.pi / 12

@@ -51,7 +51,7 @@ def test_a_job_that_ends_before_it_can_be_told_to():
 
 
 def test_the_checksum_counts_as_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A checkpoint is whole only when each file has been read for it, which a slow processor does slower than a disk."""
+    """A checkpoint is whole only when each file has been read for it, which may take longer than the disk."""
     read: list[Path] = []
     monkeypatch.setattr("m6.planning.machine.calibration.sha256", lambda path: read.append(path) or time.sleep(0.5))
     assert _write_bytes_per_s(tmp_path) <= (16 << 24) / 0.5
