@@ -186,6 +186,7 @@ def run_processor(root: Path, config: RunConfig, reader: CheckpointReader) -> M6
 def make_processor(config: M6Config, tokenizer: M6Tokenizer) -> M6Processor:
     """Makes the processor, which turns prompts and pictures into inputs of a model."""
     side = config.image_size
+    tokenizer.model_max_length = config.max_position_embeddings  # to which transformers' truncation=True cuts a text
     image_processor = M6ImageProcessor(size={"height": side, "width": side})
     return M6Processor(image_processor, tokenizer, num_patches=config.num_patches)
 

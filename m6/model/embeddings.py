@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from m6.architecture.configuration import M6Config
-from m6.architecture.special_tokens import IMAGE
+from m6.architecture.special_tokens import IMAGE, SOURCE
 from m6.errors import UserError
 from m6.model.patch_encoders import build_patch_encoder
 
@@ -47,13 +47,28 @@ class M6Embeddings(nn.Module):
             [B, S, hidden_size].
 
         Raises:
-            UserError: the number of placeholders is not ``N * num_patches``.
+            UserError: the number of placeholders is not ``N * num_patches``, pictures have another size, or a text is
+                longer than the model has positions.
         """
         is_patch = (input_ids == self.image_token_id) & (token_type_ids == IMAGE)
         # The positions of patches belong to another table and may exceed the size of the text's.
-        embedded = self._embed_tokens(input_ids, position_ids.masked_fill(is_patch, 0))
+        text_positions = position_ids.masked_fill(is_patch, 0)
+        self._check_length(text_positions, token_type_ids)
+        embedded = self._embed_tokens(input_ids, text_positions)
         embedded = self._splice_patches(embedded, is_patch, position_ids, pixel_values)
         return self.dropout(embedded + self.segments(token_type_ids))
+
+    def _check_length(self, text_positions: Tensor, token_type_ids: Tensor) -> None:
+        # It waits for the device, as the search for patches does. A decoding step, which must not, is not checked here:
+        # generate knows before its first step how long a target can become.
+        limit = self.text_positions.num_embeddings
+        if bool((text_positions >= limit).any()):
+            last = int(text_positions.max())
+            is_source = bool((token_type_ids[text_positions == last] == SOURCE).any())
+            raise UserError(
+                f"the {'source' if is_source else 'target'} has {last + 1} tokens, but the model has {limit} positions "
+                "(max_position_embeddings); shorten it"
+            )
 
     def _splice_patches(
         self, embedded: Tensor, is_patch: Tensor, position_ids: Tensor, pixel_values: Tensor | None
@@ -62,6 +77,12 @@ class M6Embeddings(nn.Module):
             # An empty batch of pictures gives the patch encoder a gradient of zeros. Data-parallel ranks with and
             # without pictures then reduce the same tensors.
             pixel_values = embedded.new_empty(0, 3, self.image_size, self.image_size)
+        side = self.image_size
+        if pixel_values.shape[1:] != (3, side, side):
+            raise UserError(
+                f"pixel_values have the shape {list(pixel_values.shape)}, but the model's image_size {side} needs "
+                f"[N, 3, {side}, {side}]"
+            )
         patch_index = is_patch.nonzero(as_tuple=True)
         placeholders, patches = patch_index[0].numel(), pixel_values.shape[0] * self.num_patches
         if placeholders != patches:

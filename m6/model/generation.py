@@ -63,8 +63,9 @@ class M6GenerationMixin(GenerationMixin):
             kwargs: as in transformers, and ``pixel_values``.
 
         Raises:
-            UserError: a prompt has no ``<bos>``, two pictures or padding at its end, the target would need more
-                positions than the model has learned, or an argument asks for what does not work with this model.
+            UserError: a prompt has no ``<bos>``, two pictures or padding at its end, the source or the target would
+                need more positions than the model has learned, or an argument asks for what does not work with this
+                model.
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None:

@@ -103,8 +103,9 @@ class M6Model(M6PreTrainedModel):
             dropout_seed: determines the random numbers of each layer; None: they come from the generator as it is.
 
         Raises:
-            UserError: the placeholders do not match the pictures, an input is missing and cannot be derived, or
-                attention weights or embeddings are asked for.
+            UserError: the placeholders do not match the pictures, these have another size, a text is longer than the
+                model has positions, an input is missing and cannot be derived, or attention weights or embeddings are
+                asked for.
         """
         if inputs_embeds is not None:
             raise UserError("inputs_embeds: pictures, types and positions go by input_ids; pass those")

@@ -12,7 +12,7 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_transforms import to_pil_image
 
 from m6.architecture.special_tokens import IMAGE, SOURCE, TARGET
-from m6.errors import nearest
+from m6.errors import UserError, nearest
 from m6.tokenizers.pictures import RESAMPLE, square_rgb
 from m6.tokenizers.text import M6Tokenizer
 
@@ -20,7 +20,10 @@ _NESTED = ("common_kwargs", "text_kwargs", "images_kwargs")
 
 
 class M6ImageProcessor(PilBackend):
-    """Converts pictures to RGB, pads them with white to a square, resizes them (bicubic), and scales to [-1, 1]."""
+    """Converts pictures to RGB, pads them with white to a square, resizes them (bicubic), and scales to [-1, 1].
+
+    Pictures are PIL pictures or arrays of levels 0 to 255; with ``do_rescale=False`` arrays of floats in [0, 1].
+    """
 
     size = {"height": 256, "width": 256}  # noqa: RUF012 - the base class declares it so
     resample = RESAMPLE
@@ -30,10 +33,29 @@ class M6ImageProcessor(PilBackend):
     do_rescale = True
     do_normalize = True
 
-    def process_image(self, image: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+    def process_image(
+        self, image: Any, *args: Any, input_data_format: Any = None, do_rescale: bool = True, **kwargs: Any
+    ) -> np.ndarray:
         """Returns a picture as uint8 ``[3, H, H]``, before it is resized. Overrides a step of the base class."""
-        picture = image if isinstance(image, Image.Image) else to_pil_image(image)
+        levels = image if do_rescale else _levels(image)
+        picture = levels if isinstance(levels, Image.Image) else to_pil_image(levels, None, None, input_data_format)
         return np.moveaxis(np.asarray(square_rgb(picture)), -1, 0)
+
+    def _preprocess(self, images: list[np.ndarray], *args: Any, do_rescale: bool, **kwargs: Any) -> BatchFeature:
+        if not do_rescale:  # of the picture that was given, which has 8 bits by now
+            kwargs["rescale_factor"] = 1 / 255
+        return super()._preprocess(images, *args, do_rescale=True, **kwargs)
+
+
+def _levels(image: Any) -> np.ndarray:
+    """The levels 0 to 255 of a picture whose values are already scaled to [0, 1]."""
+    values = np.asarray(image)
+    if values.dtype.kind != "f" or not ((values >= 0) & (values <= 1)).all():
+        raise UserError(
+            f"do_rescale=False is for pictures of floats in [0, 1], found {values.dtype} from {values.min()} to "
+            f"{values.max()}; leave it out for levels from 0 to 255"
+        )
+    return np.rint(255 * values).astype(np.uint8)
 
 
 class M6Processor(ProcessorMixin):

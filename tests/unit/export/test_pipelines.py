@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Pipeline, pipeline
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, Pipeline, pipeline
 
 from m6.export import export_hf
 from m6.tokenizers import M6ImageProcessor, M6Processor, M6Tokenizer
@@ -110,6 +110,8 @@ def test_the_tokenizer(exported, tmp_path):
     ids = tokenizer(LONG)["input_ids"]
     assert tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True) == [1] + [0] * (len(ids) - 1)
     assert tokenizer(LONG, truncation=True, max_length=3)["input_ids"] == ids[:3]
+    limit = AutoConfig.from_pretrained(exported).max_position_embeddings
+    assert len(tokenizer(LONG * 99, truncation=True)["input_ids"]) == limit
     assert tokenizer.convert_ids_to_tokens(tokenizer.convert_tokens_to_ids(tokenizer.tokenize(LONG))) == (
         tokenizer.tokenize(LONG)
     )

@@ -1,6 +1,7 @@
 """Patches: their order, their places, their encoders."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.model.patch_encoders import build_patch_encoder, split_patches
+from tests.unit.model.conftest import Sample
 
 
 def test_patches_are_cut_in_row_major_order():
@@ -85,6 +87,24 @@ def test_wrong_number_of_pictures_names_both_numbers(tiny_model, pack, samples, 
     batch["pixel_values"] = torch.zeros(pictures, 3, 16, 16)
     with pytest.raises(UserError, match=f"8 <image> placeholders.* {pictures} pictures of 4 patches, {4 * pictures}"):
         model(**batch)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (2, 3, 32, 32), (2, 1, 16, 16), (3, 16, 16)])
+def test_pictures_of_another_size_are_refused(tiny_model, pack, samples, shape):
+    model = tiny_model()
+    batch = pack(model.config, [samples])
+    batch["pixel_values"] = torch.zeros(shape)
+    message = re.escape(f"the shape {list(shape)}, but the model's image_size 16 needs [N, 3, 16, 16]")
+    with pytest.raises(UserError, match=message):
+        model(**batch)
+
+
+def test_a_target_beyond_the_positions_is_refused(tiny_model, pack):
+    model = tiny_model()
+    rows = [[Sample(target=[5] * size)] for size in (30, 31)]  # <bos> and <eos> are beside them
+    model(**pack(model.config, rows[:1]))
+    with pytest.raises(UserError, match=r"the target has 33 tokens, but the model has 32 positions"):
+        model(**pack(model.config, rows))
 
 
 @pytest.mark.parametrize("encoder", ["linear", "resnet"])

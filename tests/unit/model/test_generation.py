@@ -197,6 +197,19 @@ def test_a_target_beyond_the_positions_is_refused_before_it_starts(tiny_model):
         model.generate(input_ids=prompt, generation_config=GenerationConfig(do_sample=False))
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_source_beyond_the_positions_is_refused(tiny_model, pictures, use_cache):
+    model = tiny_model()
+    patches, bos, options = [model.config.image_token_id] * 4, model.config.bos_token_id, {"max_new_tokens": 2}
+    longest = torch.tensor([[*patches, *[1] * 32, bos]])
+    model.generate(input_ids=longest, pixel_values=pictures[:1], use_cache=use_cache, **options)
+    longer = torch.tensor([[*patches, *[1] * 33, bos]])
+    with pytest.raises(UserError, match=r"the source has 33 tokens, but the model has 32 positions"):
+        model.generate(input_ids=longer, pixel_values=pictures[:1], use_cache=use_cache, **options)
+    with pytest.raises(UserError, match=r"the source has 33 tokens, but the model has 32 positions"):
+        model(input_ids=longer, pixel_values=pictures[:1])
+
+
 class Tokenizer:
     """Letters a..z are ids 0..25."""
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from m6.errors import UserError
 from m6.generation.repaint import Repaint
 from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
 from m6.tokenizers.pictures import decode_picture, pixel_values
@@ -127,6 +128,29 @@ def test_training_and_serving_see_the_same_picture(processor, mode, size):
     # Both scale 8 bits to [-1, 1] in fp32, by other operations.
     torch.testing.assert_close(served, trained, rtol=0, atol=1e-6)
     assert trained.abs().max() <= 1
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.float32])
+def test_pictures_that_are_scaled_already(processor, kind):
+    levels = np.asarray(picture())
+    floats = torch.tensor(levels, dtype=kind) / 255 if kind == torch.float32 else (levels / 255).astype(kind)
+    expected = processor(images=picture())["pixel_values"]
+    assert torch.equal(processor(images=floats, do_rescale=False)["pixel_values"], expected)
+    # Only 0 and 1: these are not levels of 255.
+    white = np.ones((SIDE, SIDE, 3), np.float32)
+    assert (processor(images=white, do_rescale=False)["pixel_values"] == 1).all()
+    for wrong, found in ((picture(), "uint8"), (levels, "uint8"), (levels.astype(np.float32), "float32 from 0.0")):
+        with pytest.raises(UserError, match=rf"do_rescale=False .* floats in \[0, 1\], found {found}"):
+            processor(images=wrong, do_rescale=False)
+
+
+def test_the_order_of_channels_can_be_given(processor):
+    """Of three rows, an array of channels last looks like one of channels first."""
+    image = picture(size=(3, 3))
+    array = np.asarray(image)
+    expected = processor(images=image)["pixel_values"]
+    for given, order in ((array, "channels_last"), (np.moveaxis(array, -1, 0), "channels_first")):
+        assert torch.equal(processor(images=given, input_data_format=order)["pixel_values"], expected)
 
 
 def test_transparency_and_missing_sides_are_white():
