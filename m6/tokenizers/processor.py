@@ -41,10 +41,12 @@ class M6ImageProcessor(PilBackend):
         picture = levels if isinstance(levels, Image.Image) else to_pil_image(levels, None, None, input_data_format)
         return np.moveaxis(np.asarray(square_rgb(picture)), -1, 0)
 
-    def _preprocess(self, images: list[np.ndarray], *args: Any, do_rescale: bool, **kwargs: Any) -> BatchFeature:
-        if not do_rescale:  # of the picture that was given, which has 8 bits by now
-            kwargs["rescale_factor"] = 1 / 255
-        return super()._preprocess(images, *args, do_rescale=True, **kwargs)
+    def _preprocess(  # type: ignore[override]  # the base class names all settings
+        self, images: list[np.ndarray], *args: Any, **kwargs: Any
+    ) -> BatchFeature:
+        if not kwargs["do_rescale"]:  # This was said of the given pictures, which process_image turned into levels.
+            kwargs |= {"do_rescale": True, "rescale_factor": 1 / 255}
+        return super()._preprocess(images, *args, **kwargs)
 
 
 def _levels(image: Any) -> np.ndarray:
