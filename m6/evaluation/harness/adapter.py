@@ -14,11 +14,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from m6.checkpoints.loading import load_run_model
+from m6.errors import UserError, nearest
 from m6.generation.captioning import continue_text
 from m6.runs.processes import default_device
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 _NEW_TOKENS = 64  # of a continuation whose task sets no limit
+_ARGUMENTS = ("pretrained", "batch_size", "device")
 
 
 @register_model("m6")
@@ -30,11 +32,21 @@ class M6LM(TemplateLM):
     Args:
         pretrained: folder of a run, or one that ``m6 export`` wrote.
         batch_size: rows of a forward pass.
+        device: PyTorch's name of a device; None: a GPU if there is one.
+
+    Raises:
+        UserError: the folder holds no model, or an argument is unknown or has no usable value.
     """
 
-    def __init__(self, pretrained: str | Path, batch_size: int | str = 16, **_: Any) -> None:
+    def __init__(
+        self, pretrained: str | Path, batch_size: int | str = 16, device: str | None = None, **unknown: Any
+    ) -> None:
         super().__init__()
-        self.model, self.processor = load_run_model(Path(pretrained), default_device())
+        for name in unknown:
+            raise UserError(f"{name}: M6LM knows no such argument{nearest(name, _ARGUMENTS)}")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UserError(f'batch_size "{batch_size}": expected a whole number of at least 1')
+        self.model, self.processor = load_run_model(Path(pretrained), _usable_device(device))
         self.batch_size = int(batch_size)
 
     @property
@@ -138,3 +150,12 @@ class M6LM(TemplateLM):
         [text] = continue_text(self.model, self.processor, [prompt], max_new_tokens=new_tokens, **chosen)
         text = text.removeprefix(prompt)
         return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _usable_device(name: str | None) -> torch.device:
+    if name is None:
+        return default_device()
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter is of a PyTorch that was built without CUDA
+        raise UserError(f'device "{name}": PyTorch cannot use it: {error}') from None

@@ -9,6 +9,7 @@ import torch
 
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
+from m6.errors import UserError
 from m6.export import export_hf
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import write_run_and_data
@@ -153,6 +154,30 @@ def test_the_command_scores_both_tasks(lm: M6LM, folder: Path, tmp_path: Path):
         size += len(row["text"].encode())
     # The command computes in fp32.
     assert scores["m6_news"]["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-4)
+
+
+def test_arguments_of_the_harness(folder: Path):
+    lm = M6LM.create_from_arg_string(f"pretrained={folder / 'run'}", {"batch_size": "2", "device": "cpu"})
+    assert lm.batch_size == 2
+    assert lm.model.device.type == "cpu"
+    for wrong, expected in (
+        ({"batch_size": "auto"}, 'batch_size "auto": expected a whole number of at least 1'),
+        ({"batch_size": 0}, 'batch_size "0": expected a whole number of at least 1'),
+        ({"device": "tpu9"}, 'device "tpu9": PyTorch cannot use it: '),
+        ({"devise": "cpu"}, 'devise: M6LM knows no such argument; did you mean "device"?'),
+    ):
+        with pytest.raises(UserError) as caught:
+            M6LM(folder / "run", **wrong)
+        assert str(caught.value).startswith(expected)
+
+
+def test_a_device_is_used(folder: Path):
+    """The meta device stands for one that is not the default."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("m6.evaluation.harness.adapter.load_run_model", lambda _, device: asked.append(device) or (0, 0))
+        M6LM(folder / "run", device="meta")
+    assert asked == [torch.device("meta")]
 
 
 def test_mistakes(folder: Path, tmp_path: Path):
