@@ -1,15 +1,16 @@
-"""``m6 generate``: pictures of captions, captions of pictures, continuations of texts."""
+"""``m6 generate``: pictures of captions, captions of pictures, answers about them, continuations of texts."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m6.cli.options import DecodingWay, Passes
+from m6.cli.options import PASSES_REFUSAL, DecodingWay, Passes, refuse_options
 from m6.colours import to_rgba
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines
@@ -27,10 +28,12 @@ _FOR_TEXTS = ("max_new_tokens", "num_beams")
 def generate(
     context: typer.Context,
     run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
-    prompt: Annotated[str, typer.Argument(help="the caption of the pictures, or the beginning of a text")] = "",
+    prompt: Annotated[
+        str, typer.Argument(help="the caption of the pictures, the beginning of a text, or a question to --image")
+    ] = "",
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="a picture to caption; can be repeated. With --mask: the picture to repaint"),
+        typer.Option(help="a picture to caption or to ask of; can be repeated. With --mask: the picture to repaint"),
     ] = None,
     mask: Annotated[
         str | None,
@@ -70,10 +73,15 @@ def generate(
     ] = None,
     seed: int = 0,
 ) -> None:
-    """Generates pictures of captions, captions of pictures, or the continuation of a text."""
+    """Generates pictures of captions, captions of pictures or answers about them, or the continuation of a text."""
     is_text_to_image = out is not None or out_dir is not None
     # Arguments are checked before torch and the model are loaded, which takes seconds.
-    _refuse(context, _FOR_TEXTS if is_text_to_image else _FOR_PICTURES, "texts" if is_text_to_image else "pictures")
+    if is_text_to_image:
+        refuse_options(context, _FOR_TEXTS, "is for texts")
+    else:
+        refuse_options(context, _FOR_PICTURES, "is for pictures, which --out and --out-dir draw")
+    if decoding == "left_to_right":
+        refuse_options(context, ["passes"], PASSES_REFUSAL)
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -94,9 +102,10 @@ def generate(
             raise UserError(f"--out {out} is a folder; expected the PNG to write, or --out-dir")
         if out is not None and out.suffix.lower() != ".png":
             raise UserError(f"--out {out}: pictures are written as PNG; expected a name that ends in .png")
-    elif bool(prompt) == bool(image) or captions is not None or mask is not None:
+    elif not (prompt or image) or captions is not None or mask is not None:
         raise UserError(
-            "generate: give either a text to continue or --image; to generate pictures, give --out or --out-dir"
+            "generate: give a text to continue, or --image, with or without a question; to generate pictures, give "
+            "--out or --out-dir"
         )
     elif (top_k or top_p) and not temperature:
         raise UserError("generate: --top-k and --top-p of texts need --temperature above 0; its default is 0")
@@ -107,11 +116,12 @@ def generate(
     device = default_device()
     temperature = float(is_text_to_image) if temperature is None else temperature
     sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
-    if is_text_to_image and temperature == 0 and num > 1:
-        print(f"warning: with --temperature 0 the {num} pictures of a caption are equal", file=sys.stderr)
     if not is_text_to_image:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, sampling, seed)
         return
+    equal = num * max(Counter(texts).values())
+    if temperature == 0 and equal > 1:
+        print(f"warning: with --temperature 0 the {equal} pictures of a caption are equal", file=sys.stderr)
     from m6.config.checks import unknown_characters
     from m6.generation.pipeline import M6TextToImagePipeline
     from m6.generation.repaint import Repaint
@@ -145,15 +155,6 @@ def generate(
     if out_dir is not None:
         write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)
         print(out_dir)
-
-
-def _refuse(context: typer.Context, options: tuple[str, ...], use: str) -> None:
-    """Raises UserError if one of the options is given on the command line."""
-    for name in options:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            advice = "" if use == "texts" else ", which --out and --out-dir draw"
-            raise UserError(f"generate: --{name.replace('_', '-')} is for {use}{advice}")
 
 
 def read_captions(path: Path) -> list[str]:
@@ -190,7 +191,7 @@ def _write_texts(
     import torch
 
     from m6.checkpoints.loading import load_run_model
-    from m6.generation.captioning import caption, continue_text
+    from m6.generation.captioning import caption, continue_text, warn_of_captions
 
     model, processor = load_run_model(run, device)
     torch.manual_seed(seed % 2**64)  # the range that PyTorch takes; pictures take any integer, too
@@ -200,7 +201,10 @@ def _write_texts(
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         options |= {"top_p": sampling.top_p} if sampling.top_p else {}
     if pictures:
-        texts = caption(model, processor, pictures, **options)
+        if not prompt:
+            warn_of_captions(model, run)
+        questions = [prompt] * len(pictures) if prompt else None
+        texts = caption(model, processor, pictures, questions, **options)
         for path, text in zip(paths, texts, strict=True):
             print(f"{path}\t{text}")
         return

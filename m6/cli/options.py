@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,16 @@ DecodingWay = Annotated[
     ),
 ]
 Passes = Annotated[int, typer.Option(min=1, help="pictures: passes of the model for a picture, if it draws masked")]
+PASSES_REFUSAL = "is for --decoding masked; left_to_right draws one code after the other"
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
+
+
+def refuse_options(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Raises UserError if one of the parameters ``names`` is given on the command line; ``reason`` follows its name."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(f"{context.info_name}: --{name.replace('_', '-')} {reason}")
 
 
 def check_file(out: Path, expected: str) -> None:

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.options import DecodingWay, Passes
+from m6.cli.options import PASSES_REFUSAL, DecodingWay, Passes, refuse_options
 from m6.errors import UserError
 
 _LONGEST_DEADLINE = 86_400.0  # a day
+_FOR_PICTURES = ("guidance", "temperature", "top_k", "top_p", "decoding", "passes")
 
 
 def serve(
+    context: typer.Context,
     checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
@@ -36,12 +38,17 @@ def serve(
     """Serves a model over HTTP, with a demo page, until Ctrl-C or SIGTERM."""
     if not 0.001 <= deadline <= _LONGEST_DEADLINE:  # typer's own limits let nan pass
         raise UserError(f"serve: --deadline must be from 0.001 to {_LONGEST_DEADLINE:g} seconds, found {deadline}")
+    if decoding == "left_to_right":
+        refuse_options(context, ["passes"], PASSES_REFUSAL)
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
     from m6.generation.sampling import Sampling
+    from m6.serving.server import draws
     from m6.serving.server import serve as serve_folder
 
+    if not draws(checkpoint):
+        refuse_options(context, _FOR_PICTURES, f"is for pictures, which the model of {checkpoint} does not draw")
     serve_folder(
         checkpoint,
         host=host,

@@ -1,6 +1,8 @@
 """Text generation: captions of pictures and continuations of prompts."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,32 +36,46 @@ def caption(
     model: M6ForConditionalGeneration,
     processor: "M6Processor",
     images: Sequence["Image"],
+    questions: Sequence[str] | None = None,
     *,
     num_beams: int = 5,
     max_new_tokens: int = 64,
     batch_size: int = 64,
     **generate_kwargs: Any,
 ) -> list[str]:
-    """Generates a caption for each picture, as in M6's pretraining (arXiv 2103.00823, section 3).
+    """Generates a caption for each picture, as in M6's pretraining (arXiv 2103.00823, section 3), or an answer.
 
     Args:
         model: in evaluation mode.
         processor: processor of the model.
         images: N pictures.
+        questions: N texts, each the source beside its picture, as in the objective visual_question_answering; None:
+            captions.
         num_beams: width of the beam search; 1 is greedy decoding.
-        max_new_tokens: longest caption, ``<eos>`` included.
-        batch_size: captions that are written at a time.
+        max_new_tokens: longest caption or answer, ``<eos>`` included.
+        batch_size: texts that are written at a time.
         generate_kwargs: passed to ``model.generate``.
 
     Returns:
-        N captions.
+        N texts.
     """
     generate_kwargs |= {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     texts = []
     for begin in range(0, len(images), batch_size):
-        inputs = processor(images=list(images[begin : begin + batch_size]))
+        part = slice(begin, begin + batch_size)
+        inputs = processor(images=list(images[part]), text=None if questions is None else list(questions[part]))
         texts += _generate_text(model, processor.tokenizer, dict(inputs), **generate_kwargs)
     return texts
+
+
+def warn_of_captions(model: M6ForConditionalGeneration, folder: Path) -> None:
+    """Prints a warning if the model of a folder does not say that it has learned to caption pictures."""
+    if not model.learned_captioning:
+        print(
+            f"warning: {folder}: the model does not say that it has learned m6.objectives.image_captioning; its "
+            "captions may mean nothing",
+            file=sys.stderr,
+        )
 
 
 def continue_text(

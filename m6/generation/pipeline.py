@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +102,8 @@ class M6TextToImagePipeline:
         for rounding, which differs between shapes and devices, by enough to change pictures of a model in bf16.
 
         Args:
-            captions: a text, or B texts.
+            captions: a text, or B texts; the pictures of a text that is given twice are those of one call for twice as
+                many.
             num_images: pictures per caption.
             num_candidates: if given, so many pictures are generated per caption, and the ``num_images`` are kept that
                 give the caption the highest likelihood under the model, as in M6.
@@ -140,7 +143,9 @@ class M6TextToImagePipeline:
             as_targets=num_candidates is not None,
         )
         known = None if repaint is None else repaint.known_codes(grid)
-        drafts = [Draft(text, seed, index) for text in texts for index in range(num_drawn)]
+        # A caption that is given again goes on in the count, because its pictures would be the same ones.
+        counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        drafts = [Draft(text, seed, next(counts[text])) for text in texts for _ in range(num_drawn)]
         codes, images, scores = [], [], []
         steps = -(-len(drafts) // batch_size) * num_steps(grid, sampling)
         with tqdm(total=steps, unit="pass", desc="drawing", disable=None if progress else True) as bar:

@@ -14,6 +14,7 @@ from m6.checkpoints.loading import is_exported, load_run_model
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError
+from m6.generation.captioning import warn_of_captions
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.sampling import Sampling
 from m6.runs.processes import default_device
@@ -61,12 +62,13 @@ def serve(
             torch.set_num_threads(threads)
         device = default_device()
         drawing = None
-        if _has_image_tokenizer(folder):
+        if draws(folder):
             drawing = Drawing(M6TextToImagePipeline.from_pretrained(folder, device), sampling)
             captioning = Captioning(drawing.pipeline.model, drawing.pipeline.processor, max_new_tokens)
         else:
             model, processor = load_run_model(folder, device)
             captioning = Captioning(model, processor, max_new_tokens)
+        warn_of_captions(captioning.model, folder)
         tasks: dict[str, MeasuredTask] = {"caption": captioning}
         if drawing is not None:
             tasks["generate"] = drawing
@@ -89,6 +91,13 @@ def serve(
         _Server(config, f"serving {folder} at http://{host}:{listener.getsockname()[1]}").run(sockets=[listener])
 
 
+def draws(folder: Path) -> bool:
+    """Whether the model of a run or of an exported folder has an image tokenizer; UserError if it holds no model."""
+    if is_exported(folder):
+        return (folder / IMAGE_TOKENIZER).is_dir()
+    return load_config(folder / "config.json").m6.data.image_tokenizer is not None
+
+
 class _Server(uvicorn.Server):
     """Says where it listens once it does."""
 
@@ -100,12 +109,6 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             print(self._message, flush=True)
-
-
-def _has_image_tokenizer(folder: Path) -> bool:
-    if is_exported(folder):
-        return (folder / IMAGE_TOKENIZER).is_dir()
-    return load_config(folder / "config.json").m6.data.image_tokenizer is not None
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -1,5 +1,7 @@
 """``m6 generate``: what it refuses before a model is loaded, and the captions it reads."""
 
+from types import SimpleNamespace
+
 import pytest
 from PIL import Image
 
@@ -12,8 +14,8 @@ from tests.fixtures.command import m6, user_error
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either a text to continue or --image"),
-        (["今天", "--image", "a.png"], "give either a text to continue or --image"),
+        ([], "give a text to continue, or --image, with or without a question"),
+        (["是什么", "--image", "a.png"], "a.png: no such file"),
         (["--captions", "captions.txt"], "to generate pictures, give --out or --out-dir"),
         (["--out", "grid.png"], "give either a caption or --captions"),
         (["红", "--image", "a.png", "--out", "grid.png"], "to repaint a picture, give also --image and --mask"),
@@ -26,7 +28,8 @@ from tests.fixtures.command import m6, user_error
             ["红", "--image", "a.png", "--image", "b.png", "--mask", "0,0,8,8", "--out", "grid.png"],
             "--mask repaints one picture, found 2",
         ),
-        (["今天", "--mask", "0,0,8,8"], "give either a text to continue or --image"),
+        (["今天", "--mask", "0,0,8,8"], "give a text to continue, or --image"),
+        (["红", "--image", "a.png", "--mask", "0,0,8,8"], "to generate pictures, give --out or --out-dir"),
         (["红", "--captions", "captions.txt", "--out", "grid.png"], "give either a caption or --captions"),
         (["--captions", "missing.txt", "--out", "grid.png"], "missing.txt: not a readable text file"),
         (["红", "--out", "grid.png", "--top-p", "2"], "top_p must be in (0, 1], found 2.0"),
@@ -36,6 +39,10 @@ from tests.fixtures.command import m6, user_error
         (["红", "--out", "grid.png", "--num-beams", "2"], "--num-beams is for texts"),
         (["今天", "--decoding", "masked"], "--decoding is for pictures, which --out and --out-dir draw"),
         (["今天", "--guidance", "2"], "--guidance is for pictures"),
+        (
+            ["红", "--out", "grid.png", "--decoding", "left_to_right", "--passes", "3"],
+            "generate: --passes is for --decoding masked; left_to_right draws one code after the other",
+        ),
         (["今天", "--top-k", "5"], "--top-k and --top-p of texts need --temperature above 0"),
         (["今天", "--temperature", "1e-310"], "temperature must be 0, or 0.001 to 1000, found 1e-310"),
         (["\udcff", "--out", "grid.png"], r"the text '\udcff' is not in UTF-8"),
@@ -72,6 +79,30 @@ def test_texts_are_drawn_from_all_tokens_unless_fewer_are_asked_for(tmp_path, mo
     assert asked[0]["do_sample"]
 
 
+def test_questions_are_asked_of_each_picture(tmp_path, monkeypatch):
+    asked = []
+    model = SimpleNamespace(learned_captioning=False)
+    monkeypatch.setattr("m6.checkpoints.loading.load_run_model", lambda *_: (model, None))
+    monkeypatch.setattr(
+        "m6.generation.captioning.caption",
+        lambda _, __, pictures, questions, **___: asked.append(questions) or ["红色"] * len(pictures),
+    )
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for file in files:
+        Image.new("RGB", (8, 8)).save(file)
+    command = ("generate", "--checkpoint", tmp_path, "--image", files[0], "--image", files[1])
+    answered, captioned = m6(*command, "是什么颜色"), m6(*command)
+    assert answered.stdout == captioned.stdout == "".join(f"{file}\t红色\n" for file in files)
+    assert asked == [["是什么颜色"] * 2, None]
+    assert answered.stderr == ""
+    assert captioned.stderr == (
+        f"warning: {tmp_path}: the model does not say that it has learned m6.objectives.image_captioning; its captions "
+        "may mean nothing\n"
+    )
+    model.learned_captioning = True
+    assert m6(*command).stderr == ""
+
+
 def test_equal_pictures_are_announced(tmp_path, monkeypatch):
     def stop(*_):
         raise UserError("no model")
@@ -81,6 +112,10 @@ def test_equal_pictures_are_announced(tmp_path, monkeypatch):
     warning = "warning: with --temperature 0 the 8 pictures of a caption are equal"
     assert m6(*command, "--temperature", 0).stderr.splitlines() == [warning, "error: no model"]
     assert m6(*command).stderr.splitlines() == ["error: no model"]
+    (tmp_path / "captions.txt").write_text("红\n蓝\n红\n", encoding="utf-8")
+    command = ("generate", "--checkpoint", tmp_path, "--captions", tmp_path / "captions.txt", "--temperature", 0)
+    warning = "warning: with --temperature 0 the 2 pictures of a caption are equal"
+    assert m6(*command, "--out", tmp_path / "grid.png").stderr.splitlines() == [warning, "error: no model"]
 
 
 def test_pictures_are_not_mixed_with_what_is_there(tmp_path):

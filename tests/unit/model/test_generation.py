@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, StaticCache
+from transformers import GenerationConfig, LogitsProcessorList, StaticCache
 from transformers.cache_utils import DynamicCache
 
 from m6.errors import UserError
@@ -226,9 +226,10 @@ class Processor:
     def __init__(self, config, pictures):
         self.config, self.pictures = config, pictures
 
-    def __call__(self, images):
-        row = [self.config.image_token_id] * self.config.num_patches + [self.config.bos_token_id]
-        return {"input_ids": torch.tensor([row] * len(images)), "pixel_values": self.pictures[: len(images)]}
+    def __call__(self, images, text):
+        patches, bos = [self.config.image_token_id] * self.config.num_patches, self.config.bos_token_id
+        rows = [[*patches, *self.tokenizer.encode_ids(source), bos] for source in text or [""] * len(images)]
+        return {"input_ids": left_pad(self.config, rows), "pixel_values": self.pictures[: len(images)]}
 
 
 def test_text_only_scores(tiny_config):
@@ -254,6 +255,22 @@ def test_captions_and_continuations(tiny_model, pictures):
     three = caption(model, processor, ["first", "second", "first"], num_beams=2, max_new_tokens=5, batch_size=2)
     assert three == [*captions, captions[0]]
     assert rows == [2, 1]
+
+    # A question is the source beside its picture.
+    settings = {"num_beams": 2, "max_new_tokens": 5}
+    answers = caption(model, processor, ["first", "second"], ["what", "who"], **settings)
+    row = [*[model.config.image_token_id] * 4, *Tokenizer().encode_ids("what"), model.config.bos_token_id]
+    expected = model.generate(
+        torch.tensor([row]),
+        pixel_values=pictures[:1],
+        logits_processor=LogitsProcessorList([TextOnly(model.config)]),
+        **settings,
+    )
+    written = [token for token in expected[0].tolist()[len(row) :] if token < 26]
+    assert answers[0] == Tokenizer().decode(written)
+    in_parts = caption(model, processor, ["first"] * 2, ["what", "who"], batch_size=1, **settings)
+    assert in_parts[0] == answers[0]
+    assert in_parts[1] == caption(model, processor, ["first"], ["who"], **settings)[0]
 
     texts = continue_text(model, processor, ["hello", "a"], max_new_tokens=4)
     assert texts[0].startswith("hello")

@@ -32,7 +32,6 @@ from m6.serving.batcher import Batcher
 from m6.serving.batching import plan_by_arrival
 from m6.serving.tasks import Captioning, CaptionJob, Drawing
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
-from tests.fixtures.command import user_error
 from tests.fixtures.fabricated_run import write_run_and_data
 from tests.fixtures.tiny_data import draw_shape
 
@@ -331,13 +330,3 @@ def test_a_process_answers_and_ends_cleanly(run: Path):
             assert process.wait(300) == 0
         finally:
             process.kill()
-
-
-def test_user_errors(run: Path, tmp_path: Path):
-    assert "neither a run nor an exported model" in user_error("serve", "--checkpoint", tmp_path, "--port", 0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        message = user_error("serve", "--checkpoint", run, "--port", port)
-    assert message == f"cannot listen at 127.0.0.1:{port}: Address already in use"
-    message = user_error("serve", "--checkpoint", run, "--port", 0, "--max-new-tokens", 1000)
-    assert message == "max_new_tokens 1000 is more than the model's max_position_embeddings 96"

@@ -93,6 +93,8 @@ def test_it_draws_the_same_from_its_export_and_from_the_command(drawn: Path, tmp
     assert again.model.learned_captioning
     assert torch.equal(again(["红色圆形", "蓝色方块"], **settings).codes, pictures.codes)
     assert torch.equal(pipeline(["红色圆形", "蓝色方块"], batch_size=1, **settings).codes, pictures.codes)
+    again = pipeline(["红色圆形", "蓝色方块", "红色圆形"], **settings | {"num_images": 1}).codes
+    assert torch.equal(again, pictures.codes[[0, 3, 1]]), "a caption that is repeated goes on in its pictures"
     out = tmp_path / "pictures"
     arguments = ("红色圆形", "--num", 3, "--seed", 2, "--passes", 5, "--out-dir", out)
     assert m6("generate", "--checkpoint", drawn, *arguments).code == 0
