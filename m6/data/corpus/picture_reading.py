@@ -7,24 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m6.data.corpus.parquet import damaged, parquet_entries
+from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import MAX_PICTURE_BYTES, PICTURE_SUFFIXES, TOO_LARGE
 from m6.data.sources.webdataset import WebDataset
 from m6.files import cache_folder
 
 
-def tar_rows(path: Path, folder: Path, name: str, options: SourceOptions) -> Iterator[Row]:
+def tar_rows(path: Path, folder: Path, name: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
     """Yields the rows of a WebDataset tar file.
 
     Args:
         path: the file.
         folder: the input's folder.
         name: name of the input, with which the ids begin.
+        split: the split of the whole file, if it is one.
         options: columns of its .json members.
     """
     identity = f"{name}/{path.relative_to(folder).as_posix()}"
     try:
-        yield from WebDataset(name, folder, [path], options).rows_of(path)
+        yield from WebDataset(name, folder, [path], options, {path: split}).rows_of(path)
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
         yield Row(identity, None, problem=damaged(error))
 
@@ -44,7 +46,7 @@ def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
             identity, None, image=None if is_large else path.read_bytes(), problem=TOO_LARGE if is_large else None
         )
     elif path.suffix.lower() == ".tar":
-        yield from tar_rows(path, path.parent, name, SourceOptions(cache=cache_folder(), licence="private"))
+        yield from tar_rows(path, path.parent, name, None, SourceOptions(cache=cache_folder(), licence="private"))
     else:
         for number, entry in enumerate(parquet_entries(path, [image_column]), start=1):
             if isinstance(entry, str):

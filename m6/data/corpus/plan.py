@@ -30,8 +30,9 @@ from m6.data.corpus.remote import is_remote, list_remote
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
 from m6.data.sources.folders import METADATA
-from m6.data.sources.local import PICTURE_SUFFIXES, split_of_file, split_of_folder, unreadable_reason
+from m6.data.sources.local import PICTURE_SUFFIXES, unreadable_reason
 from m6.data.sources.packages import combined_sha256
+from m6.data.sources.split_names import split_folders, split_of_file, split_of_folder
 from m6.errors import UserError
 
 _SETS = (".parquet", *TARS, *sorted(PICTURE_SUFFIXES))  # of pictures of which nothing may be in the corpus
@@ -75,9 +76,14 @@ class Part(_Entry):
 
 
 class PlannedInput(_Entry):
-    """What the manifest says of an input."""
+    """What the manifest says of an input, and what its parts need to know of it as a whole.
+
+    Attributes:
+        folders: splits of its folders at the top, by their names.
+    """
 
     kind: SourceKind = "text"
+    folders: dict[str, Split] = {}
     own_splits: list[Split] = []
     origin: list[Origin]
 
@@ -249,6 +255,7 @@ def _add_files(plan: Plan, settings: InputSettings, found: list[_Found]) -> None
         raise UserError(
             f'{settings.source}: "{settings.called}" has files of texts and of pictures: name them as two inputs'
         )
+    folders = split_folders(settings.called, [file.name for file in found])
     splits: set[Split | None] = set()
     checksums: list[tuple[str, str]] = []
     texts: list[int] = []
@@ -261,9 +268,9 @@ def _add_files(plan: Plan, settings: InputSettings, found: list[_Found]) -> None
         checksums.append((file.name.as_posix(), file.entry.sha256))
         if suffix_of(file.name) in TEXTS:
             texts.append(number)
-            splits.add(split_of_folder(file.name))
+            splits.add(split_of_folder(file.name, folders))
         else:
-            splits.add(split_of_file(file.name))
+            splits.add(split_of_file(file.name, folders))
             plan.parts.append(Part(input=settings.called, files=[number]))
     for begin in range(0, len(texts), _FILES_OF_A_PART):
         plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _FILES_OF_A_PART]))
@@ -271,6 +278,7 @@ def _add_files(plan: Plan, settings: InputSettings, found: list[_Found]) -> None
     own = ("test", "train", "validation") if settings.split_column else sorted(filter(None, splits))
     plan.inputs[settings.called] = PlannedInput(
         kind=kinds.pop(),
+        folders=folders,
         own_splits=list(own),
         origin=[
             Origin(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,7 +21,7 @@ from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.documents import Documents
 from m6.data.sources.folders import json_entries
-from m6.data.sources.local import split_of_file
+from m6.data.sources.split_names import split_of_file, split_of_folder
 from m6.data.sources.table_rows import picture_row, text_rows
 from m6.errors import UserError
 
@@ -55,7 +55,7 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
         yield from source.rows()
         return
     with _here(settings, plan, part, fetched) as (folder, paths):
-        yield from _rows_of(folder, paths, recipe, settings, part)
+        yield from _rows_of(folder, paths, recipe, settings, part, plan.inputs[part.input].folders)
 
 
 @contextmanager
@@ -77,21 +77,29 @@ def _here(settings: InputSettings, plan: Plan, part: Part, fetched: Path) -> Ite
 
 
 def _rows_of(
-    folder: Path, paths: list[Path], recipe: CorpusRecipe, settings: InputSettings, part: Part
+    folder: Path,
+    paths: list[Path],
+    recipe: CorpusRecipe,
+    settings: InputSettings,
+    part: Part,
+    folders: Mapping[str, Split],
 ) -> Iterator[Row]:
-    names = [f"{part.input}/{path.relative_to(folder).as_posix()}" for path in paths]
+    relative = {path: path.relative_to(folder) for path in paths}
+    names = [f"{part.input}/{name.as_posix()}" for name in relative.values()]
     if part.unreadable is not None:
         yield from (Row(name, None, problem=part.unreadable) for name in names)
         return
     options = options_of(settings, recipe)
     if suffix_of(paths[0]) in TEXTS:
-        yield from Documents(part.input, folder, paths, options).rows()
+        splits = {path: split_of_folder(name, folders) for path, name in relative.items()}
+        yield from Documents(part.input, folder, paths, options, splits).rows()
         return
     for path, name in zip(paths, names, strict=True):
+        split = split_of_file(relative[path], folders)
         if suffix_of(path) in TARS:
-            yield from tar_rows(path, folder, part.input, options)
+            yield from tar_rows(path, folder, part.input, split, options)
         else:
-            yield from _table_rows(path, name, split_of_file(path.relative_to(folder)), settings, options)
+            yield from _table_rows(path, name, split, settings, options)
 
 
 def _table_rows(

@@ -1,12 +1,13 @@
 """The user's own plain texts: .txt and .md files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from m6.data.manifest import SourceKind
+from m6.data.manifest import SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import LocalSource, group_of_text, split_of_folder
+from m6.data.sources.local import LocalSource, group_of_text
+from m6.data.sources.split_names import split_folders, split_of_folder
 from m6.data.sources.text import passages
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -20,16 +21,27 @@ class Documents(LocalSource):
         folder: folder of the files; ids are relative to it.
         files: the files.
         options: the licence, and the length of passages.
+        splits: of the files; None: those that the folders at the top are named after.
     """
 
     FORMATS: ClassVar[tuple[str, ...]] = (".txt", ".md")
     kind: SourceKind = "text"
 
-    def __init__(self, name: str, folder: Path, files: list[Path], options: SourceOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        files: list[Path],
+        options: SourceOptions,
+        splits: Mapping[Path, Split | None] | None = None,
+    ) -> None:
         super().__init__(name, folder, files, options)
         relative = {file: file.relative_to(folder) for file in files}
         self._names = {file: f"{name}/{part.as_posix()}" for file, part in relative.items()}
-        self._splits = {file: split_of_folder(part) for file, part in relative.items()}
+        if splits is None:
+            folders = split_folders(name, relative.values())
+            splits = {file: split_of_folder(part, folders) for file, part in relative.items()}
+        self._splits = splits
         self.own_splits = frozenset(split for split in self._splits.values() if split)
 
     def rows(self) -> Iterator[Row]:

@@ -18,14 +18,13 @@ from m6.data.sources.local import (
     LocalSource,
     group_of_row,
     label_of_row,
-    own_splits,
     picture_kind,
     require_column,
-    split_of_folder,
     split_of_row,
     unreadable_reason,
     written,
 )
+from m6.data.sources.split_names import own_splits, split_folders, split_of_folder
 from m6.errors import UserError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -37,7 +36,7 @@ class PictureFolder(LocalSource):
 
     The captions are in ``metadata.jsonl`` or ``metadata.csv`` with the column ``file_name``, relative to the metadata,
     and the text column; or in a ``.txt`` file beside each picture; or they are the names of the pictures' folders.
-    Folders at the top that are named after splits, such as ``train`` and ``val``, are splits.
+    If all folders at the top are named after splits, such as ``train`` and ``val``, they are splits.
 
     Raises:
         UserError: the folder has no pictures or no captions.
@@ -54,8 +53,8 @@ class PictureFolder(LocalSource):
             if unreadable_reason(folder, file) is None
         ]
         relative = [picture.relative_to(folder) for picture in self._pictures]
-        splits = {split_of_folder(path) for path in relative} - {None}
-        depth = 2 if splits else 1
+        self._splits = split_folders(name, relative)
+        depth = 2 if self._splits else 1
         self._classes = not (self._metadata or captions) and all(len(path.parts) > depth for path in relative)
         if not self._pictures or not (captions or self._metadata or self._classes):
             raise UserError(
@@ -67,7 +66,7 @@ class PictureFolder(LocalSource):
         if not self._metadata:  # no columns, so no questions
             options = dataclasses.replace(options, question_column=None)
         super().__init__(name, folder, [*pictures, *(self._metadata or captions)], options)
-        self.own_splits, self.kind = own_splits(options, splits), picture_kind(options)
+        self.own_splits, self.kind = own_splits(options, self._splits.values()), picture_kind(options)
         if self._metadata:
             self.columns = {
                 role: column for role, column in options.columns().items() if role not in ("image", "context")
@@ -126,7 +125,7 @@ class PictureFolder(LocalSource):
         field = written(text if isinstance(text, str) else "", self._options)
         answer = picture.parent.name if self._classes else label_of_row(entry, self._options)
         group = group_of_row(entry, self._options)
-        split = split or split_of_folder(Path(file_name))
+        split = split or split_of_folder(Path(file_name), self._splits)
         image = picture.read_bytes()
         return Row(f"{self.name}/{identity}", group, image=image, answer=answer, split=split, **field)
 

@@ -1,29 +1,23 @@
-"""What the sources of the user's own files share: the licence, links that are refused, splits and columns."""
+"""What the sources of the user's own files share: the licence, links that are refused, and columns."""
 
 import os
-import re
 import stat
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from m6 import files
-from m6.data.manifest import SPLITS, Origin, SourceKind, Split
+from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import SourceOptions
 from m6.data.sources.packages import combined_sha256
+from m6.data.sources.split_names import SPLIT_WORDS
 from m6.data.sources.text import text_key
 from m6.errors import UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
 MAX_PICTURE_BYTES = 64 << 20  # a larger file or member of an archive is not read into memory
 TOO_LARGE = f"larger than {MAX_PICTURE_BYTES >> 20} MiB"
-# The names that Hugging Face Datasets knows for splits.
-_SPLITS: dict[str, Split] = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
 
 
 class LocalSource:
@@ -72,38 +66,30 @@ class LocalSource:
         return self._paths
 
 
-def own_splits(options: SourceOptions, named: Iterable[Split | None]) -> frozenset[Split]:
-    """Returns the splits that a source defines: by its split column, or by the names of folders and files."""
-    return frozenset(SPLITS if options.split_column is not None else filter(None, named))
-
-
-def split_of_name(name: str) -> Split | None:
-    """Returns the split that a folder or a file is named after, such as ``val`` or ``train-00000-of-00002``."""
-    return next((_SPLITS[part] for part in re.split("[^a-z]+", name.lower()) if part in _SPLITS), None)
-
-
-def split_of_folder(relative: PurePath) -> Split | None:
-    """Returns the split that the first folder of a relative path is named after."""
-    return split_of_name(relative.parts[0]) if len(relative.parts) > 1 else None
-
-
-def split_of_file(relative: PurePath) -> Split | None:
-    """Returns the split that a file is named after, or else the first folder of its relative path."""
-    return split_of_name(relative.name) or split_of_folder(relative)
-
-
 def split_of_row(entry: Mapping[str, Any], options: SourceOptions) -> tuple[Split | None, str | None]:
-    """Returns the split that a row names in its split column, and the problem if it names none."""
-    if options.split_column is None:
-        return None, None
+    """Returns the split that a row names in its split column, and why the row cannot be used.
+
+    It names no split, or its label or group is no text.
+    """
+    problem = column_problem(entry, "label", options.label_column) or column_problem(
+        entry, "group", options.group_column
+    )
+    if problem or options.split_column is None:
+        return None, problem
     value = entry.get(options.split_column)
-    split = _SPLITS.get(value.lower()) if isinstance(value, str) else None
+    split = SPLIT_WORDS.get(value.lower()) if isinstance(value, str) else None
     return split, None if split else f"unknown split {str(value)[:20]!r}"
+
+
+def column_problem(entry: Mapping[str, Any], role: str, column: str | None) -> str | None:
+    """Returns why what a row holds in a column cannot be written as a text; None if it can, or is no value."""
+    value = entry.get(column) if column is not None else None
+    return f"the {role} is {type(value).__name__}" if isinstance(value, list | dict | bytes) else None
 
 
 def group_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
     """Returns the group that a row names in its group column; None without a group column or a value."""
-    value = None if options.group_column is None else entry.get(options.group_column)
+    value = _text_of(entry, options.group_column)
     return None if value is None else f"group/{value}"
 
 
@@ -143,14 +129,20 @@ def written(text: str, options: SourceOptions) -> dict[str, str]:
 
 def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
     """Returns the label that a row names in its label column; None without a label column or a value."""
-    value = None if options.label_column is None else entry.get(options.label_column)
-    return None if value is None else str(value)
+    return _text_of(entry, options.label_column)
 
 
 def context_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
     """Returns the beginning of what a row holds in its context column; None without a context column or a value."""
-    value = None if options.context_column is None else entry.get(options.context_column)
-    return None if value is None else str(value)[: options.passage_chars]
+    value = _text_of(entry, options.context_column)
+    return None if value is None else value[: options.passage_chars]
+
+
+def _text_of(entry: Mapping[str, Any], column: str | None) -> str | None:
+    """What a row holds in a column; blanks are no value, as in CSV."""
+    value = entry.get(column) if column is not None else None
+    text = "" if value is None else str(value)
+    return text if text.strip() else None
 
 
 def require_column(column: str, columns: Iterable[str], where: object, role: str = "") -> None:

@@ -16,17 +16,16 @@ from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.folders import file_entries
 from m6.data.sources.local import (
     LocalSource,
+    column_problem,
     context_of_row,
     group_of_row,
     group_of_text,
     label_of_row,
-    own_splits,
     picture_kind,
     require_column,
-    split_of_file,
-    split_of_name,
     unreadable_reason,
 )
+from m6.data.sources.split_names import own_splits, split_meant, splits_of_files
 from m6.data.sources.table_rows import named_file, picture_row, split_or_problem, text_rows
 from m6.errors import UserError
 
@@ -59,8 +58,9 @@ class LocalTable(LocalSource):
         if len(forms) > 1:
             raise UserError(f'"{name}" mixes {" and ".join(forms)}: build them as two sources')
         together: dict[tuple[Split | None, Path], list[Path]] = {}
+        splits = splits_of_files(name, folder, files)
         for file in files:
-            together.setdefault((split_of_file(file.relative_to(folder)), file.parent), []).append(file)
+            together.setdefault((splits[file], file.parent), []).append(file)
         read = self._parquet if forms == [".parquet"] else self._text_files
         parts = [read(split, parent, group) for (split, parent), group in together.items()]
         if all(next(part.entries(part.columns[:1]), None) is None for part in parts):
@@ -111,10 +111,11 @@ class SavedDataset(LocalSource):
         except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
             raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
         parts = saved.items() if isinstance(saved, datasets.DatasetDict) else [("", saved)]
-        splits = {split_of_name(str(split)) for split, _ in parts}
+        # These names are of splits alone, so a word of them, as in validation_matched, is no chance.
+        splits = {split_meant(str(split)) for split, _ in parts}
         if len(splits) < len(parts):
             raise UserError(f"{folder}: of its splits {', '.join(map(str, saved))} two have the same meaning")
-        tables = [_streamed(name, split_of_name(str(split)), None, data.to_iterable_dataset()) for split, data in parts]
+        tables = [_streamed(name, split_meant(str(split)), None, data.to_iterable_dataset()) for split, data in parts]
         self._table = _Table(name, tables, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, splits)
         self.columns = self._table.columns
@@ -212,6 +213,9 @@ def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) ->
         if isinstance(features.get(column), datasets.Image):
             # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
             table = table.cast_column(column, datasets.Image(decode=False))
+    classes = {
+        column: features[column].names for column in columns if isinstance(features.get(column), datasets.ClassLabel)
+    }
     entries = iter(table)
     for number in itertools.count():
         try:
@@ -220,7 +224,12 @@ def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) ->
             raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
         if entry is None:
             return
-        yield entry
+        yield entry | {column: _class_name(entry[column], names) for column, names in classes.items()}
+
+
+def _class_name(number: int | None, names: list[str]) -> str | None:
+    """The name of a class; None for -1, by which Hugging Face Datasets marks a row without one, and unknown numbers."""
+    return names[number] if number is not None and 0 <= number < len(names) else None
 
 
 class _Table:
@@ -290,6 +299,7 @@ class _Table:
             yield from text_rows(entry, identity, part.split, options)
             return
         split, problem = split_or_problem(entry, options.text_column, part.split, options)
+        problem = problem or column_problem(entry, "context", options.context_column)
         if problem is not None:
             yield Row(identity, identity, problem=problem)
             return

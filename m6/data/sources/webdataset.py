@@ -2,7 +2,7 @@
 
 import itertools
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -16,13 +16,12 @@ from m6.data.sources.local import (
     LocalSource,
     group_of_row,
     label_of_row,
-    own_splits,
     picture_kind,
     require_column,
-    split_of_file,
     split_of_row,
     written,
 )
+from m6.data.sources.split_names import own_splits, splits_of_files
 from m6.errors import UserError
 
 
@@ -33,11 +32,25 @@ class WebDataset(LocalSource):
     a link, of a name outside of the archive, or of a very large file has a problem. Questions, labels, splits and
     groups are those of ``key.json``.
     A tar file, or else its folder, may also be named after its split, such as ``train-0000.tar``.
+
+    Args:
+        name: name in the manifest.
+        folder: folder of the files; ids are relative to it.
+        paths: the files.
+        options: columns and licence.
+        splits: of the files; None: those that they or the folders at the top are named after.
     """
 
-    def __init__(self, name: str, folder: Path, paths: list[Path], options: SourceOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        paths: list[Path],
+        options: SourceOptions,
+        splits: Mapping[Path, Split | None] | None = None,
+    ) -> None:
         super().__init__(name, folder, paths, options)
-        self._splits = {path: split_of_file(path.relative_to(folder)) for path in paths}
+        self._splits = splits_of_files(name, folder, paths) if splits is None else splits
         self.own_splits = own_splits(options, self._splits.values())
         self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
         self.kind = picture_kind(options)
