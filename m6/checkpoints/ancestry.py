@@ -5,7 +5,9 @@ The file outlives that run: the model card of an export names all data that the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,7 +26,7 @@ class InitialRun(BaseModel):
 
     Attributes:
         name: of its folder.
-        steps, samples_seen, tokens_seen: of its checkpoint.
+        steps, samples_seen, tokens_seen: of its checkpoint; None: nothing is known but the name.
         objectives: those that were trained, with their weights.
         sources: what ``kept_sources`` returns of it.
         initial: the run that its own initial weights come from.
@@ -33,10 +35,10 @@ class InitialRun(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    steps: int
-    samples_seen: int
-    tokens_seen: int
-    objectives: dict[str, float]
+    steps: int | None = None
+    samples_seen: int | None = None
+    tokens_seen: int | None = None
+    objectives: dict[str, float] = {}
     sources: Manifest | None = None
     initial: InitialRun | None = None
 
@@ -46,27 +48,55 @@ class InitialRun(BaseModel):
 
 
 def keep_initial(root: Path, init: Path | None) -> None:
-    """Writes RUN/initial.json, if there is none and ``init`` is a run: an exported model has a card of its own.
+    """Writes RUN/initial.json, if there is none: what is known of the run or the exported model ``init``.
 
     A run of an older version, which has no such file, may resume when ``init`` is gone: nothing is written then.
     """
-    if init is None or (root / INITIAL).exists() or not init.exists() or is_exported(init):
+    if init is None or (root / INITIAL).exists() or not init.exists():
         return
-    state = newest_complete_checkpoint(init).state
-    record = InitialRun(
-        name=init.absolute().name,
+    if is_exported(init):
+        record = kept_initial(init) or InitialRun(name=init.absolute().name)
+    else:
+        record = initial_record(init, newest_complete_checkpoint(init).state)
+    write_record(root, record)
+
+
+def initial_record(run_dir: Path, state: Mapping[str, Any]) -> InitialRun:
+    """What will be known of a run where its weights are trained further.
+
+    Args:
+        run_dir: the run.
+        state: of its checkpoint.
+    """
+    config = load_config(run_dir / "config.json")
+    return InitialRun(
+        name=run_dir.absolute().name,
         steps=state["step"],
         samples_seen=state["samples_seen"],
         tokens_seen=state["tokens_seen"],
-        objectives=trained_objectives(load_config(init / "config.json")),
-        sources=kept_sources(init),
-        initial=kept_initial(init),
+        objectives=trained_objectives(config),
+        sources=kept_sources(run_dir),
+        initial=initial_of(run_dir, config),
     )
-    write_json(root / INITIAL, record.model_dump(exclude_none=True))
+
+
+def write_record(folder: Path, record: InitialRun) -> None:
+    """Writes initial.json: in a run it is of the run before, and in an exported model of the run that was exported."""
+    write_json(folder / INITIAL, record.model_dump(exclude_none=True))
+
+
+def initial_of(run_dir: Path, config: RunConfig) -> InitialRun | None:
+    """The run that a run's initial weights come from; None if they are random. Without a record only its name is known.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    init = config.m6.init
+    return kept_initial(run_dir) or (None if init is None else InitialRun(name=init.absolute().name))
 
 
 def kept_initial(root: Path) -> InitialRun | None:
-    """What ``keep_initial`` wrote, or None.
+    """What ``write_record`` wrote, or None.
 
     Raises:
         UserError: the file is damaged.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from m6.checkpoints.ancestry import kept_initial
-from m6.config.run import RunConfig
+from m6.checkpoints.ancestry import initial_of
+from m6.config.run import RunConfig, load_config
 from m6.data.codes import has_codes
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard
 from m6.data.objectives import OBJECTIVES, reads_codes, source_kind
@@ -101,11 +101,10 @@ def describe_overlap(run_dir: Path, data: PretrainingData) -> str:
 
 def describe_other_training(run_dir: Path, manifest: Manifest, sources: Sequence[str]) -> str:
     """Says whether the run, or one before it, has learned from other data than the training rows of these sources."""
-    initial = kept_initial(run_dir)
+    initial = initial_of(run_dir, load_config(run_dir / "config.json"))
+    before = initial.lineage() if initial else []
     runs = [("The run", kept_sources(run_dir))]
-    runs += [
-        (f"The run {run.name}, from which it began,", run.sources) for run in (initial.lineage() if initial else [])
-    ]
+    runs += [(f"The run {run.name}, from which it began,", run.sources) for run in before if run.steps is not None]
     own = {shard.sha256 for name in sources for shard in _shards(manifest, name)}
     sentences = []
     for run, known in runs:
@@ -113,6 +112,9 @@ def describe_other_training(run_dir: Path, manifest: Manifest, sources: Sequence
             sentences.append(f"{run} kept no record of its data: what of it is in these rows is not known.")
         elif not own & {shard.sha256 for name in known.sources for shard in _shards(known, name)}:
             sentences.append(f"{run} learned from other data: what of it is in these rows was not counted.")
+    sentences += [
+        f"It is not known what {run.name}, from which it began, has seen." for run in before if run.steps is None
+    ]
     return " ".join(sentences)
 
 

@@ -163,10 +163,11 @@ def _load_initial_weights(
         return "before fine-tuning", None
     record = kept_initial(run_dir)
     folders = complete_checkpoints(RunDirectory(init).checkpoints)
-    if record is not None:  # the run in ``init`` may have gone on
-        folders = [folder for folder in folders if folder.name == step_folder(record.steps)]
+    steps = None if record is None else record.steps
+    if steps is not None:  # the run in ``init`` may have gone on
+        folders = [folder for folder in folders if folder.name == step_folder(steps)]
     if not folders:
-        return None, f"{init} no longer holds " + ("a checkpoint" if record is None else f"that of step {record.steps}")
+        return None, f"{init} no longer holds " + ("a checkpoint" if steps is None else f"that of step {steps}")
     load_weights(model, open_plain_model(CheckpointReader(folders[-1])))
     return "before fine-tuning", None
 

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 import m6
-from m6.checkpoints.ancestry import InitialRun, kept_initial, trained_objectives
+from m6.checkpoints.ancestry import InitialRun, initial_of, trained_objectives
 from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig
 from m6.data.manifest import SPLITS, Manifest
@@ -39,7 +39,7 @@ def model_card(
         UserError: a record of the run is damaged.
     """
     name = run_dir.absolute().name
-    sources, initial = kept_sources(run_dir), kept_initial(run_dir)
+    sources, initial = kept_sources(run_dir), initial_of(run_dir, config)
     before = initial.lineage() if initial else []
     every = [sources, *(run.sources for run in before)]
     sections = {
@@ -47,7 +47,7 @@ def model_card(
         "How to load it": _loading(config),
         "Model": _model(config, dtype),
         "Training data": _data(sources),
-        "Training": _training(run_dir, config, reader, described=initial is not None),
+        "Training": _training(run_dir, config, reader),
         **{f"Before: {run.name}": _before(run) for run in before},
         "Validation": _validation(run_dir, reader.state["step"]),
         "Limits": _limits(config, sources),
@@ -149,7 +149,7 @@ def _data(sources: Manifest | None) -> str:
     return "\n\n".join(filter(None, [markdown_table(header, rows, "llrrrrll"), shared]))
 
 
-def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader, *, described: bool) -> str:
+def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str:
     state, settings = reader.state, config.m6
     rows = [
         ["objectives and their weights", _objectives(trained_objectives(config))],
@@ -163,8 +163,7 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader, *, des
         ["seed", f"{settings.training.seed}"],
     ]
     if settings.init is not None:
-        where = "see below" if described else "whose data and training this card does not describe"
-        rows.append(["initial weights", f"of {settings.init.name}, {where}"])
+        rows.append(["initial weights", f"of {settings.init.name}, see below"])
     if settings.lora is not None:
         lora = settings.lora
         rows.append(
@@ -185,6 +184,8 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader, *, des
 
 
 def _before(run: InitialRun) -> str:
+    if run.steps is None:
+        return "Unknown: no record of its data, their licences and its training was kept."
     rows = [
         ["objectives and their weights", _objectives(run.objectives)],
         ["steps", f"{run.steps:,}"],

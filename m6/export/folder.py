@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from m6.checkpoints.ancestry import initial_record, write_record
 from m6.checkpoints.loading import (
     load_run_image_tokenizer,
     open_newest_checkpoint,
@@ -71,6 +72,7 @@ def export_hf(
             processor.save_pretrained(temporary)
             write_code(temporary)
             _set_auto_maps(temporary)
+            write_record(temporary, initial_record(run_dir, reader.state))
             model_card(run_dir, config, reader, dtype, licence).save(temporary / CARD)
             if reader.state.get("image_tokenizer") is not None:
                 load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)

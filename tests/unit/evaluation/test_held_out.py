@@ -1,5 +1,7 @@
 """What a report says of data that a run, or one before it, learned from."""
 
+import json
+
 import pytest
 
 from m6.checkpoints.ancestry import keep_initial
@@ -38,3 +40,13 @@ def test_other_data_of_a_run_and_of_the_one_before_it(runs, run, data, strangers
     said = describe_overlap(runs / run, opened)
     assert [stranger for stranger in strangers if f"{stranger} from other data" in said] == strangers
     assert said.count("from other data") == len(strangers)
+
+
+def test_what_an_exported_model_without_a_record_has_seen_is_not_known(runs):
+    document = json.loads((runs / "first" / "config.json").read_text())
+    document["m6"]["init"] = str(runs / "exported")
+    (runs / "first" / "config.json").write_text(json.dumps(document))
+    opened = open_held_out(runs / "first", load_config(runs / "first" / "config.json"), runs / "data", "validation")
+    said = describe_overlap(runs / "first", opened)
+    assert said.endswith("It is not known what exported, from which it began, has seen.")
+    assert "from other data" not in said

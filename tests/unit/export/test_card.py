@@ -135,7 +135,7 @@ def test_the_runs_before_are_in_the_card_when_they_are_gone(run):
     document = json.loads((run / "config.json").read_text())
     document["m6"]["init"] = str(second)
     (run / "config.json").write_text(json.dumps(document))
-    assert "of second, whose data and training this card does not describe" in card_of(run).text
+    assert "## Before: second\nUnknown: no record" in card_of(run).text
     keep_initial(second, first)
     keep_initial(run, second)
     shutil.rmtree(first)
@@ -165,10 +165,35 @@ def test_a_licence_of_the_weights_is_stated(run, tmp_path):
     assert "Of the weights: cc-by-sa-4.0." in card.text
 
 
-def test_an_exported_model_has_its_own_card(run, tmp_path):
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_run_from_an_exported_model_names_its_data_or_calls_them_unknown(run, tmp_path, is_recorded):
+    """So does a run that began from that one."""
+    entry = {"kind": "text", "licence": "MIT", "splits": {"train": {"rows": 3}}, "origin": []}
+    (run / SOURCES).write_text(json.dumps({"sources": {"poetry": entry}}))
     export_hf(run, tmp_path / "hf")
+    if not is_recorded:  # by a version before this one
+        (tmp_path / "hf" / INITIAL).unlink()
+    document = json.loads((run / "config.json").read_text())
+    for name, init in (("second", "hf"), ("third", "second")):
+        shutil.copytree(run, tmp_path / name)
+        document["m6"]["init"] = str(tmp_path / init)
+        (tmp_path / name / "config.json").write_text(json.dumps(document))
+        sources = {"inews": {**entry, "licence": "CC0-1.0"}}
+        (tmp_path / name / SOURCES).write_text(json.dumps({"sources": sources}))
+        if is_recorded or name == "third":
+            keep_initial(tmp_path / name, tmp_path / init)
+        card = card_of(tmp_path / name)
+        origin = "run" if is_recorded else "hf"
+        before = card.text.partition(f"## Before: {origin}\n")[2]
+        if is_recorded:
+            assert "| poetry | text | 3 |" in before
+            assert "Of the data: CC0-1.0, MIT." in card.text
+        else:
+            assert before.startswith("Unknown: no record of its data, their licences and its training was kept.")
+            assert "Of the data: CC0-1.0, unknown." in card.text
+            assert card.data.language is None
     keep_initial(run, tmp_path / "hf")
-    assert not (run / INITIAL).exists()
+    assert (run / INITIAL).exists()
 
 
 def test_a_run_that_resumes_may_outlive_its_initial_run(run):
