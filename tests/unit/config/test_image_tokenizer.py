@@ -1,5 +1,6 @@
 """The JSON of ``m6 train-image-tokenizer``."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,12 @@ def test_pictures_that_are_too_small_for_a_loss(loss: str, side: int):
     expected = f"loss.{loss} needs a model.image_size of at least {side}, found {side - 1}"
     with pytest.raises(UserError, match=expected):
         load_settings(PICTURES, (*overrides, f"model.image_size={side - 1}"))
+
+
+def test_the_page_of_data_names_an_image_tokenizer_that_fits_the_base_model():
+    page = (ROOT / "m6" / "data" / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if "`finetune/text_to_image_base`" in line)
+    [name] = re.findall(r"`m6 train-image-tokenizer (\S+) --out runs/image_tokenizer`", row)
+    settings, run = load_settings(ROOT / name), load_config(ROOT / "configs" / "m6_base.json")
+    assert settings.data.path == run.m6.data.path
+    assert settings.model.num_codebooks * settings.model.codebook_size <= run.model.image_vocab_size
