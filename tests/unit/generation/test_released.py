@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import load_run_model
 from m6.data.sources.shapes import COLOURS
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.model import num_parameters
+from m6.tokenizers.processor import M6Processor
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "text_to_image"
 
@@ -41,6 +43,20 @@ def test_its_card_names_the_data_and_the_size(pipeline):
     for licence in ("CC-BY-SA-4.0", "CC-BY-4.0", "MIT", "Unicode-3.0"):
         assert licence in card.text.partition("## Licence")[2]
     assert re.search(r"\| image_code_denoising \| \d\.\d+ \|", card.text)
+
+
+def test_nothing_of_it_names_python_files_which_it_does_not_have():
+    assert not list(MODEL.rglob("*.py"))
+    for file in MODEL.glob("*.json"):
+        assert "auto_map" not in file.read_text(encoding="utf-8"), file.name
+    card = (MODEL / "README.md").read_text(encoding="utf-8")
+    assert "trust_remote_code" not in card
+    assert "import m6.model" in card
+
+
+def test_transformers_loads_it_after_m6(pipeline):
+    assert isinstance(AutoProcessor.from_pretrained(MODEL), M6Processor)
+    assert isinstance(AutoModelForImageTextToText.from_pretrained(MODEL), type(pipeline.model))
 
 
 def test_a_run_can_start_from_its_weights():
