@@ -14,7 +14,7 @@ import pytest
 from m6.data.corpus import stages
 from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.output import load_record
-from m6.data.corpus.plan import make_plan
+from m6.data.corpus.plan import Part, make_plan
 from m6.data.corpus.reading import read_part
 from m6.data.corpus.slurm import check_jobs_ended
 from m6.data.corpus.stages import STAGES, run_task, unfinished
@@ -96,6 +96,19 @@ def test_folders_of_files_are_splits(form: str, tmp_path: Path):
     }
     (tmp_path / "web" / "train").rename(tmp_path / "web" / "validation")
     assert make_plan(recipe).inputs["web"].origin != plan.inputs["web"].origin
+
+
+@pytest.mark.parametrize("form", ["jsonl", "txt"])
+def test_a_folder_beside_one_that_is_no_split_is_none_either(form: str, tmp_path: Path):
+    """Also for a part that reads of one folder alone."""
+    for folder in ("dev", "soup"):
+        write_lines(tmp_path / "web" / folder / f"0.{form}", [text_of(folder)])
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web"))
+    plan = make_plan(recipe)
+    assert plan.inputs["web"].own_splits == []
+    parts = [Part(input="web", files=[number]) for number in range(len(plan.files))]
+    rows = [row for part in parts for row in read_part(recipe, plan, part, tmp_path / "fetched")]
+    assert [row.split for row in rows] == [None, None]
 
 
 def test_a_whole_source_is_read_as_it_was_planned(tmp_path: Path):
