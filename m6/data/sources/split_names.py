@@ -70,6 +70,9 @@ def split_of_folder(file: PurePath, folders: Mapping[str, Split]) -> Split | Non
 def splits_of_files(source: str, folder: Path, files: Sequence[Path]) -> dict[Path, Split | None]:
     """Returns the split of each file; what is not taken for one is said on stderr, as by ``split_folders``.
 
+    A word in a longer name, as in ``data_train.csv``, counts if every file has one and some are for training: else it
+    may be chance, as in ``ab_test.csv``.
+
     Args:
         source: name of the source.
         folder: of the source.
@@ -78,11 +81,14 @@ def splits_of_files(source: str, folder: Path, files: Sequence[Path]) -> dict[Pa
     relative = {file: file.relative_to(folder) for file in files}
     folders = split_folders(source, relative.values())
     splits = {file: split_of_file(name, folders) for file, name in relative.items()}
-    for file in files:
-        if splits[file] is None and (meant := split_meant(file.name)):
+    meant = {file: split_meant(file.name) for file in files}
+    if not any(splits.values()) and all(meant.values()) and "train" in meant.values():
+        return meant
+    for file, split in meant.items():
+        if splits[file] is None and split is not None:
             print(
-                f'note: "{source}": {relative[file]} is not taken for the split {meant}; if it is, name it '
-                f"{meant}{file.suffix}, or {meant}-0000{file.suffix} and so on",
+                f'note: "{source}": {relative[file]} is not taken for the split {split}; if it is, name it '
+                f"{split}{file.suffix}, or {split}-0000{file.suffix} and so on",
                 file=sys.stderr,
             )
             break

@@ -72,6 +72,22 @@ def test_a_file_with_a_word_of_a_split_is_named(form: str, tmp_path: Path, capsy
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("data_train.jsonl", "data_test.jsonl"), {"train", "test"}),
+        (("data_train.jsonl", "data_test.jsonl", "data_more.jsonl"), {None}),
+        (("a_test.jsonl", "b_test.jsonl"), {None}),
+    ],
+)
+def test_words_that_all_files_have_are_no_chance(tmp_path: Path, names: tuple[str, ...], splits: set[str | None]):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(json.dumps({"text": name}))
+    assert {row.split for row in find_source(str(folder), options(tmp_path)).rows()} == splits
+
+
 def test_a_file_of_its_own_may_be_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "test.jsonl"
     file.write_text(json.dumps({"text": "好"}))
