@@ -27,7 +27,7 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
         log "preflight: $node: $(paste -sd ';' "$reports/$node.txt")"
     done
     if ((${#SICK_NODES[@]} == SLURM_NNODES && SLURM_NNODES > 1)); then
-        give_up "preflight found every node sick, which is hardly a matter of the nodes; see $reports"
+        give_up "preflight found every node sick, which is no matter of the nodes; see $reports"
     fi
     ((${#SICK_NODES[@]} == 0))
 }
