@@ -68,8 +68,11 @@ def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[Ch
     return None, problems
 
 
-def open_needed(root: Path) -> CheckpointReader:
+def open_needed(root: Path, on_file: Callable[[], object] = no_sign) -> CheckpointReader:
     """Opens the newest checkpoint in ``root`` for a command that cannot do without. Every rank calls this function.
+
+    Args:
+        root, on_file: as in ``open_newest``.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -78,7 +81,7 @@ def open_needed(root: Path) -> CheckpointReader:
     folder = _newest_on_main_rank(root)
     if folder is None:
         raise UserError(f"{root} holds no complete checkpoint")
-    reader, problems = open_together(folder)
+    reader, problems = open_together(folder, on_file)
     if reader is None:
         raise UserError("; ".join(problems))
     return reader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from m6.architecture.configuration import M6Config
 from m6.checkpoints.discovery import open_needed
-from m6.checkpoints.format import CheckpointReader, WeightReader, open_weights
+from m6.checkpoints.format import CheckpointReader, WeightReader, no_sign, open_weights
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, is_exported, newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config, parse_document
@@ -70,13 +71,16 @@ def check_initial_weights(init: Path, tokenizer: M6Tokenizer) -> None:
         )
 
 
-def open_initial_weights(init: Path) -> WeightReader:
+def open_initial_weights(init: Path, on_file: Callable[[], object] = no_sign) -> WeightReader:
     """Opens the weights of ``init``, a run or an exported model.
+
+    Args:
+        on_file: called for each file of a run that was compared with its checksum.
 
     Raises:
         UserError: ``init`` is damaged or holds no model.
     """
-    return ExportedWeights(init) if is_exported(init) else _open_checkpoint(init)
+    return ExportedWeights(init) if is_exported(init) else _open_checkpoint(init, on_file)
 
 
 class ExportedWeights(WeightReader):
@@ -127,8 +131,8 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), WEIGHTS)
 
 
-def _open_checkpoint(run: Path) -> CheckpointReader:
-    return as_plain_model(open_needed(RunDirectory(run).checkpoints))
+def _open_checkpoint(run: Path, on_file: Callable[[], object]) -> CheckpointReader:
+    return as_plain_model(open_needed(RunDirectory(run).checkpoints, on_file))
 
 
 def _model_sections(init: Path) -> dict[str, dict[str, Any]]:

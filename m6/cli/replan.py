@@ -47,8 +47,10 @@ def replan(
         typer.echo(f"{config}: without m6.elastic the layout is that of the JSON")
         return
     history = read_layouts(run)
-    if failed and history and measured_steps(run, history)[-1] is None:
-        history[-1].failed = True
+    if failed and history:
+        # A layout that has made steps, of whatever stage, is not blamed for an attempt without one.
+        attempts = zip(history, measured_steps(run, history), strict=True)
+        history[-1].failed = not any(each.layout == history[-1].layout and s is not None for each, s in attempts)
     with quick_imports():
         from m6.planning.machine.profile import load_profile
         from m6.planning.replan import is_planned_work, node_of, settings_of

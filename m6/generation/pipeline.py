@@ -103,7 +103,7 @@ class M6TextToImagePipeline:
 
         Args:
             captions: a text, or B texts; the pictures of a text that is given twice are those of one call for twice as
-                many.
+                many, without ``num_candidates``.
             num_images: pictures per caption.
             num_candidates: if given, so many pictures are generated per caption, and the ``num_images`` are kept that
                 give the caption the highest likelihood under the model, as in M6.

@@ -75,9 +75,13 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     whole_steps = stage_samples(planner) / batch
     fastest, slowest = (_step_s(planner, plan, bound) for bound in range(2))
     saving, checkpoint = config.m6.checkpoint, checkpoint_s(planner, plan)
-    wait_s = checkpoint if not saving.async_save else max(0.0, checkpoint - saving.interval_steps * time.total)
-    waits_s = wait_s * steps / saving.interval_steps
-    days = (whole_steps * time.total + waits_s) / _DAY_S
+
+    def days_of(step_s: float) -> float:
+        beside = saving.interval_steps * step_s if saving.async_save else 0.0
+        waits_s = steps / saving.interval_steps * max(0.0, checkpoint - beside)
+        return (whole_steps * step_s + waits_s) / _DAY_S
+
+    days = days_of(time.total)
     job_s = time_limit_min * 60 - signal_lead_s(planner, plan)
     return StageBooking(
         stage="real" if planner.memory.sharing is None else "pseudo",
@@ -89,10 +93,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         samples_per_s=batch / time.total,
         tokens_per_s=batch * config.m6.data.sequence_length / time.total,
         days=days,
-        days_range=(
-            (whole_steps * fastest + waits_s) / _DAY_S,
-            (whole_steps * slowest + waits_s) / _DAY_S,
-        ),
+        days_range=(days_of(fastest), days_of(slowest)),
         gpu_days=days * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
         host_gb=plan.footprint.host * per_node / 1e9,

@@ -126,8 +126,10 @@ def replan(
 
 
 def is_planned_work(config: RunConfig) -> Callable[[dict[str, Any]], bool]:
-    """Says of an entry of metrics.jsonl whether its steps are those that ``choose`` plans: of the last stage, and of
-    the whole batch."""
+    """Returns a test for entries of metrics.jsonl: whether their steps are what ``replan`` plans.
+
+    That is a step of the last stage and of the whole batch.
+    """
     ramp = sum(stage.steps for stage in config.batch_sizes.ramp)
     # An entry stands for the steps of the interval before it.
     first = ramp + config.m6.logging.interval_steps if ramp else 0

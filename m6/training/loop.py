@@ -217,7 +217,8 @@ class Trainer:
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
         elif self.settings.init is not None:
-            restore_weights(self.engine, open_initial_weights(self.settings.init), self._show_loading)
+            initial = open_initial_weights(self.settings.init, self._show_loading)
+            restore_weights(self.engine, initial, self._show_loading)
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         if self.runtime.is_main:

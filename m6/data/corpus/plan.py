@@ -32,7 +32,7 @@ from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
 from m6.data.sources.folders import METADATA
 from m6.data.sources.local import PICTURE_SUFFIXES, unreadable_reason
 from m6.data.sources.packages import combined_sha256
-from m6.data.sources.split_names import split_folders, split_of_file, split_of_folder
+from m6.data.sources.split_names import split_folders, split_of_folder, splits_of_files
 from m6.errors import UserError
 
 _SETS = (".parquet", *TARS, *sorted(PICTURE_SUFFIXES))  # of pictures of which nothing may be in the corpus
@@ -52,6 +52,7 @@ class InputFile(_Entry):
         modified_ns: saves reading a file here again only to see that it has not changed.
         sha256: of the contents; of a URL, of what its store says of it.
         name: of a URL, below the input's folder; None for a file here.
+        split: that it, or its folder at the top, is named after.
     """
 
     path: str
@@ -59,6 +60,7 @@ class InputFile(_Entry):
     modified_ns: int
     sha256: str
     name: str | None = None
+    split: Split | None = None
 
 
 class Part(_Entry):
@@ -76,14 +78,9 @@ class Part(_Entry):
 
 
 class PlannedInput(_Entry):
-    """What the manifest says of an input, and what its parts need to know of it as a whole.
-
-    Attributes:
-        folders: splits of its folders at the top, by their names.
-    """
+    """What the manifest says of an input."""
 
     kind: SourceKind = "text"
-    folders: dict[str, Split] = {}
     own_splits: list[Split] = []
     origin: list[Origin]
 
@@ -255,30 +252,31 @@ def _add_files(plan: Plan, settings: InputSettings, found: list[_Found]) -> None
         raise UserError(
             f'{settings.source}: "{settings.called}" has files of texts and of pictures: name them as two inputs'
         )
-    folders = split_folders(settings.called, [file.name for file in found])
-    splits: set[Split | None] = set()
+    if all(suffix_of(file.name) in TEXTS for file in found):
+        folders = split_folders(settings.called, [file.name for file in found])
+        splits = {file.name: split_of_folder(file.name, folders) for file in found}
+    else:
+        splits = splits_of_files(settings.called, [file.name for file in found])
     checksums: list[tuple[str, str]] = []
     texts: list[int] = []
     for file in found:
         number = len(plan.files)
-        plan.files.append(file.entry)
+        plan.files.append(file.entry.model_copy(update={"split": splits[file.name]}))
         if file.unreadable is not None:
             plan.parts.append(Part(input=settings.called, files=[number], unreadable=file.unreadable))
             continue
         checksums.append((file.name.as_posix(), file.entry.sha256))
         if suffix_of(file.name) in TEXTS:
             texts.append(number)
-            splits.add(split_of_folder(file.name, folders))
         else:
-            splits.add(split_of_file(file.name, folders))
             plan.parts.append(Part(input=settings.called, files=[number]))
     for begin in range(0, len(texts), _FILES_OF_A_PART):
         plan.parts.append(Part(input=settings.called, files=texts[begin : begin + _FILES_OF_A_PART]))
     columns = options_columns(settings) if len(texts) < len(checksums) else None
-    own = ("test", "train", "validation") if settings.split_column else sorted(filter(None, splits))
+    named = {split for split in splits.values() if split is not None}
+    own = ("test", "train", "validation") if settings.split_column else sorted(named)
     plan.inputs[settings.called] = PlannedInput(
         kind=kinds.pop(),
-        folders=folders,
         own_splits=list(own),
         origin=[
             Origin(

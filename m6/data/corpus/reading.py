@@ -21,7 +21,6 @@ from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.documents import Documents
 from m6.data.sources.folders import json_entries
-from m6.data.sources.split_names import split_of_file, split_of_folder
 from m6.data.sources.table_rows import picture_row, text_rows
 from m6.errors import UserError
 
@@ -55,7 +54,8 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
         yield from source.rows()
         return
     with _here(settings, plan, part, fetched) as (folder, paths):
-        yield from _rows_of(folder, paths, recipe, settings, part, plan.inputs[part.input].folders)
+        splits = {path: file.split for path, file in zip(paths, plan.files_of(part), strict=True)}
+        yield from _rows_of(folder, splits, recipe, settings, part)
 
 
 @contextmanager
@@ -78,24 +78,20 @@ def _here(settings: InputSettings, plan: Plan, part: Part, fetched: Path) -> Ite
 
 def _rows_of(
     folder: Path,
-    paths: list[Path],
+    splits: Mapping[Path, Split | None],
     recipe: CorpusRecipe,
     settings: InputSettings,
     part: Part,
-    folders: Mapping[str, Split],
 ) -> Iterator[Row]:
-    relative = {path: path.relative_to(folder) for path in paths}
-    names = [f"{part.input}/{name.as_posix()}" for name in relative.values()]
+    names = [f"{part.input}/{path.relative_to(folder).as_posix()}" for path in splits]
     if part.unreadable is not None:
         yield from (Row(name, None, problem=part.unreadable) for name in names)
         return
     options = options_of(settings, recipe)
-    if suffix_of(paths[0]) in TEXTS:
-        splits = {path: split_of_folder(name, folders) for path, name in relative.items()}
-        yield from Documents(part.input, folder, paths, options, splits).rows()
+    if suffix_of(next(iter(splits))) in TEXTS:
+        yield from Documents(part.input, folder, list(splits), options, splits).rows()
         return
-    for path, name in zip(paths, names, strict=True):
-        split = split_of_file(relative[path], folders)
+    for (path, split), name in zip(splits.items(), names, strict=True):
         if suffix_of(path) in TARS:
             yield from tar_rows(path, folder, part.input, split, options)
         else:

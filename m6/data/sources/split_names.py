@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from m6.data.manifest import SPLITS, Split
 from m6.data.sources.base import SourceOptions
@@ -31,22 +31,28 @@ def split_meant(name: str) -> Split | None:
 def split_folders(source: str, files: Iterable[PurePath]) -> dict[str, Split]:
     """Returns the splits of the folders at the top of a source, by their names.
 
-    Empty unless all of them are named after splits: a class or a topic may be called ``train`` or ``dev`` as well.
-    What is not taken for a split is said on stderr, because held-out rows would become training rows.
+    Empty unless all of them are named after splits: a class or a topic may be called ``train`` or ``dev`` as well. A
+    word in a longer name, as in ``train2017``, counts if every folder has one and some are for training. What is not
+    taken for a split is said on stderr, because held-out rows would become training rows.
 
     Args:
         source: name of the source.
         files: the files that are read, relative to the source.
     """
-    named = {file.parts[0]: _split_of_name(file.parts[0]) for file in files if len(file.parts) > 1}
+    folders = list(dict.fromkeys(file.parts[0] for file in files if len(file.parts) > 1))
+    named = {folder: _split_of_name(folder) for folder in folders}
+    meant = {folder: split_meant(folder) for folder in folders}
+    if not all(named.values()) and "train" in meant.values():
+        named = meant
     splits = {folder: split for folder, split in named.items() if split is not None}
     if len(splits) == len(named):
         return splits
-    if splits:
-        other = next(folder for folder, split in named.items() if split is None)
+    if any(meant.values()):
+        like = next(folder for folder, split in meant.items() if split is not None)
+        other = next((folder for folder, split in meant.items() if split is None), None)
+        reason = "none is for training" if other is None else f'"{other}" is not'
         print(
-            f'note: "{source}": its folders are no splits, although "{next(iter(splits))}" is named after one: '
-            f'"{other}" is not',
+            f'note: "{source}": its folders are no splits, although "{like}" is named after one: {reason}',
             file=sys.stderr,
         )
     return {}
@@ -67,7 +73,7 @@ def split_of_folder(file: PurePath, folders: Mapping[str, Split]) -> Split | Non
     return folders.get(file.parts[0])
 
 
-def splits_of_files(source: str, folder: Path, files: Sequence[Path]) -> dict[Path, Split | None]:
+def splits_of_files(source: str, files: Sequence[PurePath]) -> dict[PurePath, Split | None]:
     """Returns the split of each file; what is not taken for one is said on stderr, as by ``split_folders``.
 
     A word in a longer name, as in ``data_train.csv``, counts if every file has one and some are for training: else it
@@ -75,19 +81,17 @@ def splits_of_files(source: str, folder: Path, files: Sequence[Path]) -> dict[Pa
 
     Args:
         source: name of the source.
-        folder: of the source.
-        files: in the folder.
+        files: relative to the source.
     """
-    relative = {file: file.relative_to(folder) for file in files}
-    folders = split_folders(source, relative.values())
-    splits = {file: split_of_file(name, folders) for file, name in relative.items()}
+    folders = split_folders(source, files)
+    splits = {file: split_of_file(file, folders) for file in files}
     meant = {file: split_meant(file.name) for file in files}
     if not any(splits.values()) and all(meant.values()) and "train" in meant.values():
         return meant
     for file, split in meant.items():
         if splits[file] is None and split is not None:
             print(
-                f'note: "{source}": {relative[file]} is not taken for the split {split}; if it is, name it '
+                f'note: "{source}": {file} is not taken for the split {split}; if it is, name it '
                 f"{split}{file.suffix}, or {split}-0000{file.suffix} and so on",
                 file=sys.stderr,
             )

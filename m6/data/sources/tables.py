@@ -58,9 +58,9 @@ class LocalTable(LocalSource):
         if len(forms) > 1:
             raise UserError(f'"{name}" mixes {" and ".join(forms)}: build them as two sources')
         together: dict[tuple[Split | None, Path], list[Path]] = {}
-        splits = splits_of_files(name, folder, files)
+        splits = splits_of_files(name, [file.relative_to(folder) for file in files])
         for file in files:
-            together.setdefault((splits[file], file.parent), []).append(file)
+            together.setdefault((splits[file.relative_to(folder)], file.parent), []).append(file)
         read = self._parquet if forms == [".parquet"] else self._text_files
         parts = [read(split, parent, group) for (split, parent), group in together.items()]
         if all(next(part.entries(part.columns[:1]), None) is None for part in parts):

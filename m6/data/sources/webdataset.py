@@ -50,7 +50,10 @@ class WebDataset(LocalSource):
         splits: Mapping[Path, Split | None] | None = None,
     ) -> None:
         super().__init__(name, folder, paths, options)
-        self._splits = splits_of_files(name, folder, paths) if splits is None else splits
+        if splits is None:
+            named = splits_of_files(name, [path.relative_to(folder) for path in paths])
+            splits = {path: named[path.relative_to(folder)] for path in paths}
+        self._splits = splits
         self.own_splits = own_splits(options, self._splits.values())
         self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
         self.kind = picture_kind(options)

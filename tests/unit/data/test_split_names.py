@@ -49,6 +49,26 @@ def test_a_class_may_be_named_after_a_split(tmp_path: Path, capsys: pytest.Captu
     )
 
 
+@pytest.mark.parametrize(
+    ("folders", "splits"),
+    [
+        (("train2017", "val2017"), {"train", "validation"}),
+        (("data_train", "data_test"), {"train", "test"}),
+        (("test2017", "val2017"), {None}),
+        (("train2017", "more"), {None}),
+    ],
+)
+def test_words_that_all_folders_have_are_no_chance(
+    tmp_path: Path, folders: tuple[str, str], splits: set[str | None], capsys: pytest.CaptureFixture[str]
+):
+    for name in folders:
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "a.png").write_bytes(png())
+        (tmp_path / "photos" / name / "a.txt").write_text(f"一只{name}")
+    assert {row.split for row in find_source(str(tmp_path / "photos"), options(tmp_path)).rows()} == splits
+    assert ("its folders are no splits" in capsys.readouterr().err) == (splits == {None})
+
+
 def test_a_topic_of_texts_may_be_named_after_a_split(tmp_path: Path):
     for name in ("dev-ops", "dev", "soup"):
         (tmp_path / "notes" / name).mkdir(parents=True)

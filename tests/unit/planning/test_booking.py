@@ -58,7 +58,9 @@ def test_a_checkpoint_that_takes_longer_than_the_steps_until_the_next():
     often = planner("m6.checkpoint.interval_steps=1", f"m6.checkpoint.async_save={json.dumps(True)}")
     seconds, checkpoint = plan.time.total, checkpoint_s(often, plan)
     steps = often.config.m6.training.total_steps
-    assert book_stage(often, plan, 1440).days == pytest.approx(steps * max(seconds, checkpoint) / 86400)
+    found = book_stage(often, plan, 1440)
+    assert found.days == pytest.approx(steps * max(seconds, checkpoint) / 86400)
+    assert found.days_range == pytest.approx([steps * max(bound, checkpoint) / 86400 for bound in found.step_s_range])
 
 
 def test_steps_of_a_ramp_have_fewer_samples():

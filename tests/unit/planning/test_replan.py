@@ -307,6 +307,25 @@ def test_the_command_of_the_job_scripts(tmp_path: Path):
     assert "expected one type of nodes with 2 devices, the ranks of a node of this job; found 1" in message
 
 
+def test_a_layout_that_made_steps_of_the_pseudo_stage_is_not_blamed(tmp_path: Path):
+    cluster = json.loads((CONFIGS / "clusters" / "a100_80g_x128.json").read_text())
+    cluster["nodes"][0]["devices_per_node"] = 1
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    elastic = {"max_nodes": 4, "cluster": str(tmp_path / "cluster.json")}
+    config = write_tiny_config(tmp_path, m6__elastic=elastic, m6__pseudo_to_real={"switch_step": 3})
+    run_dir = tmp_path / "run"
+    command = ("plan", "replan", config, "--run-dir", run_dir, "--ranks-per-node", 1, "--nodes", 3)
+    assert m6(*command).code == 0
+    [first] = read_layouts(run_dir)
+    entry = {"step": 1, "time": first.time + 1, "step_time_s": 1.0, "data_wait_s": 0.0, "checkpoint_stall_s": 0.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps({**entry, "stage": {"name": "pseudo"}}) + "\n")
+    for _ in range(2):  # an attempt at the same layout that makes no step, too
+        assert m6(*command, "--failed").code == 0
+    records = read_layouts(run_dir)
+    assert [each.failed for each in records] == [False] * 3
+    assert [each.layout for each in records] == [first.layout] * 3
+
+
 def test_a_machine_without_a_known_network_needs_a_description():
     with pytest.raises(UserError, match=r"m6\.elastic\.cluster is missing: CPU core is known without a network"):
         node_of(run(), 1)

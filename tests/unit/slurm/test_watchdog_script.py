@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# The step lasts longer than the watchdog looks at it.
+# A step that stands still lasts as long as it takes to see that; another ends by itself.
 SCRIPT = """
 set -euo pipefail
 WATCH_INTERVAL_S=0.1 START_TIMEOUT_S=1800 STEP_TIMEOUT_S=900 STEP_STARTED=$(($(date +%s) - 4000))
 log() { echo "$*"; }
 source "$ROOT/scripts/slurm/lib/watchdog.sh"
 end_with_evidence() { echo ended; }
-sleep 1 & STEP_PID=$!
+sleep "$LASTS" >/dev/null & STEP_PID=$!
 watch_step
+kill "$STEP_PID" 2>/dev/null || true
 """
 
 
@@ -38,7 +39,8 @@ def test_when_a_step_has_stood_still(tmp_path: Path, progress: int | None, loadi
         if age is not None:
             (tmp_path / name).touch()
             os.utime(tmp_path / name, (0, time.time() - age))
-    environment = {**os.environ, "ROOT": str(ROOT), "RUN_DIR": str(tmp_path)}
+    lasts = "60" if said else "1"
+    environment = {**os.environ, "ROOT": str(ROOT), "RUN_DIR": str(tmp_path), "LASTS": lasts}
     result = subprocess.run(["bash", "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60)
     assert result.stderr == ""
     if said:

@@ -111,6 +111,19 @@ def test_a_folder_beside_one_that_is_no_split_is_none_either(form: str, tmp_path
     assert [row.split for row in rows] == [None, None]
 
 
+def test_words_in_the_names_of_all_files_are_splits(tmp_path: Path):
+    for split in ("train", "test"):
+        write_lines(tmp_path / "web" / f"data_{split}.jsonl", [text_of(split)])
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web"))
+    plan = make_plan(recipe)
+    assert plan.inputs["web"].own_splits == ["test", "train"]
+    rows = [row for part in plan.parts for row in read_part(recipe, plan, part, tmp_path / "fetched")]
+    assert {(row.id.partition(":")[0], row.split) for row in rows} == {
+        ("web/data_train.jsonl", "train"),
+        ("web/data_test.jsonl", "test"),
+    }
+
+
 def test_a_whole_source_is_read_as_it_was_planned(tmp_path: Path):
     folder = tmp_path / "photos"
     folder.mkdir()
