@@ -20,13 +20,10 @@ RUN/slurm/           files of the job scripts, see scripts/slurm/README.md
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,20 +33,9 @@ from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import cut_lines_after, sync, write_json, write_text
 from m6.lock import FolderLock
-from m6.runs.hardware import hardware
 from m6.runs.identity import first_difference, identity
-from m6.runs.placement import misplacement
-from m6.runs.processes import default_device
-from m6.runs.snapshot import SNAPSHOT, git
+from m6.runs.provenance import record_attempt
 
-# Of the environment only these are recorded: a list of what is secret would never be complete.
-_RECORDED_VARIABLES = re.compile(
-    r"(MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|CUDA_VISIBLE_DEVICES|DS_ACCELERATOR|HF_HUB_OFFLINE"
-    r"|WANDB_MODE|TORCH_EXTENSIONS_DIR|(OMP|MKL|OPENBLAS)_NUM_THREADS|(NCCL|GLOO)_[A-Z0-9_]+"
-    r"|SLURM_(JOB_(ID|NAME|NUM_NODES|PARTITION)|ARRAY_TASK_ID|NTASKS(_PER_NODE)?|NNODES|NODELIST|PROCID|LOCALID))"
-)
-_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
-_PRIVATE = 0o600
 _LOADING_S = 10.0
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
@@ -129,7 +115,9 @@ class RunDirectory:
             write_json(self.root / "config.json", config.document)
             if not self.is_done(config.m6.training.total_steps):
                 (self.root / "DONE").unlink(missing_ok=True)
-            self._record_attempt(config, world_size, nodes)
+            attempts = self.root / "provenance"
+            attempts.mkdir(exist_ok=True)
+            record_attempt(_next_folder(attempts, "attempt_"), config, world_size, nodes)
 
     def is_done(self, total_steps: int) -> bool:
         """Whether the run has finished ``total_steps`` steps; it may have finished fewer before it became longer."""
@@ -185,34 +173,6 @@ class RunDirectory:
             yield
         except OSError as error:
             raise StorageError(f"{self.root} cannot be written: {error.strerror or error}") from None
-
-    def _record_attempt(self, config: RunConfig, world_size: int, nodes: Sequence[str]) -> None:
-        parent = self.root / "provenance"
-        parent.mkdir(exist_ok=True)
-        attempt = _next_folder(parent, "attempt_")
-        attempt.mkdir()
-        source = Path(__file__).resolve().parents[2]
-        commit, patch = _commit_and_patch(source)
-        record = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": sys.argv,
-            "world_size": world_size,
-            "host": platform.node(),
-            "nodes": list(nodes),  # of the ranks
-            "misplacement": misplacement(config, nodes),
-            "platform": platform.platform(),
-            "hardware": hardware(default_device()),  # of the main rank
-            "python": platform.python_version(),
-            "git_commit": commit,
-            "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-            "environment": {
-                name: value for name, value in sorted(os.environ.items()) if _RECORDED_VARIABLES.fullmatch(name)
-            },
-        }
-        write_json(attempt / "attempt.json", record, _PRIVATE)
-        write_json(attempt / "config.json", config.document, _PRIVATE)
-        if patch:
-            write_text(attempt / "patch.diff", patch, _PRIVATE)
 
     def cut_metrics_after(self, step: int) -> list[int]:
         """Removes the metrics of later steps, which a resumed run repeats, and an incomplete last line.
@@ -346,12 +306,3 @@ def _without_nonfinite(value: Any) -> Any:
 def _precedes_config(name: str) -> bool:
     """Whether the job scripts, or an attempt that is starting or was killed then, write this before config.json."""
     return name in ("slurm", "lock") or (name.startswith(".config.json.") and name.endswith(".tmp"))
-
-
-def _commit_and_patch(source: Path) -> tuple[str | None, str]:
-    """The git commit and the uncommitted changes of the sources; ``m6 submit`` recorded them in its copy."""
-    if (source / SNAPSHOT).exists():
-        patch = source / "patch.diff"
-        commit = json.loads((source / SNAPSHOT).read_text(encoding="utf-8"))["git_commit"]
-        return commit, patch.read_text(encoding="utf-8") if patch.exists() else ""
-    return git(source, "rev-parse", "HEAD").strip() or None, git(source, "diff", "HEAD")
