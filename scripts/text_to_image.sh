@@ -75,10 +75,10 @@ draw() { # draw CAPTIONS NUMBER OPTIONS...
     m6 generate --checkpoint "$out/finetuned" --captions "$1" --num "$2" --temperature 0.9 --batch-size 64 "${@:3}"
 }
 
-draw_all() { # draw_all FOLDER OPTIONS...: pictures of the captions that training showed and of held-out combinations
-    [ ! -d "$1" ] || return 0
+draw_all() { # draw_all NAME OPTIONS...: pictures of the captions that training showed and of held-out combinations
+    [ ! -d "$out/$1" ] || return 0
     python "$here/captions.py" "$data" >"$out/captions.txt"
-    draw "$out/captions.txt" 8 --out-dir "$@"
+    draw "$out/captions.txt" 8 --out-dir "$out/$1" "${@:2}"
 }
 
 draw_styles() { # concepts in every style and as silhouettes, seen together and not
@@ -87,13 +87,15 @@ draw_styles() { # concepts in every style and as silhouettes, seen together and 
     python "$here/styles.py" score "$out/styles" "$data" "$pictures" | tee "$out/styles.md"
 }
 
-compare_outlines() {
-    python "$here/outlines.py" "$out/pictures" "$data" --image-tokenizer "$tokenizer" | tee "$out/outlines.md"
+judge() { # judge NAME: writes OUT/NAME.md
+    m6 evaluate-pictures "$out/$1" --data "$data" --held-out-style twemoji --among "$out/captions.txt" \
+        --judge "$out/judge" --out "$out/$1.md"
 }
 
-judge() { # judge DRAWINGS REPORT
-    m6 evaluate-pictures "$1" --data "$data" --held-out-style twemoji --among "$out/captions.txt" --judge "$out/judge" \
-        --out "$2"
+compare_outlines() { # of the drawings of both ways
+    for way in masked left_to_right; do
+        python "$here/outlines.py" "$out/$way" "$data" --image-tokenizer "$tokenizer" | tee "$out/outlines_$way.md"
+    done
 }
 
 export_model() { # for others to start from: m6 finetune --init, from_pretrained
@@ -114,10 +116,12 @@ part "fine-tuning" on_both_cores 32 finetune configs/finetune/text_to_image.json
 finished "$out/finetuned/DONE"
 part "export" export_model
 part "grid" draw "$here/shown.txt" 8 --out "$out/grid.png"
-part "pictures" draw_all "$out/pictures"
-part "pictures, the best 8 of 16" draw_all "$out/chosen" --candidates 16
-part "evaluation" judge "$out/pictures" "$out/report.md"
-part "evaluation, the best 8 of 16" judge "$out/chosen" "$out/chosen.md"
+part "pictures, masked" draw_all masked
+part "pictures, left to right" draw_all left_to_right --decoding left_to_right
+part "pictures, masked, the best 8 of 16" draw_all chosen --candidates 16
+for name in masked left_to_right chosen; do
+    part "evaluation, $name" judge "$name"
+done
 part "styles" draw_styles
 part "outlines" compare_outlines
-say "done: $out/grid.png, $out/report.md, $out/chosen.md, $out/styles.md, $out/outlines.md, $out/model, $out/times.tsv"
+say "done: $out: grid.png, masked.md, left_to_right.md, chosen.md, styles.md, outlines_*.md, model, times.tsv"
