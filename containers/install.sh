@@ -13,4 +13,4 @@ apt-get install --yes --no-install-recommends g++ libcairo2
 rm -rf /var/lib/apt/lists/*
 # Before the others: DeepSpeed's installation imports torch, and any of its builds fits the pins.
 pip install --no-cache-dir "${index[@]+"${index[@]}"}" "torch==$torch_version"
-pip install --no-cache-dir --constraint scripts/constraints.txt ".[data,serve,downstream]"
+pip install --no-cache-dir --constraint scripts/constraints.txt ".[data,serve,downstream,tracking]"

@@ -123,14 +123,16 @@ def _train(
     calibration = None if profile is None else load_profile(profile)
     folder.check(settings)
     from m6.checkpoints.start import check_start
-    from m6.runs.data import open_data
+    from m6.runs.data import losses_of_data, open_data
     from m6.training.stages.stage import finished_pseudo_stage
 
-    check_start(settings, folder, open_data(settings), restart)
+    data = open_data(settings)
+    check_start(settings, folder, data, restart)
     if restart or finished_pseudo_stage(settings, folder.checkpoints) is None:
         runtime = start()
-        if runtime.is_main and (problem := misplacement(settings, runtime.nodes)):
-            print(f"warning: {problem}", file=sys.stderr)
+        if runtime.is_main:
+            for problem in filter(None, (misplacement(settings, runtime.nodes), *losses_of_data(settings, data))):
+                print(f"warning: {problem}", file=sys.stderr)
         pretrain_run(settings, folder.root, runtime, stop_flag, calibration, restart)
     # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()

@@ -154,7 +154,7 @@ class LoraSettings(Section):
     """Trains low-rank adapters beside frozen weights: W + alpha / rank * B A (LoRA, arXiv 2106.09685)."""
 
     rank: PositiveInt = Field(8, description="rows of A and columns of B")
-    alpha: PositiveFloat = Field(16.0, description="scale of the adapters, times the rank")
+    alpha: PositiveFloat = Field(16.0, description="the adapters are multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate at the input of A; experts have none")
     targets: list[AdapterTarget] = Field(
         ["attention"],
@@ -209,8 +209,8 @@ class LoggingSettings(Section):
     interval_steps: PositiveInt = Field(10, description="steps between lines of RUN/metrics.jsonl")
     wandb: Literal["off", "offline", "online"] = Field(
         "off",
-        description="Weights & Biases; offline writes to RUN/wandb for a later sync; unless this is off, the variable "
-        "WANDB_MODE takes precedence",
+        description="Weights & Biases (pip install m6-recipes[tracking]); offline writes to RUN/wandb for a later "
+        "sync; unless this is off, the variable WANDB_MODE takes precedence",
     )
     wandb_project: str = Field("m6-recipes", pattern=r"^[^/\\#?%:]{1,128}$", description="project in Weights & Biases")
     wandb_name: str | None = Field(
@@ -219,7 +219,7 @@ class LoggingSettings(Section):
     wandb_group: str | None = Field(
         None, min_length=1, max_length=128, description="group of the run in Weights & Biases, such as a sweep"
     )
-    tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
+    tensorboard: bool = Field(False, description="event files in RUN/tensorboard (pip install m6-recipes[tracking])")
 
 
 class M6Settings(Section):

@@ -169,6 +169,16 @@ class Manifest(_Entry):
         """The folder from which the manifest was loaded, or to which it was saved."""
         return self._folder
 
+    def shrunken(self, image_size: int) -> str | None:
+        """What to tell who reads pictures of ``image_size`` pixels a side, if smaller ones were kept; else None."""
+        kept = self.recipe.get("corpus", self.recipe).get("image_size")
+        if not isinstance(kept, int) or kept >= image_size:
+            return None
+        return (
+            f"{self.folder} keeps pictures of {kept} pixels a side at most, which are enlarged to {image_size}; to "
+            f"have more of them, build it with image_size {image_size}"
+        )
+
     def split(self, source: str, split: str) -> SplitEntry:
         """Returns the entry of one split, with zero rows if the source has none; UserError for an unknown name."""
         if source not in self.sources:

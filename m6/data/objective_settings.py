@@ -68,9 +68,9 @@ class TextToImageSettings(DrawingSettings):
         default=0.0,
         ge=0,
         lt=1,
-        description="largest share of the codes that are replaced by <mask> in the model's input (word dropout, arXiv "
-        "1511.06349); the share is drawn per sample from [0, code_dropout]. The model then relies more on the text and "
-        "the rows above, and less on the previous codes",
+        description="largest share of the codes that are replaced by <code_mask> in the model's input (word dropout, "
+        "arXiv 1511.06349); the share is drawn per sample from [0, code_dropout]. The model then relies more on the "
+        "text and the rows above, and less on the previous codes",
     )
 
 

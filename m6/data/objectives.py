@@ -290,7 +290,7 @@ def target_ids(objective: str, sample: Sample, tokenizer: M6Tokenizer, max_token
         BadRow: the text is empty, or the objective needs image codes or an answer that the row does not have.
     """
     definition = _REGISTRY[objective]
-    return definition.make_target(sample, _text_ids(definition, sample, tokenizer, max_tokens), tokenizer)
+    return definition.make_target(sample, _text_ids(objective, sample, tokenizer, max_tokens), tokenizer)
 
 
 def make_example(
@@ -309,7 +309,7 @@ def make_example(
         BadRow: the text is empty, or the objective needs a picture, codes or an answer that the row does not have.
     """
     definition, objective_settings = _REGISTRY[objective], settings.of(objective)
-    ids = _text_ids(definition, sample, tokenizer, max_tokens)
+    ids = _text_ids(objective, sample, tokenizer, max_tokens)
     if isinstance(objective_settings, ClassificationSettings) and objective_settings.with_context:
         ids += context_ids(sample.context, max_tokens - len(ids), tokenizer)
     if definition.has_pixels and sample.image is None:
@@ -331,8 +331,13 @@ def context_ids(context: str | None, room: int, tokenizer: M6Tokenizer) -> list[
     return [tokenizer.sep_token_id, *ids] if ids else []
 
 
-def _text_ids(definition: _Objective, sample: Sample, tokenizer: M6Tokenizer, max_tokens: int) -> list[int]:
-    ids = tokenizer.encode_ids((sample.question or "") if definition.asks else sample.text, max_tokens)
+def text_to_read(objective: str, sample: Sample) -> str:
+    """Returns the text of a row that an objective reads: its question or its text."""
+    return (sample.question or "") if _REGISTRY[objective].asks else sample.text
+
+
+def _text_ids(objective: str, sample: Sample, tokenizer: M6Tokenizer, max_tokens: int) -> list[int]:
+    ids = tokenizer.encode_ids(text_to_read(objective, sample), max_tokens)
     if not ids:
-        raise BadRow("no question" if definition.asks else "empty text")
+        raise BadRow("no question" if _REGISTRY[objective].asks else "empty text")
     return ids

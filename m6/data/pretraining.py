@@ -1,5 +1,6 @@
 """Micro-batches of the pretraining mixture. Each is a pure function of its global index."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from m6.data.objectives import (
     pair,
     reads_codes,
     target_ids,
+    text_to_read,
 )
 from m6.data.reader import BlockCache, Rows, open_split
 from m6.data.settings import DataSettings
@@ -187,6 +189,13 @@ class PretrainingData:
             except BadRow:
                 continue
 
+    def text_lengths(self, objective: str, source: str, num_rows: int) -> tuple[list[int], int]:
+        """Returns the tokens of the texts of a source's first training rows before they are cut, and what is kept."""
+        names = [name for name in _COLUMNS if name != "image"]
+        rows = itertools.islice(open_split(self.manifest, source, "train", names, self._cache), num_rows)
+        texts = (text_to_read(objective, Sample(**values)) for values in rows)
+        return [len(self.tokenizer.encode_ids(text)) for text in texts], self._max_tokens[objective]
+
     def micro_batch(self, index: int) -> MicroBatch:
         """Returns the micro-batch with a global index, counted from 0.
 
@@ -273,7 +282,7 @@ class PretrainingData:
         from m6.tokenizers.image import load_image_tokenizer
 
         if self.settings.image_tokenizer is None:
-            raise UserError("m6.data.image_tokenizer is missing: text_to_image is trained on its codes")
+            raise UserError("m6.data.image_tokenizer is missing: drawing is learned on its codes")
         name = self.settings.image_tokenizer
         codes = load_codes_manifest(self.manifest, load_image_tokenizer(name).checksum, name)
         for source in self.source_weights:

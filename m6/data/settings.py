@@ -14,7 +14,7 @@ class DataSettings(Section):
     tokenizer: Path = Field(description='tokenizer folder, made by "m6 data tokenizer"')
     image_tokenizer: str | None = Field(
         default=None,
-        description="folder of the image tokenizer, or its name on the Hub; text_to_image is trained on its codes, "
+        description="folder of the image tokenizer, or its name on the Hub; drawing is learned on its codes, "
         'which "m6 data codes" makes',
     )
     sources: dict[str, float] | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
 from m6.files import write_json
 from m6.runs.directory import SOURCES
+
+_LOOKED_AT = 200  # training rows of a source
 
 
 def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
@@ -54,6 +57,27 @@ def check_sources_are_read(data: PretrainingData) -> None:
             raise UserError(
                 f'm6.data.sources: no objective with a weight reads "{source}", which is of kind "{kind}"; leave it out'
             )
+
+
+def losses_of_data(config: RunConfig, data: PretrainingData) -> list[str]:
+    """What of the data the model will not see: pixels that were not stored, ends of captions, questions and texts.
+
+    Of texts without a label or a picture, an end is not missed.
+    """
+    kinds = {name: data.manifest.sources[name].kind for name in data.sources}
+    found = []
+    if {"image_text", "vqa"} & {*kinds.values()} and (problem := data.manifest.shrunken(config.model.image_size)):
+        found.append(problem)
+    for objective, source in itertools.product(data.active_objectives, data.sources):
+        if kinds[source] == source_kind(objective) != "text":
+            lengths, kept = data.text_lengths(objective, source, _LOOKED_AT)
+            if cut := sum(length > kept for length in lengths):
+                found.append(
+                    f"m6.data.sequence_length {config.m6.data.sequence_length} leaves {kept} tokens of text for "
+                    f'{objective}; of the first {len(lengths)} training rows of "{source}" {cut} are longer, up to '
+                    f"{max(lengths)}, and their ends are cut off"
+                )
+    return found
 
 
 def keep_sources(root: Path, data: PretrainingData) -> None:

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,8 +161,10 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
     """Makes the checks that the job itself would fail, perhaps after days in the queue."""
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.start import check_start
-    from m6.runs.data import open_data
+    from m6.runs.data import losses_of_data, open_data
+    from m6.runs.trackers import check_trackers
 
+    check_trackers(config.m6.logging, with_credentials=True)
     if any(character in str(run) for character in ",\n\\"):
         raise UserError(
             f"{run}: Slurm's --export takes no folder with a comma or a line break in its name, and its --output none "
@@ -177,7 +180,10 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
         check_shared(run, job.shared_folders)
     if not restart and not complete_checkpoints(folder.checkpoints):
         folder.check_never_saved([])
-    check_start(config, folder, open_data(config), restart)
+    data = open_data(config)
+    check_start(config, folder, data, restart)
+    for problem in losses_of_data(config, data):
+        print(f"warning: {problem}", file=sys.stderr)
 
 
 def _sbatch(command: list[str]) -> str:

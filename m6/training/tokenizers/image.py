@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -154,6 +155,8 @@ def train_image_tokenizer(
         for split in ("train", settings.report.split)
     )
     _check_pictures(pictures, out)
+    if problem := manifest.shrunken(settings.model.image_size):
+        print(f"warning: {problem}", file=sys.stderr)
     with FolderLock(out / "lock", out):
         return _train(settings, pictures, held_out, out, device, stopped)
 

@@ -1,6 +1,6 @@
 """A quiz for people: drawings without labels, five captions each.
 
-    python quiz.py ask runs/text_to_image/pictures QUIZ     writes QUIZ/quiz.png, QUIZ/questions.md and QUIZ/key.json
+    python quiz.py ask runs/text_to_image/masked QUIZ       writes QUIZ/quiz.png, QUIZ/questions.md and QUIZ/key.json
     python quiz.py score QUIZ answers.txt                   each line of the answers: a number and a letter, such as 7 C
 
 Who answers looks at the picture and the questions alone.

