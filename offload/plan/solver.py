@@ -75,6 +75,25 @@ def solve(
     return min(plans, key=problem.seconds)
 
 
+class _Rows:
+    """The rows of a sparse matrix, and the right side of each."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.num_columns, self.limits = num_columns, list[float]()
+        self._columns, self._values, self._ends = list[int](), list[float](), [0]
+
+    def add(self, entries: dict[int, float], limit: float) -> None:
+        self._columns += entries.keys()
+        self._values += entries.values()
+        self._ends.append(len(self._columns))
+        self.limits.append(limit)
+
+    def matrix(self) -> csr_array:
+        from scipy.sparse import csr_array
+
+        return csr_array((self._values, self._columns, self._ends), shape=(len(self.limits), self.num_columns))
+
+
 class _Problem:
     """The coefficients of the linear programme, and the steps of its solution."""
 
@@ -147,48 +166,55 @@ class _Problem:
 
         gains = [*self.owned_seconds, *self.interval_seconds]
         most = max(gains) or 1.0
-        matrix, limits = self._inequalities(least_owned)
-        objective = [-gain / most for gain in gains]
-        solution = linprog(objective, A_ub=matrix, b_ub=limits, bounds=self._bounds(owned), method="highs-ds")
+        at_most, equal = self._rows(least_owned)
+        rest = at_most.num_columns - len(gains)
+        solution = linprog(
+            [-gain / most for gain in gains] + [0.0] * rest,
+            A_ub=at_most.matrix(),
+            b_ub=at_most.limits,
+            A_eq=equal.matrix(),
+            b_eq=equal.limits,
+            bounds=[*self._bounds(owned), *[(0, None)] * rest],
+            method="highs-ds",
+        )
         if not solution.success:
             raise ValueError(f"no plan meets both budgets: {solution.message}")
         shares = solution.x.tolist()
-        own, keep = shares[: len(self.sizes)], shares[len(self.sizes) :]
+        own, keep = shares[: len(self.sizes)], shares[len(self.sizes) : len(gains)]
         return own, keep, self._bytes(own, keep)
 
-    def _inequalities(self, least_owned: int) -> tuple[csr_array, list[float]]:
-        """Returns the matrix A and the right side b of A (y, x) <= b."""
-        from scipy.sparse import coo_array
+    def _rows(self, least_owned: int) -> tuple[_Rows, _Rows]:
+        """Returns the inequalities and the equalities of the programme, with columns for y, x, Y and K.
 
-        rows: list[int] = []
-        columns: list[int] = []
-        values: list[float] = []
+        Y are the bytes of all owned chunks, and K_t those of all intervals that span the moment t, of which a moment's
+        row says how they differ from the moment's before. So the rows have few entries, however long intervals are.
+        """
         unit = max(size.owned for size in self.sizes)  # bytes are divided by it, to keep the matrix well scaled
-
-        def add(row: int, column: int, value: float) -> None:
-            rows.append(row)
-            columns.append(column)
-            values.append(value)
-
-        # One row for each moment: owned chunks, and intervals that span it, have to fit.
-        limits = [free / unit for free in self.free_bytes]
-        for chunk, size in enumerate(self.sizes):
-            for moment in range(len(limits)):
-                add(moment, chunk, size.owned / unit)
+        num_moments = len(self.trace.moments)
+        total = len(self.sizes) + len(self.intervals)
+        held = total + 1
+        width = held + num_moments
+        most, same = _Rows(width), _Rows(width)
+        owned = {chunk: size.owned / unit for chunk, size in enumerate(self.sizes)}
+        same.add({total: 1.0} | {chunk: -value for chunk, value in owned.items()}, 0.0)
+        changes: list[dict[int, float]] = [{held + moment: 1.0, held + moment - 1: -1.0} for moment in range(num_moments)]
+        if changes:
+            changes[0] = {held: 1.0}
         for column, interval in enumerate(self.intervals, start=len(self.sizes)):
-            if not interval.forced:
-                for moment in range(interval.begin + 1, interval.end):
-                    add(moment, column, self.sizes[interval.chunk].weight / unit)
             # y_c + x_i <= 1: a chunk that is owned needs no replica.
-            add(len(limits), interval.chunk, 1.0)
-            add(len(limits), column, 1.0)
-            limits.append(1.0)
-        if least_owned:  # the negative of: owned bytes >= least_owned
-            for chunk, size in enumerate(self.sizes):
-                add(len(limits), chunk, -size.owned / unit)
-            limits.append(-least_owned / unit)
-        shape = (len(limits), len(self.sizes) + len(self.intervals))
-        return coo_array((values, (rows, columns)), shape=shape).tocsr(), limits
+            most.add({interval.chunk: 1.0, column: 1.0}, 1.0)
+            if not interval.forced and interval.begin + 1 < interval.end:
+                weight = self.sizes[interval.chunk].weight / unit
+                changes[interval.begin + 1][column] = -weight
+                changes[interval.end][column] = weight
+        for change in changes:
+            same.add(change, 0.0)
+        for moment in range(num_moments):
+            most.add({total: 1.0, held + moment: 1.0}, self.free_bytes[moment] / unit)
+        most.add({total: 1.0}, self.free_bytes[-1] / unit)  # outside of the uses
+        if least_owned:
+            most.add({total: -1.0}, -least_owned / unit)
+        return most, same
 
     def _bounds(self, owned: set[int] | None) -> list[tuple[int, int]]:
         """Returns the bounds of each y and x, which ``constraints`` and ``owned`` fix to 0 or 1."""

@@ -1,5 +1,6 @@
 """The planner: against exhaustive search, against its own bound, and on too small budgets."""
 
+import tracemalloc
 import itertools
 import random
 
@@ -185,3 +186,17 @@ def test_a_layer_that_is_used_twice_in_a_row_is_uploaded_once():
         check_against_budget(plan, sizes, 2 * chunks * 10)
         moved.append(plan.moved_bytes)
     assert moved[0] == moved[1] > 0
+
+
+def test_memory_of_the_programme_grows_with_the_uses_not_with_chunks_times_uses():
+    """Entries for each chunk at each use once took gigabytes for many micro-batches of a thousand chunks."""
+    trace = zigzag(100, [0] * 200).repeat_last(200, 19)
+    sizes = [ChunkBytes(weight=10, gradient=10, owned=80)] * 100
+    solve(trace, sizes, 700)  # imports what the solver needs
+    tracemalloc.start()
+    try:
+        solve(trace, sizes, 700)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4_000 * len(trace.moments)
