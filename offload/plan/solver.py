@@ -197,7 +197,9 @@ class _Problem:
         most, same = _Rows(width), _Rows(width)
         owned = {chunk: size.owned / unit for chunk, size in enumerate(self.sizes)}
         same.add({total: 1.0} | {chunk: -value for chunk, value in owned.items()}, 0.0)
-        changes: list[dict[int, float]] = [{held + moment: 1.0, held + moment - 1: -1.0} for moment in range(num_moments)]
+        changes: list[dict[int, float]] = [
+            {held + moment: 1.0, held + moment - 1: -1.0} for moment in range(num_moments)
+        ]
         if changes:
             changes[0] = {held: 1.0}
         for column, interval in enumerate(self.intervals, start=len(self.sizes)):

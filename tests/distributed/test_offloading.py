@@ -1,13 +1,19 @@
 """Offloaded experts on several ranks: the losses are those of one rank without offloading."""
 
+import functools
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from m6.training.offloading.experts import OffloadedExperts
 from m6.training.offloading.report import MEMORY_RECORD
-from offload import ActivationOffload
+from offload import ActivationOffload, Rates, Trace
+from offload.devices import simulated
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, losses, norms, reference, train
 
@@ -64,3 +70,35 @@ def test_a_checkpoint_goes_on_under_another_ep_size(
         chunks.append(len({moment["chunk"] for moment in record["planned"]}))
     assert chunks[1] * second[2] == chunks[0] * first[2]  # a chunk of this size is an expert
     assert losses(root) == pytest.approx(losses(reference), rel=TOLERANCE)
+
+
+def train_on_uneven_ranks(*arguments: Any) -> None:
+    """The other ranks need more memory, and measure other rates."""
+    rank = int(os.environ["RANK"])
+    uneven = functools.partial(Rates, upload=1e9 + rank, download=2e9 - rank)
+    replan = OffloadedExperts.replan
+
+    def replan_and_compare(self: OffloadedExperts, *arguments: Any) -> str | None:
+        trace = self.runtime.trace
+        more = [replace(moment, nonmodel_bytes=moment.nonmodel_bytes + 1000 * rank) for moment in trace.moments]
+        with mock.patch.object(self.runtime, "trace", Trace(tuple(more), trace.outside_bytes)):
+            said = replan(self, *arguments)
+        assert self.runtime.device.rates == Rates(upload=1e9, download=2e9 - 1)
+        return said
+
+    with (
+        mock.patch.object(simulated, "Rates", uneven),
+        mock.patch.object(OffloadedExperts, "replan", replan_and_compare),
+    ):
+        train(*arguments)
+
+
+def test_ranks_with_the_same_experts_make_the_same_plan(folder: Path):
+    """A chunk that is owned is updated elsewhere, where sums may differ in the last bit."""
+    root = folder / "offloaded_unevenly"
+    document = layout(folder, 2, 0, 1, m6__offload=OFFLOAD, m6__training__total_steps=2)
+    run_distributed(train_on_uneven_ranks, 2, document, str(root))
+    planned = [
+        json.loads((root / MEMORY_RECORD.parent / f"memory_rank_0000{rank}.json").read_text()) for rank in (0, 1)
+    ]
+    assert planned[0]["planned"] == planned[1]["planned"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from m6.training.expert_groups import expert_group
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, prepare
-from offload import LateUpdate, OffloadRuntime, SimulatedDevice, StorageMeter, solve, staging_bytes
+from offload import LateUpdate, OffloadRuntime, SimulatedDevice, StorageMeter, Trace, solve, staging_bytes
 
 _MEASURED_STEPS = 2
 """Measured steps of an attempt: the plan is made from the first one, and the second one checks the plan."""
@@ -201,10 +202,11 @@ class OffloadedExperts:
         runtime = self.runtime
         if self._num_steps == 1:
             host = self._setup.host_budget_bytes
+            # Later batches may need more memory than the first, but not more than the dry trace.
+            trace = self._of_all_replicas(runtime.trace.with_nonmodel_bytes_of(self._setup.trace))
             try:
                 plan = solve(
-                    # Later batches may need more memory than the first, but not more than the dry trace.
-                    runtime.trace.with_nonmodel_bytes_of(self._setup.trace),
+                    trace,
                     runtime.sizes,
                     runtime.device.budget_bytes,
                     self.settings.prefetch_depth,
@@ -261,6 +263,19 @@ class OffloadedExperts:
                     offset, shape = first_expert * value[0].numel(), (num_experts, *value.shape[1:])
                     yield Fragment(f"{stack}.{name}", kind, offset, value.view(-1), shape, replica)
                 self.runtime.write(kind, stack, values)
+
+    def _of_all_replicas(self, trace: Trace) -> Trace:
+        """The trace with the most non-model bytes of all ranks with the same experts, which have to own the same."""
+        if not dist.is_initialized():
+            return trace
+        device = self.runtime.device.torch_device
+        most = torch.tensor([*(each.nonmodel_bytes for each in trace.moments), trace.outside_bytes], device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._same_experts)
+        *bytes_of_moments, outside = most.tolist()
+        moments = [
+            replace(moment, nonmodel_bytes=value) for moment, value in zip(trace.moments, bytes_of_moments, strict=True)
+        ]
+        return Trace(tuple(moments), outside)
 
     def _sum(self, gradient: Tensor) -> None:
         """Sums a gradient in place over the ranks with the same experts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from offload import (
     OptimizerSettings,
     PlacementConstraints,
     PlacementPlan,
+    Rates,
     SimulatedDevice,
     Trace,
     available_bytes,
@@ -43,6 +45,7 @@ from offload import (
 )
 
 MIB = 2**20
+_Number = TypeVar("_Number", int, float)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Share of a GPU's budget for a plan by the dry trace, which does not see workspaces and the allocator's rounding.
 _DRY_SHARE = 0.9
@@ -157,7 +160,7 @@ def plan_offload(
                 prefetch_depth=settings.prefetch_depth,
                 rates=device.rates,
             )
-            # Ranks measure different copy rates, but must reduce gradients in the same chunks.
+            # The ranks of a pipeline have other layers, but must reduce gradients in the same chunks.
             chunk_bytes = _minimum_over_ranks(best_bytes, world_size)
         laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer, next_weights)
         constraints = _constraints(config, uses, [chunk.stack.name for chunk, _ in laid_out])
@@ -296,6 +299,10 @@ def _device(settings: OffloadSettings, torch_device: torch.device, world_size: i
             "needs a number"
         )
     device.budget_bytes = _minimum_over_ranks(device.budget_bytes, world_size)
+    # Each rank measures other rates. Those with the same experts must make the same plan: where a chunk is owned its
+    # update sums in another order, and in 16 bits the last bit decides how a weight is rounded from then on.
+    rates = (device.rates.upload, device.rates.download, device.rates.pageable)
+    device.rates = Rates(*(_minimum_over_ranks(rate, world_size) for rate in rates))
     return device
 
 
@@ -324,10 +331,10 @@ def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
     return None if share is None else _minimum_over_ranks(share, world_size)
 
 
-def _minimum_over_ranks(value: int, world_size: int) -> int:
+def _minimum_over_ranks(value: _Number, world_size: int) -> _Number:
     if world_size == 1:
         return value
-    values: list[int] = [0] * world_size
+    values = [value] * world_size
     dist.all_gather_object(values, value)
     return min(values)
 

@@ -1,8 +1,8 @@
 """The planner: against exhaustive search, against its own bound, and on too small budgets."""
 
-import tracemalloc
 import itertools
 import random
+import tracemalloc
 
 import pytest
 
