@@ -96,7 +96,7 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
     name, location = re.fullmatch(r"(?:(\w[\w-]*)=)?(.*)", specifier, re.DOTALL).groups()  # type: ignore[union-attr]
     if location.startswith("hf:"):
         dataset, _, split = location.removeprefix("hf:").partition(":")
-        return HubTable(name or _name(dataset), dataset, split or "train", options)
+        return HubTable(name or _name(dataset), dataset, split or None, options)
     if location in ("", "."):
         raise UserError(f'"{specifier}" names no source: give the file or the folder by its path')
     path = Path(location)

@@ -99,6 +99,24 @@ def splits_of_files(source: str, files: Sequence[PurePath]) -> dict[PurePath, Sp
     return splits
 
 
+def splits_of_hub(source: str, names: Iterable[str]) -> dict[str, Split | None]:
+    """Returns the meaning of each split of a data set of the Hub; of one without a meaning a note is said on stderr.
+
+    Args:
+        source: name of the source.
+        names: of the splits. They are of splits alone, so a word of them, as in ``validation_matched``, is no chance.
+    """
+    splits = {name.strip(): split_meant(name) for name in names}
+    for name, split in splits.items():
+        if split is None:
+            print(
+                f'note: "{source}": the name of its split "{name}" does not say train, validation or test; its rows '
+                "are divided as rows without a split are",
+                file=sys.stderr,
+            )
+    return splits
+
+
 def _split_of_name(name: str) -> Split | None:
     match = _FORM.fullmatch(name.lower())
     return SPLIT_WORDS[match[1]] if match else None

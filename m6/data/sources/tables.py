@@ -25,7 +25,7 @@ from m6.data.sources.local import (
     require_column,
     unreadable_reason,
 )
-from m6.data.sources.split_names import own_splits, split_meant, splits_of_files
+from m6.data.sources.split_names import own_splits, split_meant, splits_of_files, splits_of_hub
 from m6.data.sources.table_rows import named_file, picture_row, split_or_problem, text_rows
 from m6.errors import UserError
 
@@ -131,16 +131,15 @@ class HubTable:
     Args:
         name: name in the manifest.
         dataset: name on the Hub.
-        split: split of the data set to read.
+        split: split of the data set to read, or several that are joined by "+"; rows keep it if its name means one.
+            None: the split "train" is read, and divided as rows without a split are.
         options: columns, and the licence if the data set states none.
 
     Raises:
         UserError: the data set cannot be opened, states no licence, or lacks a column.
     """
 
-    own_splits: frozenset[Split] = frozenset()
-
-    def __init__(self, name: str, dataset: str, split: str, options: SourceOptions) -> None:
+    def __init__(self, name: str, dataset: str, split: str | None, options: SourceOptions) -> None:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -154,12 +153,16 @@ class HubTable:
         if not isinstance(licence, str):
             raise UserError(f"hf:{dataset} states no licence; read its page and pass --licence")
         self.name = name
+        splits: dict[str, Split | None] = {"train": None}
+        if split is not None:
+            splits = splits_of_hub(name, split.split("+"))
         # Pinned to the commit, so that the manifest names exactly what is read.
-        data = _load(f"hf:{dataset}", dataset, split=split, revision=info.sha)
-        self._table = _Table(name, [_streamed(name, None, None, data)], options)
-        self.kind, self.own_splits = self._table.kind, own_splits(options, ())
+        load = functools.partial(_load, f"hf:{dataset}", dataset, revision=info.sha)
+        parts = [_streamed(name, meant, None, load(split=part)) for part, meant in splits.items()]
+        self._table = _Table(name, parts, options)
+        self.kind, self.own_splits = self._table.kind, own_splits(options, splits.values())
         self.columns = self._table.columns
-        package = f"hf:{dataset}:{split}"
+        package = f"hf:{dataset}:{'+'.join(splits)}"
         self._origin = Origin(package=package, version=str(info.sha), licence=licence, columns=dict(self.columns))
 
     def origin(self) -> list[Origin]:
@@ -167,7 +170,7 @@ class HubTable:
         return [self._origin]
 
     def rows(self) -> Iterator[Row]:
-        """Yields the rows of the split; documents are cut into passages."""
+        """Yields the rows of the splits; documents are cut into passages."""
         return self._table.rows()
 
 

@@ -87,6 +87,37 @@ def test_the_hub_is_read_at_a_commit_and_runs_no_code(tmp_path, monkeypatch):
         find_source("hf:owner/news", options(tmp_path, licence=None))
 
 
+@pytest.mark.parametrize(
+    ("splits", "meant"),
+    [
+        ("", [None]),
+        (":train", ["train"]),
+        (":test", ["test"]),
+        (":train+validation_matched", ["train", "validation"]),
+        (":unsupervised", [None]),
+    ],
+)
+def test_a_split_of_the_hub_keeps_its_meaning(splits, meant, tmp_path, monkeypatch, capsys):
+    import datasets
+    import huggingface_hub
+
+    class Info:
+        sha = "abc123"
+        card_data = {"license": "mit"}  # noqa: RUF012
+
+    def load_dataset(path, split, **arguments):
+        return datasets.Dataset.from_dict({"text": [split]}).to_iterable_dataset()
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: Info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = find_source(f"hf:owner/news{splits}", options(tmp_path))
+    names = (splits.removeprefix(":") or "train").split("+")
+    assert source.own_splits == set(filter(None, meant))
+    assert [(row.text, row.split) for row in source.rows()] == list(zip(names, meant, strict=True))
+    noted = 'note: "news": the name of its split "unsupervised" does not say train, validation or test'
+    assert (noted in capsys.readouterr().err) == (splits == ":unsupervised")
+
+
 def test_a_hub_that_cannot_be_reached_is_a_users_error(tmp_path, monkeypatch):
     import huggingface_hub
 
