@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from m6.data.sources.base import Source, SourceOptions
 from m6.data.sources.documents import Documents
@@ -15,6 +17,15 @@ from m6.data.sources.webdataset import WebDataset
 from m6.errors import UserError
 
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk of Hugging Face Datasets writes
+_FORMATS = (".tar", *LocalTable.FORMATS, *Documents.FORMATS)
+_OTHERS = "files of other forms"
+_LISTED_FORMS = 8  # of these
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_NO_DATA = re.compile(
+    r"(licen[cs]e|copying|notice|readme|changelog|citation|authors|(md5|sha\d+)sums?|checksums?)([-.]\w+)?"
+    r"|.+\.(md5|sha\d+|sig|asc)|thumbs\.db|desktop\.ini|_success",
+    re.IGNORECASE,
+)
 
 
 def open_path(name: str, path: Path, options: SourceOptions) -> Source:
@@ -30,9 +41,8 @@ def open_path(name: str, path: Path, options: SourceOptions) -> Source:
     """
     if path.is_file():
         forms = {_form(path): [path]}
-        if not forms.keys() & {".tar", *LocalTable.FORMATS, *Documents.FORMATS}:
-            known = ", ".join((".tar", *LocalTable.FORMATS, *Documents.FORMATS))
-            raise UserError(f"{path}: expected a folder or a file {known}")
+        if forms.keys().isdisjoint(_FORMATS):
+            raise UserError(f"{path}: expected a folder or a file {', '.join(_FORMATS)}")
         return _source(name, path.parent, forms, options)[0]
     if any((path / file).is_file() for file in _SAVED):
         _refuse_links(path, sorted(path.rglob("*.arrow")))
@@ -41,39 +51,41 @@ def open_path(name: str, path: Path, options: SourceOptions) -> Source:
     for file in sorted(path.rglob("*")):
         if file.is_symlink() or not file.is_dir():
             forms.setdefault(_form(file), []).append(file)
-    source, used = _source(name, path, forms, options)
-    unused = {form: files for form, files in forms.items() if form not in used}
-    for form, files in unused.items():
-        print(
-            f'note: "{name}" is read from {" and ".join(_title(form) for form in used if form in forms)}; '
-            f"{len(files)} {_title(form)} are not read, such as {files[0].relative_to(path)}",
-            file=sys.stderr,
-        )
+    source, read = _source(name, path, forms, options)
+    _note_unread(name, path, forms, read)
     return source
 
 
 def _source(
     name: str, folder: Path, forms: Mapping[str, list[Path]], options: SourceOptions
-) -> tuple[Source, tuple[str, ...]]:
-    """Returns the source of some forms of files, and the forms that it reads; others than these are ignored."""
-    tables = [form for form in LocalTable.FORMATS if form in forms]
+) -> tuple[Source, Mapping[str, list[Path]]]:
+    """Returns the source of some files, and those that it reads, both by their forms."""
+
+    def of(*names: str) -> dict[str, list[Path]]:
+        return {form: forms[form] for form in names if form in forms}
+
+    tables = of(*LocalTable.FORMATS)
     if "metadata" in forms or ("pictures" in forms and ".tar" not in forms and not tables):
-        # Files of other forms, such as a licence, are no data of such a folder.
-        return PictureFolder(name, folder, options), ("pictures", "metadata", ".txt", "other")
+        read = of("pictures", "metadata")
+        if "metadata" not in forms:
+            beside = {picture.with_suffix(".txt") for picture in forms["pictures"]}
+            if captions := [file for file in forms.get(".txt", ()) if file in beside]:
+                read[".txt"] = captions
+        return PictureFolder(name, folder, options), read
     if ".tar" in forms:
         _refuse_links(folder, forms[".tar"])
-        return WebDataset(name, folder, forms[".tar"], options), (".tar", "other")
+        return WebDataset(name, folder, forms[".tar"], options), of(".tar")
     if tables:
-        files = [file for form in tables for file in forms[form]]
+        files = [file for each in tables.values() for file in each]
         _refuse_links(folder, files)
         table = LocalTable(name, folder, files, options)
         # Rows may name pictures by their path.
-        return table, (*tables, "other", *(("pictures",) if table.kind in ("image_text", "vqa") else ()))
-    documents = [file for form in Documents.FORMATS for file in forms.get(form, ())]
-    if documents:
-        _refuse_links(folder, documents)
-        return Documents(name, folder, sorted(documents), options), (*Documents.FORMATS, "other")
-    return PictureFolder(name, folder, options), ()  # raises: the message lists what can be read
+        return table, tables | (of("pictures") if table.kind in ("image_text", "vqa") else {})
+    if documents := of(*Documents.FORMATS):
+        files = sorted(file for each in documents.values() for file in each)
+        _refuse_links(folder, files)
+        return Documents(name, folder, files, options), documents
+    return PictureFolder(name, folder, options), {}  # raises: the message lists what can be read
 
 
 def _form(file: Path) -> str:
@@ -82,11 +94,37 @@ def _form(file: Path) -> str:
         return "metadata"
     if suffix in PICTURE_SUFFIXES:
         return "pictures"
-    return suffix if suffix in (".tar", *LocalTable.FORMATS, *Documents.FORMATS) else "other"
+    inner = Path(file.stem).suffix.lower()  # .jsonl.gz is another form than .jsonl, and than other .gz
+    return inner + suffix if suffix in _COMPRESSED and inner in _FORMATS else suffix or "without a suffix"
 
 
-def _title(form: str) -> str:
-    return f"{form} files" if form.startswith(".") else form
+def _note_unread(name: str, folder: Path, forms: Mapping[str, list[Path]], read: Mapping[str, list[Path]]) -> None:
+    """Prints which files of a folder are not read, but for names that hold no data."""
+    files_read = {file for files in read.values() for file in files}
+    titles = {form: f"{form} files" if form.startswith(".") else form for form in (*_FORMATS, "pictures", "metadata")}
+    unread: dict[str, list[Path]] = {}
+    others: Counter[str] = Counter()
+    for form, files in forms.items():
+        left = [file for file in files if file not in files_read and not _holds_no_data(file.relative_to(folder))]
+        if left and form not in titles:
+            others[form] = len(left)
+        # Of a form that is read, only captions can be left over.
+        title = titles.get(form, _OTHERS) + (" without a picture" if form in read else "")
+        unread.setdefault(title, []).extend(left)
+    listed = ", ".join(f"{count} {form}" for form, count in others.most_common(_LISTED_FORMS))
+    for title, files in unread.items():
+        if files:
+            print(
+                f'note: "{name}" is read from {" and ".join(titles[form] for form in read)}; '
+                f"{len(files)} {title} are not read, such as {files[0].relative_to(folder)}"
+                + (f" ({listed})" if title == _OTHERS else ""),
+                file=sys.stderr,
+            )
+
+
+def _holds_no_data(file: PurePath) -> bool:
+    hidden = any(part.startswith(".") for part in file.parts)
+    return hidden or _NO_DATA.fullmatch(file.name) is not None
 
 
 def _refuse_links(folder: Path, files: list[Path]) -> None:

@@ -107,6 +107,45 @@ def test_what_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1 .md files are not read, such as notes.md" in text
 
 
+@pytest.mark.parametrize(
+    ("tree", "read", "unread"),
+    [
+        ("x/0.tar  a.jpg, a.txt\nx/1.tar.gz  \n", ".tar files", "1 files of other forms: 1.tar.gz (1 .tar.gz)"),
+        (
+            'x/a.jsonl  {"text": "一"}\nx/b.jsonl.gz  \nx/c.TSV  \nx/d.tsv  \nx/e  \n',
+            ".jsonl files",
+            "4 files of other forms: e (2 .tsv, 1 without a suffix, 1 .jsonl.gz)",
+        ),
+        (
+            "x/a.png\nx/a.txt  猫\nx/b.avif  \n",
+            "pictures and .txt files",
+            "1 files of other forms: b.avif (1 .avif)",
+        ),
+        (
+            "x/a.png\nx/a.txt  猫\nx/b.txt  狗\n",
+            "pictures and .txt files",
+            "1 .txt files without a picture: b.txt",
+        ),
+        ("x/cat/a.png\nx/cat/b.txt  狗\n", "pictures", "1 .txt files: cat/b.txt"),
+        (
+            "x/metadata.csv  file_name,text\\na.png,猫\nx/a.png\nx/a.txt  狗\n",
+            "pictures and metadata",
+            "1 .txt files: a.txt",
+        ),
+    ],
+)
+def test_no_file_of_data_is_left_out_in_silence(
+    tree: str, read: str, unread: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = make(tree, tmp_path)
+    for name in ("LICENSE", "LICENCE.txt", "README.md", "a.png.sha256", "SHA256SUMS", ".gitattributes", ".git/x.gz"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("no data")
+    find_source(str(path), SourceOptions(cache=tmp_path, licence="private"))
+    named = unread.replace(": ", " are not read, such as ")
+    assert capsys.readouterr().err == f'note: "x" is read from {read}; {named}\n'
+
+
 def test_a_licence_for_each_source(tmp_path: Path):
     path = make("a/x.txt  一\nb/y.txt  二\n", tmp_path)
     options = SourceOptions(cache=tmp_path, licence="private", licences={"b": "CC0-1.0"})
