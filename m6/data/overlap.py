@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from m6.data.duplicates import MAX_COMPARED, near_duplicates, signature
+from m6.data.duplicates import MAX_COMPARED, has_near_duplicate, signature
 from m6.data.manifest import Manifest, SharedRows, Split
 from m6.data.sources.text import text_key
 
@@ -80,8 +80,8 @@ class Contents:
         compared = max(self._num_pictures, training._num_pictures) <= MAX_COMPARED
         if self._signatures and training._signatures and compared:
             positions = np.flatnonzero(self.has_picture)
-            for row, _ in near_duplicates(np.stack(self._signatures), np.stack(training._signatures)):
-                shared["picture"][positions[row]] = True
+            near = has_near_duplicate(np.stack(self._signatures), np.stack(training._signatures))
+            shared["picture"][positions[near]] = True
         return shared
 
     def count_shared(self, training: Contents) -> SharedRows:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from m6.data.duplicates import MAX_COMPARED, near_duplicates, signature
+from m6.data.duplicates import MAX_COMPARED, connected, join_near_duplicates, signature
 from m6.data.manifest import Split
 from m6.data.shards import ShardWriter
 from m6.data.sources import Row
@@ -142,27 +142,14 @@ def split_rows(
 
 def _joined(texts: list[bytes | None], pictures: list[bytes], signatures: NDArray[np.uint8]) -> list[int]:
     """Returns the least row of each row's group: rows with an equal text or picture, or near duplicates, are joined."""
-    parents = list(range(len(texts)))
-
-    def root(row: int) -> int:
-        while parents[row] != row:
-            parents[row] = parents[parents[row]]
-            row = parents[row]
-        return row
-
-    def join(first: int, second: int) -> None:
-        first, second = sorted((root(first), root(second)))
-        parents[second] = first
-
+    pairs: list[tuple[int, int]] = []
     for keys in (texts, pictures):
         seen: dict[bytes, int] = {}
-        for row, key in enumerate(keys):
-            if key is not None:
-                join(row, seen.setdefault(key, row))
+        pairs += [(row, seen.setdefault(key, row)) for row, key in enumerate(keys) if key is not None]
+    groups = connected(pairs, len(texts))
     if len(signatures) <= MAX_COMPARED:
-        for first, second in near_duplicates(signatures, signatures):
-            join(first, second)
-    return [root(row) for row in range(len(texts))]
+        groups = join_near_duplicates(signatures, groups)
+    return groups.tolist()
 
 
 def _splits_of_groups(roots: list[int], named: list[Split | None]) -> dict[int, set[Split]]:
