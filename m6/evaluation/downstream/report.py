@@ -22,7 +22,7 @@ from m6.runs.processes import default_device
 def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
     """Evaluates every downstream task that a run was trained on; writes tables, and the same as JSON beside them.
 
-    Test rows that training holds are left out, and counted below the table.
+    Test rows that training holds are left out, and counted below the table, as are those beyond ``max_rows``.
 
     Args:
         run_dir: a run with a complete checkpoint; its data folder must still exist.
@@ -48,12 +48,15 @@ def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
     for name in tasks:
         for source in source_weights(manifest, "train", config.m6.data.sources):
             if manifest.sources[source].kind == source_kind(name) and manifest.split(source, "test").rows:
-                training = subject.rows(source, "train")
-                tested = held_out(subject.rows(source), training)
+                training, read = subject.rows(source, "train"), subject.rows(source)
+                tested = held_out(read, training)
                 scores = TASKS[name].score(subject, source, tested.rows, training)
                 parts.append(f"## {TASKS[name].title.format(f'{source}, {len(tested.rows):,}')}")
-                parts += filter(None, [_table(scores), tested.remark])
-                records.append({"task": name, "source": source, "rows": len(tested.rows), "scores": _plain(scores)})
+                rows = manifest.split(source, "test").rows
+                limited = f"Read were {len(read):,} of {rows:,} test rows (--max-rows)." if len(read) < rows else ""
+                parts += filter(None, [_table(scores), limited, tested.remark])
+                counts = {"rows": len(tested.rows), "rows_read": len(read), "test_rows": rows}
+                records.append({"task": name, "source": source, **counts, "scores": _plain(scores)})
     if not records:
         raise UserError(
             f'{manifest.folder}: split "test" has no rows of the sources that {", ".join(tasks)} read; build the data '

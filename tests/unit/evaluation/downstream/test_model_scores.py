@@ -116,6 +116,10 @@ def test_tables_of_pictures(folder: Path):
     assert "## Captioning: tiny_shapes, 1 test pictures" in text
     assert "## Matching: tiny_shapes, 1 test pictures" in text
     assert text.count("5 of 6 test rows are left out: training holds their picture") == 2
+    rows = Manifest.load(folder / "data").split("tiny_shapes", "test").rows
+    assert text.count(f"Read were 6 of {rows:,} test rows (--max-rows).") == 2
+    for record in json.loads((run / "downstream.json").read_text(encoding="utf-8")):
+        assert (record["rows"], record["rows_read"], record["test_rows"]) == (1, 6, rows)
     assert "caption of the nearest training picture" in text
 
 
@@ -253,6 +257,7 @@ def test_table_of_labels(folder: Path):
     assert outcome.code == 0, outcome.stderr
     lines = (run / "labels.md").read_text(encoding="utf-8").splitlines()
     assert "## Classification: reviews, 4 test texts" in lines
+    assert not any("--max-rows" in line for line in lines)
     for begin in (
         "| commonest training label | 50.0% (15.0% to 85.0%) | 0.33 (",
         "| TF-IDF and logistic regression | 100.0% (51.0% to 100.0%) | 1.00 (",
