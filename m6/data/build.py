@@ -160,9 +160,13 @@ def _build_source(
         disable=None,  # no bar unless stderr is a terminal
     )
 
+    cut = 0
+
     def usable_rows() -> Iterator[Row]:
+        nonlocal cut
         for row, problem in _checked(stream, source.kind, settings, workers):
             if not problem:
+                cut += row.cut
                 yield row
                 continue
             skipped[problem] += 1
@@ -194,6 +198,11 @@ def _build_source(
         )
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
+    if cut:
+        _warn(
+            f"{source.name}: {cut:,} labelled texts or contexts were cut to {settings.passage_chars} characters "
+            "(--passage-chars)"
+        )
     contents = writers.contents
     groups = count_groups(contents.values())
     entry = describe_source(source.kind, source.own_splits, origin, writers.splits, contents, groups, skipped)

@@ -26,6 +26,7 @@ class Row:
         context: what belongs to a labelled text, such as the article of a headline.
         split: set only if the source defines its own split.
         problem: why the row cannot be used, if the source itself found a problem.
+        cut: whether a labelled text or its context was longer than a passage; the build counts such rows.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Row:
     context: str | None = None
     split: Split | None = None
     problem: str | None = None
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

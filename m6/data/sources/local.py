@@ -122,7 +122,7 @@ def picture_kind(options: SourceOptions) -> SourceKind:
     return "vqa" if options.question_column else "image_text"
 
 
-def written(text: str, options: SourceOptions) -> dict[str, str]:
+def written(text: str, options: SourceOptions) -> dict[str, Any]:
     """Returns the field of a row of a picture that holds what was read from ``options.written_column``."""
     return {"question" if options.question_column else "text": text}
 
@@ -133,9 +133,8 @@ def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None
 
 
 def context_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
-    """Returns the beginning of what a row holds in its context column; None without a context column or a value."""
-    value = _text_of(entry, options.context_column)
-    return None if value is None else value[: options.passage_chars]
+    """Returns what a row holds in its context column; None without a context column or a value."""
+    return _text_of(entry, options.context_column)
 
 
 def _text_of(entry: Mapping[str, Any], column: str | None) -> str | None:

@@ -306,11 +306,12 @@ class _Table:
         if problem is not None:
             yield Row(identity, identity, problem=problem)
             return
-        text = entry[options.text_column]
+        text, limit = entry[options.text_column], options.passage_chars
         label, context = label_of_row(entry, options), context_of_row(entry, options)
         group = group_of_row(entry, options) or group_of_text(text)
-        text = text[: options.passage_chars]
-        yield Row(identity, group, text, answer=label, context=context, split=split)
+        cut = max(len(text), len(context or "")) > limit
+        context = context and context[:limit]
+        yield Row(identity, group, text[:limit], answer=label, context=context, split=split, cut=cut)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from m6.data.build import BuildSettings, build
+from m6.data.reader import open_split
 from m6.data.sources import find_source
 from tests.unit.data.test_local import options, own_cache, png, rows_of
 
@@ -104,3 +106,22 @@ def test_blanks_are_no_values(form: str, tmp_path: Path):
     rows = list(find_source(str(path), options(tmp_path, **columns)).rows())
     assert [(row.answer, row.context) for row in rows] == [(None, None)] * 2
     assert len({row.group for row in rows}) == 2
+
+
+def test_labelled_texts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    entries = [
+        {"text": "好" * 20, "label": "a", "context": "b"},
+        {"text": "一" * 10, "label": "b", "context": "二" * 11},
+        {"text": "一" * 10, "label": "a", "context": "三" * 10},
+        {"text": "四" * 30, "label": None, "context": None},
+    ]
+    path = write_table(entries, "jsonl", tmp_path)
+    source = find_source(str(path), options(tmp_path, passage_chars=10, label_column="label", context_column="context"))
+    settings = BuildSettings(passage_chars=10, validation_share=0.0, test_share=0.0, max_bad_share=0.3)
+    manifest, _ = build([source], tmp_path / "out", settings)
+    assert [(row["text"], row["context"]) for row in open_split(manifest, "mine", "train")] == [
+        ("好" * 10, "b"),
+        ("一" * 10, "二" * 10),
+        ("一" * 10, "三" * 10),
+    ]
+    assert "mine: 2 labelled texts or contexts were cut to 10 characters (--passage-chars)" in capsys.readouterr().err
