@@ -34,7 +34,6 @@ from m6.data.writing import SplitWriters, describe_source
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
-LISTED_SKIPS = 100  # skipped rows per source that skipped.jsonl lists; the manifest counts all of them
 NAMED_SKIPS = 3  # rows of each reason that a message names
 CHUNK_ROWS = 32  # rows sent to a worker process at once, which amortises the cost of pickling
 
@@ -172,9 +171,8 @@ def _build_source(
             skipped[problem] += 1
             if len(examples[problem]) < NAMED_SKIPS:
                 examples[problem].append(row.id)
-            if skipped.total() <= LISTED_SKIPS:
-                entry = {"source": source.name, "id": row.id, "reason": problem}
-                skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            entry = {"source": source.name, "id": row.id, "reason": problem}
+            skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     rules = SplitRules(settings.validation_share, settings.test_share, source.own_splits)
     grouping = Grouping()
