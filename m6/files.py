@@ -97,6 +97,15 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def why_unwritable(folder: Path) -> str | None:
+    """Returns why no file can be made in a folder, which may not exist yet; None if one can."""
+    # The first existing parent decides whether it can be created.
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is read-only"
+
+
 def sync(path: Path) -> None:
     """Flushes a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -10,6 +10,7 @@ import typer
 
 from m6.decoding import Decoding
 from m6.errors import UserError
+from m6.files import why_unwritable
 
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 Overrides = Annotated[
@@ -49,6 +50,8 @@ def check_file(out: Path, expected: str) -> None:
     """Raises UserError before the work of a command if it cannot write to ``out`` in the end."""
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; expected {expected} to write")
+    if reason := why_unwritable(out.parent):
+        raise UserError(f"--out {out}: cannot be written: {reason}; expected {expected} in another folder")
 
 
 def check_report(out: Path) -> None:

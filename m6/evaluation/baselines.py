@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from m6.errors import UserError
 from m6.evaluation.ngram import Floats, Ints, NGramCounts, NGramModel
 from m6.files import sha256, write_json
 
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 ORDERS = {"unigram": 1, "bigram": 2, "5-gram": 5}
 Baselines = dict[str, dict[str, float]]
 
@@ -31,6 +34,8 @@ def baselines_file(run_dir: Path) -> Path:
 
 def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselines:
     """Returns the baselines of a run. They are stored in RUN/baselines.json and computed only if an input changed.
+
+    If the folder is read-only, a warning says that they are not stored.
 
     Args:
         run_dir: folder of the run.
@@ -49,7 +54,12 @@ def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselin
     if stored is not None and stored["made_from"] == inputs:
         return stored["losses"]
     losses = compute_baselines(config, data, num_batches)
-    write_json(file, {"made_from": inputs, "losses": losses})
+    try:
+        write_json(file, {"made_from": inputs, "losses": losses})
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        print(f"warning: {file} cannot be written, so the baselines are computed again next time", file=sys.stderr)
     return losses
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
-from m6.files import cut_lines_after, sync, write_json, write_text
+from m6.files import cut_lines_after, sync, why_unwritable, write_json, write_text
 from m6.lock import FolderLock
 from m6.runs.identity import first_difference, identity
 from m6.runs.provenance import record_attempt
@@ -91,12 +90,8 @@ class RunDirectory:
                 raise UserError(f"{self.root} already holds another run ({difference}); choose another --run-dir")
         elif foreign:
             raise UserError(f"{self.root} is not empty and holds no run (no config.json); choose another --run-dir")
-        # The folder may not exist yet: its first existing parent decides whether it can be created.
-        existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
-        if not existing.is_dir():
-            raise UserError(f"{self.root} cannot be created: {existing} is a file")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError(f"{self.root} cannot be written: {existing} is read-only")
+        if reason := why_unwritable(self.root):
+            raise UserError(f"{self.root} cannot be written: {reason}")
         if (self.root / "FATAL").exists():
             reason = (self.root / "FATAL").read_text(encoding="utf-8").strip()
             raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")

@@ -93,7 +93,7 @@ def test_a_file_where_the_folder_should_be(pretrain: Callable[..., str], tmp_pat
     file = tmp_path / "file"
     file.write_text("")
     assert f"{file} is a file" in pretrain(file)
-    assert f"{file / 'run'} cannot be created: {file} is a file" in pretrain(file / "run")
+    assert f"{file / 'run'} cannot be written: {file} is a file" in pretrain(file / "run")
 
 
 def test_a_folder_that_is_read_only(pretrain: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -264,6 +264,20 @@ def test_an_output_that_cannot_be_written(run: Path):
     write_metrics(run, [training_entry(1, {"language_modelling": 5.0})])
     file = run / "config.json"
     assert f"{file / 'curves.png'} cannot be written" in user_error("plot", run, "--out", file / "curves.png")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "downstream", "evaluate-tasks"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("")
+    # There is no run: that would be the next complaint.
+    message = user_error(command, tmp_path / "run", "--out", tmp_path / "file" / "x.md")
+    assert f"--out {tmp_path / 'file/x.md'}: cannot be written: {tmp_path / 'file'} is a file; expected the " in message
+    # Permissions do not hold for root, who may be running this.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    message = user_error(command, tmp_path / "run", "--out", tmp_path / "deep" / "x.md")
+    assert f"--out {tmp_path / 'deep/x.md'}: cannot be written: {tmp_path} is read-only; expected the " in message
 
 
 @pytest.mark.slow

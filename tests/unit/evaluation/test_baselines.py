@@ -1,6 +1,8 @@
 """Baselines on the tiny data folder: which targets they see, and when they are computed again."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -123,6 +125,24 @@ def test_are_kept_until_something_changes(make_config, tmp_path, monkeypatch):
     assert len(calls) == 2
     baselines.run_baselines(tmp_path, make_config(language_modelling=1.0, sequence_length=90), 2)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_run_that_is_read_only_has_baselines(make_config, tmp_path, monkeypatch, capsys, code):
+    def refuse(path, value):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(baselines, "write_json", refuse)
+    config = make_config(language_modelling=1.0)
+    if code == errno.ENOSPC:  # a defect that should be mended
+        with pytest.raises(OSError, match="No space"):
+            baselines.run_baselines(tmp_path, config, 1)
+        return
+    assert "5-gram" in baselines.run_baselines(tmp_path, config, 1)["language_modelling"]
+    expected = (
+        f"warning: {tmp_path / 'baselines.json'} cannot be written, so the baselines are computed again next time"
+    )
+    assert capsys.readouterr().err.splitlines() == [expected]
 
 
 def test_a_corrupt_file_is_named(tmp_path):
