@@ -62,7 +62,7 @@ class Repaint:
         return places.view(1, -1)
 
     def framed(self, drawn: Image.Image) -> Image.Image:
-        """Returns the upright picture in its own size, with the box taken from what was drawn."""
+        """Returns the upright picture as RGB on white, in its own size, with the box taken from what was drawn."""
         square, box = square_rgb(self.picture).copy(), self._box_in_square()
         square.paste(drawn.resize(square.size, M6ImageProcessor.resample).crop(box), box)
         width, height = self._upright().size

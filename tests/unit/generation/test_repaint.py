@@ -44,6 +44,14 @@ def test_the_frame_stays_to_the_byte(size):
     assert (framed[inside] == (255, 0, 0)).all()
 
 
+def test_the_frame_is_rgb_on_white():
+    clear = Image.new("RGBA", (32, 32), (0, 0, 255, 0))
+    grey = Image.fromarray(np.full((32, 32), 0x1234, dtype=np.uint16))
+    for picture, colour in ((clear, (255, 255, 255)), (grey, (0x12, 0x12, 0x12))):
+        framed = Repaint(picture, (8, 4, 24, 30)).framed(Image.new("RGB", (32, 32), (255, 0, 0)))
+        assert (framed.mode, framed.getpixel((0, 0)), framed.getpixel((8, 4))) == ("RGB", colour, (255, 0, 0))
+
+
 def test_a_wide_picture_is_padded_as_in_training(image_tokenizer):
     """64 x 32 pixels are the middle half of a square."""
     codes = Repaint(noise(64, 32), (0, 0, 32, 16)).known_codes(image_tokenizer).view(4, 4, 2)
