@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m6.cli.options import PASSES_REFUSAL, DecodingWay, Passes, refuse_options
+from m6.cli.options import DecodingWay, Passes, refuse_options
 from m6.colours import to_rgba
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines
@@ -63,7 +63,7 @@ def generate(
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
     decoding: DecodingWay = None,
-    passes: Passes = 12,
+    passes: Passes = None,
     batch_size: Annotated[int, typer.Option(min=1, help="pictures generated at once")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest text in tokens")] = 48,
     num_beams: Annotated[int, typer.Option(min=1, help="beams for a text; 1: greedy")] = 1,
@@ -80,8 +80,6 @@ def generate(
         refuse_options(context, _FOR_TEXTS, "is for texts")
     else:
         refuse_options(context, _FOR_PICTURES, "is for pictures, which --out and --out-dir draw")
-    if decoding == "left_to_right":
-        refuse_options(context, ["passes"], PASSES_REFUSAL)
     try:
         prompt.encode()
     except UnicodeEncodeError:

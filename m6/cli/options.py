@@ -33,8 +33,10 @@ DecodingWay = Annotated[
         help="pictures: masked (all codes in several passes) or left_to_right; default: as the model was trained",
     ),
 ]
-Passes = Annotated[int, typer.Option(min=1, help="pictures: passes of the model for a picture, if it draws masked")]
-PASSES_REFUSAL = "is for --decoding masked; left_to_right draws one code after the other"
+Passes = Annotated[
+    int | None,
+    typer.Option(min=1, help="pictures: passes of the model for a picture, if it draws masked; default: 12"),
+]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="profile that m6 plan calibrate wrote")]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.options import PASSES_REFUSAL, DecodingWay, Passes, refuse_options
+from m6.cli.options import DecodingWay, Passes, refuse_options
 from m6.errors import UserError
 
 _LONGEST_DEADLINE = 86_400.0  # a day
@@ -33,13 +33,11 @@ def serve(
         typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
     ] = None,
     decoding: DecodingWay = None,
-    passes: Passes = 12,
+    passes: Passes = None,
 ) -> None:
     """Serves a model over HTTP, with a demo page, until Ctrl-C or SIGTERM."""
     if not 0.001 <= deadline <= _LONGEST_DEADLINE:  # typer's own limits let nan pass
         raise UserError(f"serve: --deadline must be from 0.001 to {_LONGEST_DEADLINE:g} seconds, found {deadline}")
-    if decoding == "left_to_right":
-        refuse_options(context, ["passes"], PASSES_REFUSAL)
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
@@ -47,6 +45,7 @@ def serve(
     from m6.serving.server import draws
     from m6.serving.server import serve as serve_folder
 
+    sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     if not draws(checkpoint):
         refuse_options(context, _FOR_PICTURES, f"is for pictures, which the model of {checkpoint} does not draw")
     serve_folder(
@@ -58,5 +57,5 @@ def serve(
         deadline_s=deadline,
         max_new_tokens=max_new_tokens,
         threads=threads,
-        sampling=Sampling(guidance, temperature, top_k, top_p, decoding, passes),
+        sampling=sampling,
     )

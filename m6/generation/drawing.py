@@ -38,7 +38,8 @@ def resolve_decoding(model: M6ForConditionalGeneration, sampling: Sampling) -> S
     """Fills in ``sampling.decoding`` by what the model was trained for.
 
     Raises:
-        UserError: the model was not trained for the decoding that is asked for.
+        UserError: the model was not trained for the decoding that is asked for, or draws only left to right, and passes
+            are asked for.
     """
     trained = model.decodings
     if not trained:
@@ -56,7 +57,7 @@ def resolve_decoding(model: M6ForConditionalGeneration, sampling: Sampling) -> S
 
 def num_steps(grid: CodeGrid, sampling: Sampling) -> int:
     """Returns the passes of the model for a batch, with the decoding of ``resolve_decoding``."""
-    return sampling.passes if sampling.decoding == "masked" else grid.num_codes
+    return sampling.num_passes if sampling.decoding == "masked" else grid.num_codes
 
 
 def draw_codes(

@@ -29,7 +29,7 @@ _CHOICE_TEMPERATURE = 4.5  # of the noise that is added to the certainty of the 
 
 def num_masked_numbers(grid: CodeGrid, sampling: Sampling) -> int:
     """Returns how many random numbers a picture takes: in each pass two for each code."""
-    return sampling.passes * 2 * grid.num_codes
+    return sampling.num_passes * 2 * grid.num_codes
 
 
 @torch.no_grad()
@@ -79,8 +79,8 @@ def draw_masked(
     codes = torch.full((len(captions), grid.num_codes), HIDDEN) if known is None else known
     codes = codes.to(device)
     num_hidden = (codes == HIDDEN).sum(dim=1)
-    numbers = uniform.to(device).view(len(captions), sampling.passes, 2, grid.num_codes)
-    for step in range(sampling.passes):
+    numbers = uniform.to(device).view(len(captions), sampling.num_passes, 2, grid.num_codes)
+    for step in range(sampling.num_passes):
         hidden = codes == HIDDEN
         ids = torch.where(hidden, tokenizer.code_mask_token_id, codes + first)
         input_ids[:, columns] = ids.repeat(len(input_ids) // len(codes), 1)
@@ -91,7 +91,7 @@ def draw_masked(
         likelihoods = sampling.tempered(scores).softmax(dim=-1)
         certainty = likelihoods.gather(1, drawn.unsqueeze(1)).log().view(codes.shape)
         noise = -(-numbers[:, step, 1].clamp(min=torch.finfo(torch.float32).tiny).log()).log()  # Gumbel
-        done = (step + 1) / sampling.passes
+        done = (step + 1) / sampling.num_passes
         certainty = certainty + _CHOICE_TEMPERATURE * (1 - done) * (sampling.temperature > 0) * noise
         codes = torch.where(hidden, drawn.view(codes.shape) + books * book_size, codes)
         # What was kept stays; of the rest, the least certain are hidden again.

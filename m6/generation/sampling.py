@@ -38,10 +38,10 @@ class Sampling:
         top_p: draw from the fewest codes whose probabilities sum to p; None: from all.
         decoding: "masked": all codes at once, in several passes; "left_to_right": one after the other. None: as the
             model was trained, masked if it was trained for both.
-        passes: passes of the model for a picture with "masked", see ``m6.generation.masked``.
+        passes: passes of the model for a picture with "masked", see ``m6.generation.masked``; None: 12.
 
     Raises:
-        UserError: a value is out of range.
+        UserError: a value is out of range, or passes are given with "left_to_right", also when it is chosen later.
     """
 
     guidance_scale: float = 2.0
@@ -49,7 +49,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     decoding: Decoding | None = None
-    passes: int = 12
+    passes: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.guidance_scale <= _LARGEST:
@@ -62,8 +62,17 @@ class Sampling:
             raise UserError(f"top_p must be in (0, 1], found {self.top_p}")
         if self.decoding not in (None, *get_args(Decoding)):
             raise UserError(f'decoding "{self.decoding}" is unknown{nearest(str(self.decoding), get_args(Decoding))}')
-        if self.passes < 1:
+        if self.num_passes < 1:
             raise UserError(f"passes must be at least 1, found {self.passes}")
+        if self.passes is not None and self.decoding == "left_to_right":
+            raise UserError(
+                f"passes {self.passes} is for the decoding masked; left_to_right draws one code after the other"
+            )
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of the model for a picture with "masked"."""
+        return 12 if self.passes is None else self.passes
 
     @property
     def is_guided(self) -> bool:

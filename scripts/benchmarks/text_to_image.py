@@ -73,7 +73,7 @@ def measure(name: str, model: Any, processor: Any, tokenizer: M6ImageTokenizer, 
     """The seconds for ``size`` pictures: on a CPU this process's, elsewhere those of the clock."""
     clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     masked = name.startswith("masked")
-    sampling = Sampling(passes=int(name.split()[1]) if masked else 1)
+    sampling = Sampling(passes=int(name.split()[1]) if masked else None)
     count = num_masked_numbers(tokenizer, sampling) if masked else tokenizer.num_codes
     uniform = torch.stack([uniform_numbers(0, CAPTION, index, count) for index in range(size)])
     arguments: dict[str, Any] = {"grid": tokenizer, "sampling": sampling}

@@ -41,8 +41,9 @@ class SampleGrids:
     ) -> None:
         self.settings, self.processor, self.folder, self.runtime = settings, processor, folder, runtime
         self.image_tokenizer = image_tokenizer.to(runtime.device)
+        passes = settings.passes if decoding == "masked" else None
         self.sampling = Sampling(
-            settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p, decoding, settings.passes
+            settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p, decoding, passes
         )
         # The same drafts each time: pictures of two steps differ only by the training.
         self.drafts = [

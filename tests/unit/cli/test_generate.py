@@ -41,7 +41,7 @@ from tests.fixtures.command import m6, user_error
         (["今天", "--guidance", "2"], "--guidance is for pictures"),
         (
             ["红", "--out", "grid.png", "--decoding", "left_to_right", "--passes", "3"],
-            "generate: --passes is for --decoding masked; left_to_right draws one code after the other",
+            "passes 3 is for the decoding masked; left_to_right draws one code after the other",
         ),
         (["今天", "--top-k", "5"], "--top-k and --top-p of texts need --temperature above 0"),
         (["今天", "--temperature", "1e-310"], "temperature must be 0, or 0.001 to 1000, found 1e-310"),

@@ -145,6 +145,9 @@ def test_the_decoding_is_what_the_model_was_trained_for(model):
     model.decodings = ["left_to_right"]
     with pytest.raises(UserError, match=r'"masked": .* m6.objectives.image_code_denoising; it draws with "left_to_r'):
         resolve_decoding(model, Sampling(decoding="masked"))
+    assert resolve_decoding(model, Sampling()).decoding == "left_to_right"
+    with pytest.raises(UserError, match="passes 3 is for the decoding masked"):
+        resolve_decoding(model, Sampling(passes=3))
     model.decodings = []
     with pytest.raises(UserError, match="not been trained to draw"):
         resolve_decoding(model, Sampling())

@@ -31,7 +31,7 @@ def test_user_errors(run: Path, tmp_path: Path):
         message = user_error("serve", "--checkpoint", run, "--port", 0, f"--{option}", value)
         assert message == f"serve: --{option} is for pictures, which the model of {run} does not draw"
     message = user_error("serve", "--checkpoint", run, "--decoding", "left_to_right", "--passes", 3)
-    assert message == "serve: --passes is for --decoding masked; left_to_right draws one code after the other"
+    assert message == "passes 3 is for the decoding masked; left_to_right draws one code after the other"
 
 
 def test_a_model_that_never_captioned_is_announced(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
