@@ -54,9 +54,15 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
         model = M6ForConditionalGeneration(without_capacity(config.model))
     model.to_empty(device=device)
     load_weights(model, reader)
-    model.decodings = config.m6.objectives.decodings
-    model.learned_captioning = config.m6.objectives.image_captioning.weight > 0
+    keep_learned(model, config)
     return model.eval(), processor
+
+
+def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
+    """Tells a model what its run trained it for."""
+    objectives = config.m6.objectives
+    model.decodings, model.learned_objectives = objectives.decodings, objectives.active
+    model.learned_captioning = "image_captioning" in objectives.active
 
 
 def without_capacity(config: M6Config) -> M6Config:

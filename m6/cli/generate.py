@@ -189,7 +189,7 @@ def _write_texts(
     import torch
 
     from m6.checkpoints.loading import load_run_model
-    from m6.generation.captioning import caption, continue_text, warn_of_captions
+    from m6.generation.captioning import caption, continue_as_learned, warn_of_answers, warn_of_captions, warn_of_texts
 
     model, processor = load_run_model(run, device)
     torch.manual_seed(seed % 2**64)  # the range that PyTorch takes; pictures take any integer, too
@@ -199,14 +199,14 @@ def _write_texts(
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         options |= {"top_p": sampling.top_p} if sampling.top_p else {}
     if pictures:
-        if not prompt:
-            warn_of_captions(model, run)
+        (warn_of_answers if prompt else warn_of_captions)(model, run)
         questions = [prompt] * len(pictures) if prompt else None
         texts = caption(model, processor, pictures, questions, **options)
         for path, text in zip(paths, texts, strict=True):
             print(f"{path}\t{text}")
         return
-    print(continue_text(model, processor, [prompt], **options)[0])
+    warn_of_texts(model, run)
+    print(continue_as_learned(model, processor, [prompt], **options)[0])
 
 
 def _open_picture(path: Path) -> Image:

@@ -115,6 +115,11 @@ class ObjectivesSettings(Section):
         }
         return [way for way, settings in ways.items() if settings.weight > 0]
 
+    @property
+    def active(self) -> list[str]:
+        """The objectives that have a share of the samples."""
+        return [name for name in type(self).model_fields if self.of(name).weight > 0]
+
     def of(self, objective: str) -> ObjectiveSettings:
         """Returns the settings of one objective; UserError for an unknown name."""
         names = list(type(self).model_fields)

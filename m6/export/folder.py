@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from m6.checkpoints.ancestry import initial_record, write_record
 from m6.checkpoints.loading import (
+    keep_learned,
     load_run_image_tokenizer,
     open_newest_checkpoint,
     run_processor,
@@ -65,8 +66,7 @@ def export_hf(
             write_weights(temporary, reader, model, max_shard_bytes)
             # transformers' pipelines would ask for 256 tokens. Half of the positions leaves room for a prompt's target.
             model.generation_config.max_new_tokens = min(256, model_config.max_position_embeddings // 2)
-            model.decodings = config.m6.objectives.decodings
-            model.learned_captioning = config.m6.objectives.image_captioning.weight > 0
+            keep_learned(model, config)
             model.generation_config.save_pretrained(temporary)
             model_config.save_pretrained(temporary)
             processor.save_pretrained(temporary)

@@ -71,11 +71,53 @@ def caption(
 def warn_of_captions(model: M6ForConditionalGeneration, folder: Path) -> None:
     """Prints a warning if the model of a folder does not say that it has learned to caption pictures."""
     if not model.learned_captioning:
-        print(
-            f"warning: {folder}: the model does not say that it has learned m6.objectives.image_captioning; its "
-            "captions may mean nothing",
-            file=sys.stderr,
-        )
+        _warn(folder, "image_captioning", "captions")
+
+
+def warn_of_answers(model: M6ForConditionalGeneration, folder: Path) -> None:
+    """Prints a warning if the model of a folder says what it has learned, and that is not to answer questions."""
+    learned = model.learned_objectives
+    if learned is not None and "visual_question_answering" not in learned:
+        _warn(folder, "visual_question_answering", "answers")
+
+
+def warn_of_texts(model: M6ForConditionalGeneration, folder: Path) -> None:
+    """Prints a warning if the model of a folder says what it has learned, and that is not to continue texts."""
+    learned = model.learned_objectives
+    if learned is not None and not {"language_modelling", "text_continuation"} & {*learned}:
+        _warn(folder, "language_modelling or text_continuation", "texts")
+
+
+def _warn(folder: Path, objectives: str, written: str) -> None:
+    print(
+        f"warning: {folder}: the model does not say that it has learned m6.objectives.{objectives}; its {written} may "
+        "mean nothing",
+        file=sys.stderr,
+    )
+
+
+def continue_as_learned(
+    model: M6ForConditionalGeneration, processor: "M6Processor", prompts: Sequence[str], **options: Any
+) -> list[str]:
+    """Continues texts in the way that the model says it has learned.
+
+    That is ``continue_text``; or, of a model that was trained on text_continuation and not on language_modelling, the
+    prompt is the source, and what follows it the target.
+
+    Args:
+        model: in evaluation mode.
+        processor: processor of the model.
+        prompts: B prompts of any lengths.
+        options: passed to ``continue_text``, with ``max_new_tokens``.
+
+    Returns:
+        B texts, which include the prompts.
+    """
+    learned = model.learned_objectives or []
+    if "text_continuation" not in learned or "language_modelling" in learned:
+        return continue_text(model, processor, prompts, **options)
+    rests = write_targets(model, processor, [processor.tokenizer.encode_ids(prompt) for prompt in prompts], **options)
+    return [prompt + rest for prompt, rest in zip(prompts, rests, strict=True)]
 
 
 def continue_text(

@@ -14,6 +14,7 @@ from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 _DECODINGS = "code_decodings"
 _CAPTIONING = "image_captioning"
+_OBJECTIVES = "learned_objectives"
 
 
 class M6GenerationMixin(GenerationMixin):
@@ -44,6 +45,16 @@ class M6GenerationMixin(GenerationMixin):
     @learned_captioning.setter
     def learned_captioning(self, value: bool) -> None:
         self._keep(_CAPTIONING, value)
+
+    @property
+    def learned_objectives(self) -> list[str] | None:
+        """The objectives that the model was trained on; None if an older version exported it, which does not say."""
+        names = getattr(self.generation_config, _OBJECTIVES, None)
+        return names if isinstance(names, list) else None
+
+    @learned_objectives.setter
+    def learned_objectives(self, value: list[str]) -> None:
+        self._keep(_OBJECTIVES, value)
 
     def _keep(self, name: str, value: Any) -> None:
         setattr(self.generation_config, name, value)

@@ -67,7 +67,8 @@ def test_a_picture_without_a_greatest_level_is_refused(tmp_path):
 def test_texts_are_drawn_from_all_tokens_unless_fewer_are_asked_for(tmp_path, monkeypatch, chosen, top_k):
     """Without a number transformers would take 50. Seeds are any integers, as those of pictures."""
     asked = []
-    monkeypatch.setattr("m6.checkpoints.loading.load_run_model", lambda *_: (None, None))
+    model = SimpleNamespace(learned_objectives=None)
+    monkeypatch.setattr("m6.checkpoints.loading.load_run_model", lambda *_: (model, None))
     monkeypatch.setattr(
         "m6.generation.captioning.continue_text", lambda *_, **options: asked.append(options) or ["今天"]
     )
@@ -81,7 +82,7 @@ def test_texts_are_drawn_from_all_tokens_unless_fewer_are_asked_for(tmp_path, mo
 
 def test_questions_are_asked_of_each_picture(tmp_path, monkeypatch):
     asked = []
-    model = SimpleNamespace(learned_captioning=False)
+    model = SimpleNamespace(learned_captioning=False, learned_objectives=None)
     monkeypatch.setattr("m6.checkpoints.loading.load_run_model", lambda *_: (model, None))
     monkeypatch.setattr(
         "m6.generation.captioning.caption",
@@ -99,8 +100,39 @@ def test_questions_are_asked_of_each_picture(tmp_path, monkeypatch):
         f"warning: {tmp_path}: the model does not say that it has learned m6.objectives.image_captioning; its captions "
         "may mean nothing\n"
     )
-    model.learned_captioning = True
+    model.learned_captioning, model.learned_objectives = True, ["image_captioning"]
     assert m6(*command).stderr == ""
+    assert m6(*command, "是什么颜色").stderr == (
+        f"warning: {tmp_path}: the model does not say that it has learned m6.objectives.visual_question_answering; its "
+        "answers may mean nothing\n"
+    )
+    model.learned_objectives = ["visual_question_answering"]
+    assert m6(*command, "是什么颜色").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("learned", "form"),
+    [
+        (None, "target"),  # an older version exported the model, and it does not say
+        (["language_modelling"], "target"),
+        (["language_modelling", "text_continuation"], "target"),
+        (["text_continuation"], "source"),
+        (["text_classification"], "unlearned"),
+    ],
+)
+def test_a_text_is_continued_as_the_model_has_learned_to(tmp_path, monkeypatch, learned, form):
+    model = SimpleNamespace(learned_objectives=learned)
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(encode_ids=lambda text: [len(text)]))
+    monkeypatch.setattr("m6.checkpoints.loading.load_run_model", lambda *_: (model, processor))
+    monkeypatch.setattr("m6.generation.captioning.continue_text", lambda _, __, prompts, **___: [f"{prompts[0]}下雨"])
+    monkeypatch.setattr("m6.generation.captioning.write_targets", lambda _, __, sources, **___: [f"晴{sources}"])
+    written = m6("generate", "--checkpoint", tmp_path, "今天")
+    assert written.stdout == ("今天晴[[2]]\n" if form == "source" else "今天下雨\n")
+    warning = (
+        f"warning: {tmp_path}: the model does not say that it has learned m6.objectives.language_modelling or "
+        "text_continuation; its texts may mean nothing\n"
+    )
+    assert written.stderr == (warning if form == "unlearned" else "")
 
 
 def test_equal_pictures_are_announced(tmp_path, monkeypatch):

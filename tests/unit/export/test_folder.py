@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import INDEX, WEIGHTS, load_run_model
+from m6.data.objectives import OBJECTIVES
 from m6.errors import StorageError, UserError
 from m6.export import export_hf
 from m6.model import M6ForConditionalGeneration
@@ -86,6 +87,25 @@ def test_answers_do_not_depend_on_their_neighbours(make_run, tmp_path):
         model, processor = load_run_model(folder, torch.device("cpu"))
         alone, together = (model.model(**processor(text=[text] * n)).last_hidden_state for n in (1, 8))
         assert torch.allclose(together[7], alone[0], atol=1e-5), folder
+
+
+def test_a_model_says_what_it_has_learned(make_run, tmp_path):
+    run, _ = make_run()
+    document = json.loads((run / "config.json").read_text())
+    weights = {name: {"weight": float(name in ("text_continuation", "text_to_image"))} for name in OBJECTIVES}
+    document["m6"]["objectives"] = weights
+    document["m6"]["data"]["image_tokenizer"] = str(tmp_path)
+    (run / "config.json").write_text(json.dumps(document))
+    export_hf(run, tmp_path / "hf")
+    for folder in (run, tmp_path / "hf"):
+        model, _ = load_run_model(folder, torch.device("cpu"))
+        assert (model.decodings, model.learned_captioning) == (["left_to_right"], False)
+        assert sorted(model.learned_objectives) == ["text_continuation", "text_to_image"]
+    file = tmp_path / "hf" / "generation_config.json"
+    older = json.loads(file.read_text())
+    del older["learned_objectives"]
+    file.write_text(json.dumps(older))
+    assert load_run_model(tmp_path / "hf", torch.device("cpu"))[0].learned_objectives is None
 
 
 def test_model_of_the_run_equals_that_of_the_export(make_run, tmp_path):
