@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m6.cli.options import DecodingWay, Passes, refuse_options
-from m6.colours import to_rgba
+from m6.cli.options import DecodingWay, Passes, open_picture, refuse_options
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
@@ -107,7 +106,7 @@ def generate(
         )
     elif (top_k or top_p) and not temperature:
         raise UserError("generate: --top-k and --top-p of texts need --temperature above 0; its default is 0")
-    pictures = [_open_picture(path) for path in image or ()]
+    pictures = [open_picture(path) for path in image or ()]
     from m6.generation.sampling import Sampling
     from m6.runs.processes import default_device
 
@@ -207,14 +206,3 @@ def _write_texts(
         return
     warn_of_texts(model, run)
     print(continue_as_learned(model, processor, [prompt], **options)[0])
-
-
-def _open_picture(path: Path) -> Image:
-    from PIL import Image
-
-    try:
-        return to_rgba(Image.open(path))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged files
-        raise UserError(f"{path}: not a readable picture: {error}") from None

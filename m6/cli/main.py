@@ -286,6 +286,7 @@ def plot(
 @functools.cache
 def _mount_commands() -> None:
     """Adds the commands of the other modules, once per process."""
+    from m6.cli.classify import classify
     from m6.cli.corpus import corpus, report
     from m6.cli.data import app as data_app
     from m6.cli.data import codes, tokenizer
@@ -303,6 +304,7 @@ def _mount_commands() -> None:
     app.command()(evaluate_pictures)
     app.command()(evaluate_tasks)
     app.command()(generate)
+    app.command()(classify)
     app.command()(serve)
     app.command()(downstream)
     app.command()(verify)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from m6.decoding import Decoding
 from m6.errors import UserError
 from m6.files import why_unwritable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 Overrides = Annotated[
@@ -63,3 +66,17 @@ def check_report(out: Path) -> None:
         raise UserError(
             f"--out {out}: the numbers get this name; expected a Markdown file, such as {out.with_suffix('.md')}"
         )
+
+
+def open_picture(path: Path) -> Image:
+    """Opens a picture in RGBA; UserError if it is missing or no picture."""
+    from PIL import Image
+
+    from m6.colours import to_rgba
+
+    try:
+        return to_rgba(Image.open(path))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged files
+        raise UserError(f"{path}: not a readable picture: {error}") from None

@@ -88,6 +88,14 @@ def warn_of_texts(model: M6ForConditionalGeneration, folder: Path) -> None:
         _warn(folder, "language_modelling or text_continuation", "texts")
 
 
+def warn_of_labels(model: M6ForConditionalGeneration, folder: Path, with_picture: bool) -> None:
+    """Prints a warning if the model of a folder says what it has learned, and no labels of texts or pictures."""
+    of_pictures = ["visual_question_answering", "image_text_matching"]
+    needed = of_pictures if with_picture else ["text_classification"]
+    if model.learned_objectives is not None and not {*needed} & {*model.learned_objectives}:
+        _warn(folder, " or ".join(needed), "labels")
+
+
 def _warn(folder: Path, objectives: str, written: str) -> None:
     print(
         f"warning: {folder}: the model does not say that it has learned m6.objectives.{objectives}; its {written} may "

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from m6.data.objectives import Example, context_ids
-from m6.generation.likelihood import target_log_likelihoods
+from m6.data.objectives import context_ids
+from m6.generation.labelling import label_log_likelihoods
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
@@ -55,14 +55,10 @@ def predict_by_likelihood(
         contexts: what follows each text, as ``m6.objectives.text_classification.with_context`` says, or None.
     """
     tokenizer = processor.tokenizer
-    targets = [tokenizer.encode_ids(label) for label in labels]
     sources = [tokenizer.encode_ids(text, max_tokens) for text in texts]
     for source, context in zip(sources, contexts or [None] * len(sources), strict=True):
         source += context_ids(context, max_tokens - len(source), tokenizer)
-    examples = [Example(source_ids=source, target_ids=target) for source in sources for target in targets]
-    shown = [None] * len(texts) if pictures is None else pictures
-    repeated = [picture for picture in shown for _ in labels]
-    scores = target_log_likelihoods(model, processor, examples, repeated).view(len(texts), len(labels))
+    scores = label_log_likelihoods(model, processor, sources, labels, pictures)
     return [labels[index] for index in scores.argmax(dim=1).tolist()]
 
 

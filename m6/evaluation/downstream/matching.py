@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from m6.data.objectives import MATCH, NO_MATCH, Example
-from m6.generation.likelihood import target_log_likelihoods
+from m6.data.objectives import MATCH, NO_MATCH
+from m6.generation.labelling import label_log_likelihoods
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
@@ -57,10 +57,7 @@ def match_pairs(
     """
     tokenizer = processor.tokenizer
     sources = [tokenizer.encode_ids(caption, max_tokens) for caption in captions]
-    answers = [tokenizer.encode_ids(answer) for answer in (MATCH, NO_MATCH)]
-    examples = [Example(source_ids=source, target_ids=answer) for source in sources for answer in answers]
-    repeated = [picture for picture in pictures for _ in answers]
-    scores = target_log_likelihoods(model, processor, examples, repeated).view(len(pictures), 2)
+    scores = label_log_likelihoods(model, processor, sources, (MATCH, NO_MATCH), pictures)
     # The difference of the two answers cancels how likely the model finds any answer for a pair.
     return (scores[:, 0] - scores[:, 1]).numpy()
 

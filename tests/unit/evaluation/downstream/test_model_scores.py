@@ -295,3 +295,60 @@ def test_a_run_without_a_task_is_refused(folder: Path):
     assert "none of its objectives is a downstream task" in user_error(
         "downstream", run_of(folder, "data", "text_denoising")
     )
+
+
+def most_likely(scores: list[float], labels: list[str]) -> str:
+    shares = torch.tensor(scores).softmax(dim=0)
+    return f"{labels[int(shares.argmax())]}\t{float(shares.max()):.4f}"
+
+
+def printed(run: Path, *arguments: object) -> tuple[list[str], str]:
+    outcome = m6("classify", "--checkpoint", run, "--label", "好评", "--label", "差评", *arguments)
+    assert outcome.code == 0, outcome.stderr
+    return outcome.stdout.splitlines(), outcome.stderr
+
+
+def test_own_texts_are_classified(folder: Path, judge, tmp_path: Path):
+    run, (model, processor) = run_of(folder, "data", "image_text_matching"), judge
+    labels, lines = ["好评", "差评"], []
+    for text in TEXTS:
+        lines.append(f"{text}\t{most_likely([by_hand(model, processor, text, label) for label in labels], labels)}")
+    (tmp_path / "texts.txt").write_text("\n".join([*TEXTS, ""]), encoding="utf-8")
+    said, warned = printed(run, "--texts", tmp_path / "texts.txt")
+    assert said == lines
+    assert "does not say that it has learned m6.objectives.text_classification; its labels may mean nothing" in warned
+    assert printed(run, TEXTS[0])[0] == lines[:1]
+    assert "1 of 2 texts are longer than" in printed(run, "--texts", long_and_short(tmp_path))[1]
+
+
+def long_and_short(folder: Path) -> Path:
+    (folder / "long.txt").write_text("红色\n" + "今天早上" * 60 + "\n", encoding="utf-8")
+    return folder / "long.txt"
+
+
+def test_own_pictures_are_matched(folder: Path, judge, tmp_path: Path):
+    run, (model, processor) = run_of(folder, "data", "image_text_matching"), judge
+    expected, labels = [], ["好评", "差评"]
+    for name in ("红色", "蓝色"):
+        drawn = draw_shape(name, "圆形", "大")
+        (tmp_path / f"{name}.png").write_bytes(drawn)
+        picture = decode_picture(drawn, IMAGE_SIDE)
+        scores = [by_hand(model, processor, "红色", label, picture) for label in labels]
+        expected.append(f"{tmp_path / name}.png\t{most_likely(scores, labels)}")
+    images = [part for name in ("红色", "蓝色") for part in ("--image", tmp_path / f"{name}.png")]
+    assert printed(run, "红色", *images) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--label", "好", "很好"], "--label: expected two or more different labels, found 好"),
+        (["--label", "好", "--label", "好", "很好"], "--label: expected two or more different labels, found 好, 好"),
+        (["--label", "好", "--label", "坏"], "give a text, with or without --image, or a file of texts with --texts"),
+        (["--label", "好", "--label", "坏", "很好", "--texts", "a.txt"], "give a text, with or without --image"),
+        (["--label", "好", "--label", "坏", "--texts", "a.txt"], "a.txt: not a readable text file"),
+        (["--label", "好", "--label", "坏", "很好", "--image", "a.png"], "a.png: no such file"),
+    ],
+)
+def test_labels_that_cannot_be_asked_for(arguments: list[str], message: str, tmp_path: Path):
+    assert message in user_error("classify", "--checkpoint", tmp_path, *arguments)

@@ -1,0 +1,67 @@
+"""``m6 classify``: which of given labels a model writes for texts, or for a text beside pictures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from m6.cli.options import open_picture
+from m6.errors import UserError
+from m6.files import read_lines
+
+
+def classify(
+    run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
+    labels: Annotated[list[str], typer.Option("--label", help="one of the labels; give two or more")],
+    text: Annotated[str, typer.Argument(help="the text; with --image a question, or a caption that may match")] = "",
+    texts: Annotated[Path | None, typer.Option(help="a text file with one text per line")] = None,
+    images: Annotated[
+        list[Path] | None, typer.Option("--image", help="a picture beside the text; can be repeated")
+    ] = None,
+) -> None:
+    """Prints a line of each text or picture: it, a tab, its most likely label, a tab, the label's probability.
+
+    The probabilities are among the given labels. Whether pictures match a caption is asked with the labels 是 and 不是.
+    """
+    # Arguments are checked before torch and the model are loaded, which takes seconds.
+    if bool(text) == bool(texts) or (texts and images):
+        raise UserError("classify: give a text, with or without --image, or a file of texts with --texts")
+    if len({*labels}) < max(2, len(labels)) or not all(label.strip() for label in labels):
+        raise UserError(f"classify: --label: expected two or more different labels, found {', '.join(labels)}")
+    read = [text] if texts is None else [line for line in read_lines(texts) if line.strip()]
+    if not read:
+        raise UserError(f"{texts}: holds no text")
+    pictures = [open_picture(path) for path in images or ()]
+    import numpy as np
+
+    from m6.checkpoints.loading import is_exported, load_run_model
+    from m6.config.run import load_config
+    from m6.data.objectives import max_text_tokens
+    from m6.generation.captioning import warn_of_labels
+    from m6.generation.labelling import label_log_likelihoods
+    from m6.runs.processes import default_device
+    from m6.tokenizers.pictures import RESAMPLE, square_rgb
+
+    model, processor = load_run_model(run, default_device())
+    warn_of_labels(model, run, with_picture=bool(pictures))
+    config = model.config
+    length = config.max_position_embeddings
+    if not is_exported(run):  # the length to which its training cut texts
+        length = load_config(run / "config.json").m6.data.sequence_length
+    objective = "visual_question_answering" if pictures else "text_classification"
+    room = max_text_tokens(objective, length, config.num_patches)
+    sources = [processor.tokenizer.encode_ids(each) for each in read]
+    if cut := sum(len(source) > room for source in sources):
+        print(f"warning: {cut} of {len(sources)} texts are longer than {room} tokens, and cut", file=sys.stderr)
+    sources = [source[:room] for source in sources]
+    side = config.image_size
+    pixels = [np.asarray(square_rgb(picture).resize((side, side), RESAMPLE)) for picture in pictures]
+    if pixels:
+        sources *= len(pixels)
+    scores = label_log_likelihoods(model, processor, sources, labels, pixels or None)
+    best = scores.softmax(dim=1).max(dim=1)
+    for name, index, share in zip(images or read, best.indices.tolist(), best.values.tolist(), strict=True):
+        print(f"{name}\t{labels[index]}\t{share:.4f}")
