@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +34,31 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def remove_half_written(root: Path) -> None:
-    """Removes the incomplete checkpoints of killed attempts, since their records would look like new ones."""
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint that is not needed any more; what cannot be removed stays, with a warning.
+
+    NFS, for example, keeps a file that a process has open, and with it the folder.
+    """
+    try:
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: what a crash in rmtree leaves must not look complete
+        shutil.rmtree(folder)
+    except OSError as error:
+        print(f"warning: {folder} cannot be removed: {error.strerror or error}", file=sys.stderr, flush=True)
+
+
+def remove_half_written(root: Path, next_folder: Path) -> None:
+    """Removes the incomplete checkpoints of killed attempts.
+
+    Raises:
+        OSError: ``next_folder``, which is written next, stays: its old records would look like new ones.
+    """
     if root.is_dir():
         for folder in root.iterdir():
             if _FOLDER.fullmatch(folder.name) and not (folder / MANIFEST).exists():
-                shutil.rmtree(folder)
+                if folder == next_folder:
+                    shutil.rmtree(folder)
+                else:
+                    remove_checkpoint(folder)
 
 
 def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[CheckpointReader | None, list[str]]:

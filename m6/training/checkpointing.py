@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from m6.architecture.adapter_names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
-from m6.checkpoints.discovery import complete_checkpoints, remove_half_written, step_folder
+from m6.checkpoints.discovery import complete_checkpoints, remove_checkpoint, remove_half_written, step_folder
 from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, no_sign, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
@@ -79,7 +78,7 @@ class Checkpointer:
         folder = self.folder(step)
         if self.runtime.is_main:
             try:
-                remove_half_written(self.root)
+                remove_half_written(self.root, folder)
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"{folder} cannot be written: {error}") from None
@@ -174,8 +173,7 @@ class Checkpointer:
         write_text(self.root / "latest", folder.name + "\n")
         write_text(self.root.parent / LAST_CHECKPOINT, folder.name + "\n")
         for old in complete_checkpoints(self.root)[: -self.keep_last]:
-            (old / MANIFEST).unlink()  # first, so that a crash in rmtree leaves no folder that looks complete
-            shutil.rmtree(old)
+            remove_checkpoint(old)
 
 
 def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """How a checkpoint is written: what host memory holds, who waits for whom, and for how long."""
 
+import errno
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -13,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import MANIFEST, CheckpointReader, write_shards
 from m6.checkpoints.fragment import Fragment
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.training import checkpointing
 from m6.training.checkpointing import Checkpointer
 from m6.training.loop import Trainer
@@ -182,3 +185,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(make_trainer: MakeTraine
     reader = CheckpointReader(trainer.run.checkpoints / "step_00000001")
     for (name, kind), value in before.items():
         assert torch.equal(reader.read(name, kind).reshape(-1), value), name
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """NFS keeps a shard that a process has open, and with it the folder. The new checkpoint is complete."""
+    trainer = make_trainer()
+    checkpointer = Checkpointer(trainer.run.checkpoints, trainer.runtime, 1, async_save=True)
+    remove = shutil.rmtree
+
+    def fails(folder: Path) -> None:
+        if folder == checkpointer.folder(1):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+        remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    for step in (1, 2, 3):  # the second leaves what the third finds half-written
+        checkpointer.save(trainer.engine, step, {})
+        checkpointer.wait()
+    warning = f"warning: {checkpointer.folder(1)} cannot be removed: Directory not empty"
+    assert capsys.readouterr().err.splitlines().count(warning) == 2
+    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)] == ["step_00000003"]
+    with pytest.raises(StorageError, match=r"step_00000001 cannot be written"):
+        checkpointer.save(trainer.engine, 1, {})  # old records would look like new ones
