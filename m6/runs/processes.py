@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed
+from torch.distributed import distributed_c10d
 
 from m6.config.deepspeed import prepare_deepspeed
 from m6.errors import StorageError, UserError
@@ -74,6 +75,9 @@ def start(timeout_s: float = 1800.0) -> Runtime:
     if cuda:
         torch.cuda.set_device(device)
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
+    # Groups of some ranks, most of which DeepSpeed makes, are given no timeout and get these: in torch 2.13 10 minutes
+    # for NCCL, in which a rank may still load its checkpoint.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
         if world_size == 1:  # without a port to choose, which another process could take

@@ -57,6 +57,30 @@ def test_a_process_alone_needs_no_address_and_destroys_its_group():
     assert ended.stdout.splitlines()[-2:] == ["initialized True", "initialized False"]
 
 
+TIMEOUTS = """
+from m6.runs.processes import start
+
+start(timeout_s=1234)
+
+import torch
+from deepspeed.utils import groups
+from torch.distributed import distributed_c10d, new_group
+
+for group in (new_group([0]), groups._clone_world_group()):
+    print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+print(distributed_c10d._get_default_timeout(distributed_c10d.Backend.NCCL).total_seconds())
+"""
+
+
+def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all():
+    """Also those of DeepSpeed 0.19.8, and with NCCL, for which torch 2.13 would wait 10 minutes."""
+    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    ended = subprocess.run([sys.executable, "-c", TIMEOUTS], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-3:] == ["1234.0"] * 3
+
+
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 def test_several_processes_need_an_address(name: str):
     environment = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
