@@ -99,7 +99,7 @@ def _train(
     from m6.config.run import load_config
     from m6.runs.directory import RunDirectory
     from m6.runs.placement import misplacement
-    from m6.runs.processes import is_main_of_environment, ranks_of_this_node, start, world_size_of_environment
+    from m6.runs.processes import is_main_of_environment, ranks_per_node, start, world_size_of_environment
 
     # All checks come before anything is written.
     folder = RunDirectory(run or Path("runs") / config.stem)
@@ -111,7 +111,8 @@ def _train(
         from m6.checkpoints.initial import load_finetuning_config
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()), from_scratch=from_scratch)
-    check_world_size(settings, world_size_of_environment())
+    world_size = world_size_of_environment()
+    check_world_size(settings, world_size)
     with quick_imports():
         from m6.planning.machine.profile import load_profile
         from m6.planning.prediction import check_memory
@@ -119,7 +120,7 @@ def _train(
         from m6.training.loop import pretrain as pretrain_run
 
     check_machine(settings)
-    check_memory(settings, world_size_of_environment(), ranks_of_this_node())
+    check_memory(settings, world_size, ranks_per_node(world_size))
     calibration = None if profile is None else load_profile(profile)
     folder.check(settings)
     from m6.checkpoints.start import check_start

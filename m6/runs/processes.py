@@ -179,9 +179,19 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ranks_of_this_node() -> int:
-    """How many ranks the launcher starts on a node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+def ranks_per_node(world_size: int) -> int:
+    """The most ranks of ``world_size`` that the launcher starts on a node, or all if it does not say so.
+
+    Needs no process group.
+    """
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # of torchrun and deepspeed, inside of a job of Slurm, too
+        if name in os.environ:
+            return int(os.environ[name])
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        if name in os.environ:  # such as 8(x3),4: 8 tasks on each of 3 nodes and 4 on another
+            # A process that srun did not start has the variables of its job.
+            return min(world_size, max(int(part.split("(")[0]) for part in os.environ[name].split(",")))
+    return world_size
 
 
 def on_main_rank(runtime: Runtime, work: Callable[[], None]) -> None:

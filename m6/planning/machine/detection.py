@@ -9,18 +9,19 @@ import torch
 
 from m6.errors import UserError, nearest
 from m6.planning.machine.cluster import CLUSTERS, Cluster, Nodes, load_cluster
+from m6.runs.processes import ranks_per_node
 
 
 def detect_cluster(world_size: int) -> Cluster:
     """A cluster of nodes like this one, for ``world_size`` ranks.
 
-    Memory and cores are measured. Rates come from the shipped description of the device. torchrun and srun say in the
-    environment how many ranks share a node; without a launcher all ranks share one.
+    Memory and cores are measured. Rates come from the shipped description of the device. The launcher says in the
+    environment how many ranks share a node.
 
     Raises:
         UserError: no shipped description has this device, or it has no network and the ranks span several nodes.
     """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or _tasks_per_node(world_size))
+    per_node = ranks_per_node(world_size)
     known = _described("CPU core" if not torch.cuda.is_available() else torch.cuda.get_device_name())
     if world_size > per_node and known.links.network is None:
         raise UserError(f"the description of {known.device.name} has no network, but the ranks are on several nodes")
@@ -37,12 +38,6 @@ def detect_cluster(world_size: int) -> Cluster:
         memory = torch.cuda.get_device_properties(0).total_memory
         nodes = nodes.model_copy(update={"device": known.device.model_copy(update={"memory_bytes": memory})})
     return Cluster(name="this machine", nodes=[nodes])
-
-
-def _tasks_per_node(world_size: int) -> int:
-    """Ranks of a node by Slurm's environment, which writes 8 tasks on each of 4 nodes as ``8(x4)``."""
-    text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
-    return int(text.split("(")[0].split(",")[0])
 
 
 def _described(name: str) -> Nodes:

@@ -20,7 +20,7 @@ from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, n
 from m6.planning.cost.memory import BUCKET_NUMEL
 from m6.planning.machine.fake_world import FakeWorld, fake_tensors
 from m6.planning.prediction import predict_memory
-from m6.runs.processes import ranks_of_this_node
+from m6.runs.processes import ranks_per_node
 from m6.training.fake_batch import fake_batch
 from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
 from m6.training.offloading.passes import model_of_rank, own_places, run_in_turns, run_pipeline
@@ -314,8 +314,7 @@ def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
     Raises:
         UserError: the configured budget exceeds the available memory.
     """
-    # Ranks of this host: set by torchrun and deepspeed, or by srun.
-    ranks = ranks_of_this_node()
+    ranks = ranks_per_node(world_size)
     available = available_bytes()
     share = None if available is None else int(0.95 * available) // ranks
     if not isinstance(settings.host_budget_mib, str):

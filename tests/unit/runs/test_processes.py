@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from m6.runs.processes import ranks_per_node
+
 CODE = """
 import torch
 from m6.runs.processes import keep_freed_memory, return_freed_memory
@@ -92,3 +94,26 @@ def test_several_processes_need_an_address(name: str):
         text=True,
     )
     assert f"UserError: {name} is not set, by which the 2 processes of WORLD_SIZE find each other" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, 12),
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS_PER_NODE": "1"}, 4),  # torchrun, once on each node of a job
+        ({"LOCAL_SIZE": "4"}, 4),  # deepspeed
+        ({"SLURM_TASKS_PER_NODE": "6(x2)"}, 6),  # srun -n 12
+        ({"SLURM_TASKS_PER_NODE": "5,4,3"}, 5),
+        ({"SLURM_TASKS_PER_NODE": "1(x2),5(x2)"}, 5),
+        ({"SLURM_STEP_TASKS_PER_NODE": "6(x2)", "SLURM_TASKS_PER_NODE": "8(x2)"}, 6),  # srun of fewer than sbatch
+        ({"SLURM_NTASKS_PER_NODE": "6"}, 6),
+        ({"SLURM_TASKS_PER_NODE": "40"}, 12),  # a shell of a job, which srun did not start
+    ],
+)
+def test_ranks_that_share_a_node(variables: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch):
+    """Each of them gets its share of the host's memory, whatever launcher started them."""
+    for name in [name for name in os.environ if name.startswith(("LOCAL_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_per_node(12) == ranks
