@@ -1,7 +1,7 @@
 """Expert parameters, gradients and optimizer state in host memory, streamed through a device under a byte budget."""
 
 from offload.devices.cuda import CudaDevice
-from offload.devices.device import Device, Rates
+from offload.devices.device import Device, DeviceOutOfMemory, Rates
 from offload.devices.meter import StorageMeter
 from offload.devices.simulated import SimulatedDevice
 from offload.memory.chunks import Stack
@@ -27,6 +27,7 @@ __all__ = [
     "ChunkBytes",
     "CudaDevice",
     "Device",
+    "DeviceOutOfMemory",
     "DryRuntime",
     "LateUpdate",
     "NextWeights",

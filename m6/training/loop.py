@@ -39,6 +39,7 @@ from m6.training.checkpointing import (
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.flushless_step import FlushlessTrainStep
+from m6.training.offloading.experts import naming_the_budget
 from m6.training.places import Places
 from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
@@ -102,6 +103,7 @@ class Trainer:
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
 
+    @naming_the_budget()
     def train(self, stop_after: int | None = None) -> bool:
         """Trains to the end of the run or to a stop; returns whether the run is finished.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,31 @@ from m6.training.expert_groups import expert_group
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, prepare
-from offload import LateUpdate, OffloadRuntime, SimulatedDevice, StorageMeter, Trace, solve, staging_bytes
+from offload import (
+    DeviceOutOfMemory,
+    LateUpdate,
+    OffloadRuntime,
+    SimulatedDevice,
+    StorageMeter,
+    Trace,
+    solve,
+    staging_bytes,
+)
 
 _MEASURED_STEPS = 2
 """Measured steps of an attempt: the plan is made from the first one, and the second one checks the plan."""
+
+
+@contextmanager
+def naming_the_budget() -> Iterator[None]:
+    """Turns the error of a device whose budget is exceeded into a UserError."""
+    try:
+        yield
+    except DeviceOutOfMemory as error:
+        raise UserError(
+            f"m6.offload.device_budget_mib: {error}; this step needs more memory than the first ones, by which the "
+            "experts were placed: take a larger budget, or a smaller micro-batch"
+        ) from error
 
 
 class OffloadedExperts:

@@ -76,6 +76,19 @@ def test_a_budget_below_the_nonmodel_memory_is_an_error_of_the_first_step(make_t
         trainer.train()
 
 
+def test_a_later_step_that_needs_more_than_the_budget(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch):
+    trainer = make_trainer("run", m6__offload=SMALL)
+    replan = trainer._replan_offloading
+
+    def shrink() -> None:
+        replan()
+        experts_of(trainer).runtime.device.budget_bytes = 1000
+
+    monkeypatch.setattr(trainer, "_replan_offloading", shrink)
+    with pytest.raises(UserError, match=r"m6\.offload\.device_budget_mib: \d+ bytes .*the budget of 1000; .*larger"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
