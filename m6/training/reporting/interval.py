@@ -21,7 +21,7 @@ class IntervalReport:
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self._runtime = runtime
         self._config = config
-        self._peak = peak_flops(runtime.device, config.deepspeed.precision)
+        self._peak = peak_flops(runtime.device, config.deepspeed.product_dtype)
         self._restart()
 
     def _restart(self) -> None:

@@ -46,7 +46,7 @@ def training_flops(config: M6Config, tokens: float, targets: float, pictures: fl
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The peak FLOP/s of a GPU in ``fp16`` or ``bf16`` by its data sheet; None if it is not known.
+    """The peak FLOP/s of a GPU for products in ``fp16`` or ``bf16`` by its data sheet; None if it is not known.
 
     A CPU has no such figure: what its libraries reach depends on their kernels and on the load.
     """
