@@ -30,7 +30,7 @@ class Runtime:
     Attributes:
         rank: number of the process, from 0.
         world_size: number of processes.
-        local_rank: number of the process on its node; it chooses the GPU.
+        local_rank: number of the process on its node, or of its GPU if srun shows it no other.
         device: the GPU of this process, or the CPU.
         nodes: the name of the node of each process.
     """
@@ -54,7 +54,7 @@ def start(timeout_s: float = 1800.0) -> Runtime:
         timeout_s: how long a collective may wait before the process gives up, in seconds.
 
     Raises:
-        UserError: the variables say that there are several processes, but not where they meet.
+        UserError: the variables say that there are several processes, but not where they meet, or more than GPUs.
     """
     cuda = torch.cuda.is_available()
     prepare_deepspeed()
@@ -145,6 +145,9 @@ def _complete_environment() -> None:
     for name, slurm_name in _RANK_VARIABLES.items():
         fallback = "1" if name == "WORLD_SIZE" else "0"
         os.environ.setdefault(name, os.environ[slurm_name] if under_srun else fallback)
+    if under_srun and torch.cuda.device_count() == 1:
+        # Of --gpus-per-task=1 and --gpu-bind=single:1: each task sees its own card alone. DeepSpeed reads this, too.
+        os.environ["LOCAL_RANK"] = "0"
 
 
 def _check_address(world_size: int) -> None:
@@ -169,9 +172,21 @@ def is_main_of_environment() -> bool:
 
 
 def own_device() -> torch.device:
-    """The GPU of this process by its rank on the node, or the CPU; needs no process group."""
+    """The GPU of this process by its rank on the node, or the CPU; needs no process group.
+
+    Raises:
+        UserError: the node shows fewer GPUs than ranks.
+    """
     _complete_environment()
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, num_cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= num_cards:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but this process sees {num_cards} GPUs, numbered from 0; start one rank for "
+            "each GPU"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def default_device() -> torch.device:

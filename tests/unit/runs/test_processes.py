@@ -4,10 +4,13 @@ import os
 import platform
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
 
-from m6.runs.processes import ranks_per_node
+from m6.errors import UserError
+from m6.runs.processes import own_device, ranks_per_node
 
 CODE = """
 import torch
@@ -117,3 +120,27 @@ def test_ranks_that_share_a_node(variables: dict[str, str], ranks: int, monkeypa
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert ranks_per_node(12) == ranks
+
+
+SRUN = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "MASTER_ADDR": "node"}
+TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_cards", "card"), [(SRUN, 8, 1), (SRUN, 1, 0), (TORCHRUN, 2, 1), (TORCHRUN, 1, None)]
+)
+def test_the_card_of_a_rank(
+    variables: dict[str, str], num_cards: int, card: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """srun --gpus-per-task=1 shows each task its own card alone, whose number is 0 then."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_cards)
+    with mock.patch.dict(os.environ, variables, clear=True):
+        if card is None:
+            with pytest.raises(
+                UserError, match=r"LOCAL_RANK is 1, but this process sees 1 GPUs.*one rank for each GPU"
+            ):
+                own_device()
+        else:
+            assert own_device() == torch.device("cuda", card)
+            assert os.environ["LOCAL_RANK"] == str(card), "which DeepSpeed reads"
