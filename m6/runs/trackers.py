@@ -80,12 +80,13 @@ class Trackers:
     Args:
         run: the folder of metrics.jsonl and of the trackers' files.
         document: the run's JSON, which Weights & Biases shows.
+        step: the last step before this attempt. TensorBoard forgets points of later ones, which this attempt repeats.
 
     Raises:
         StorageError: Weights & Biases does not take this run.
     """
 
-    def __init__(self, run: RunDirectory, settings: LoggingSettings, document: dict[str, Any]) -> None:
+    def __init__(self, run: RunDirectory, settings: LoggingSettings, document: dict[str, Any], step: int = 0) -> None:
         self._run = run
         self._wandb: Any = None
         self._tensorboard: Any = None
@@ -106,7 +107,7 @@ class Trackers:
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(run.root / TENSORBOARD))
+            self._tensorboard = SummaryWriter(str(run.root / TENSORBOARD), purge_step=step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
         """Writes one line of metrics; ``entry`` holds "step"."""

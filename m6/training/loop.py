@@ -98,7 +98,8 @@ class Trainer:
         )
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
-        self.trackers = Trackers(run, self.settings.logging, config.document) if runtime.is_main else None
+        resumed = 0 if self.checkpoint is None else self.checkpoint.state["step"]
+        self.trackers = Trackers(run, self.settings.logging, config.document, resumed) if runtime.is_main else None
         self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / "samples", runtime)
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0

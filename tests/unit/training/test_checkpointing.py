@@ -119,6 +119,20 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(
         assert torch.equal(ours, theirs), (name, kind)
 
 
+def test_tensorboard_shows_a_repeated_step_once(make_trainer: MakeTrainer):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes = {"m6__logging__tensorboard": True, "m6__training__total_steps": 5}
+    trainer = train_until(make_trainer(**changes), 4)
+    damage(trainer.run.checkpoints / "step_00000004")
+    resumed = make_trainer(**changes)
+    resumed.train()
+    for each in (trainer, resumed):
+        each.trackers.close()
+    events = EventAccumulator(str(trainer.run.root / "tensorboard")).Reload()
+    assert [point.step for point in events.Scalars("loss")] == [1, 2, 3, 4, 5]
+
+
 def test_steps_of_nine_digits_come_last(tmp_path: Path):
     for name in ("step_100000000", "step_99999999"):
         (tmp_path / name).mkdir()
