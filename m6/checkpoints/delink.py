@@ -82,7 +82,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         sync(out.absolute().parent)
 
     lock = FolderLock(out.absolute().with_name(f".{out.name}.lock"), out)
-    on_main_rank(runtime, lock.acquire)
+    on_main_rank(lock.acquire)
     try:
         for work, on_every_rank in ((prepare, False), (write, True), (finish, False)):
             problem = None

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from m6.checkpoints.format import MANIFEST, CheckpointReader, no_sign
 from m6.errors import StorageError, UserError
 from m6.files import reading
+from m6.runs.processes import on_main_rank
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 # NFS may show a folder as it was a minute ago.
@@ -75,7 +77,7 @@ def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[Ch
         the checkpoint, or None if there is none; and one line for each problem.
 
     Raises:
-        StorageError: ``root`` cannot be read; or see ``open_together``.
+        StorageError: ``root`` cannot be read, or a corrupt checkpoint not be renamed; or see ``open_together``.
     """
     problems: list[str] = []
     while (folder := _newest_on_main_rank(root)) is not None:
@@ -83,8 +85,7 @@ def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[Ch
         if reader is not None:
             return reader, problems
         problems.extend(folder_problems)
-        if dist.get_rank() == 0:
-            _set_aside(folder)
+        on_main_rank(partial(_set_aside, folder))
     return None, problems
 
 

@@ -5,6 +5,7 @@ RUN/provenance/      one folder per attempt: git commit and patch, command, hard
 RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
 RUN/initial.json     the run that the initial weights come from, see m6/checkpoints/ancestry.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
+RUN/bad_rows_rank_*  rows of the data that could not be used, by step; also without duplicates and gaps
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
 RUN/loading          touched while an attempt reads its checkpoint
@@ -30,12 +31,13 @@ from typing import Any
 
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
-from m6.files import cut_lines_after, sync, why_unwritable, write_json, write_text
+from m6.files import atomic_path, cut_lines_after, sync, why_unwritable, write_json, write_text
 from m6.lock import FolderLock
 from m6.runs.identity import first_difference, identity
 from m6.runs.provenance import record_attempt
 
 _LOADING_S = 10.0
+_BAD_ROWS, _STEP_OF_ROW = "bad_rows_rank_*.txt", re.compile(rb"step (\d+): ")
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
 PROGRESS = "progress"
@@ -153,7 +155,7 @@ class RunDirectory:
         """
         trackers = (WANDB_ID, TENSORBOARD)
         others = (PROGRESS, "DONE", LAST_CHECKPOINT, SOURCES, INITIAL, *trackers, "slurm/attempts.txt")
-        kept = (self.metrics, self.checkpoints, *(self.root / name for name in others))
+        kept = (self.metrics, self.checkpoints, *(self.root / name for name in others), *self.root.glob(_BAD_ROWS))
         folder = _next_folder(self.root, "before_restart_")
         with self._writing():
             folder.mkdir()
@@ -215,8 +217,19 @@ class RunDirectory:
     def list_bad_rows(self, rank: int, step: int, rows: Sequence[str]) -> None:
         """Appends unusable rows of the data to a file; each rank has its own file."""
         if rows:
-            with (self.root / f"bad_rows_rank_{rank:05d}.txt").open("a", encoding="utf-8") as file:
-                file.writelines(f"step {step}: {row}\n" for row in rows)
+            file = self.root / f"bad_rows_rank_{rank:05d}.txt"
+            with self._writing(), file.open("a", encoding="utf-8") as lines:
+                lines.writelines(f"step {step}: {row}\n" for row in rows)
+
+    def cut_bad_rows_after(self, step: int) -> None:
+        """Removes unusable rows of later steps, which a resumed run lists again, from the files of all ranks."""
+        with self._writing():
+            for file in self.root.glob(_BAD_ROWS):
+                lines = file.read_bytes().splitlines(keepends=True)
+                steps = [_STEP_OF_ROW.match(line) for line in lines if line.endswith(b"\n")]
+                kept = [found.string for found in steps if found is not None and int(found[1]) <= step]
+                with atomic_path(file) as temporary:
+                    temporary.write_bytes(b"".join(kept))
 
     def write_progress(self, step: int, total_steps: int) -> None:
         """Records the last finished step, at most once a second.

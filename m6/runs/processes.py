@@ -209,20 +209,19 @@ def ranks_per_node(world_size: int) -> int:
     return world_size
 
 
-def on_main_rank(runtime: Runtime, work: Callable[[], None]) -> None:
-    """Does ``work`` on the main rank; what goes wrong there is raised on every rank.
+def on_main_rank(work: Callable[[], None]) -> None:
+    """Does ``work`` on the main rank; what goes wrong there is raised on every rank. Every rank calls this function.
 
     Raises:
         UserError: of ``work``; an error of the file system is a StorageError.
     """
     problem: list[tuple[bool, str] | None] = [None]
-    if runtime.is_main:
+    if torch.distributed.get_rank() == 0:
         try:
             work()
         except (UserError, OSError) as error:
             problem = [(isinstance(error, (StorageError, OSError)), str(error))]
-    if runtime.world_size > 1:
-        torch.distributed.broadcast_object_list(problem, src=0)
+    torch.distributed.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         is_storage, message = problem[0]
         raise (StorageError if is_storage else UserError)(message)

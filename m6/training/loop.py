@@ -29,13 +29,7 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
-from m6.training.checkpointing import (
-    Checkpointer,
-    check_same_sums,
-    check_same_tokenizers,
-    restore,
-    restore_weights,
-)
+from m6.training.checkpointing import Checkpointer, check_same_sums, check_same_tokenizers, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.flushless_step import FlushlessTrainStep
@@ -82,14 +76,14 @@ class Trainer:
         check_world_size(config, runtime.world_size)
         self.places = Places.of(config, runtime)
         self.data = open_data(config)
-        on_main_rank(runtime, self.data.check_files)
+        on_main_rank(self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
         self._show_loading = run.show_loading if runtime.is_main else no_sign
         self.checkpoint, self.problems = open_newest(run.checkpoints, self._show_loading)
         if self.checkpoint is None:
-            on_main_rank(runtime, lambda: run.check_never_saved(self.problems))
+            on_main_rank(lambda: run.check_never_saved(self.problems))
         else:
-            on_main_rank(runtime, lambda: check_sources_unchanged(run.root, self.data))
+            on_main_rank(lambda: check_sources_unchanged(run.root, self.data))
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
         self._build_engine()
@@ -223,14 +217,17 @@ class Trainer:
             initial = open_initial_weights(self.settings.init, self._show_loading)
             restore_weights(self.engine, initial, self._show_loading)
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
+        on_main_rank(self._keep_records)
+
+    def _keep_records(self) -> None:
+        keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
+        keep_sources(self.run.root, self.data)
+        keep_initial(self.run.root, self.settings.init)
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
-        if self.runtime.is_main:
-            keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
-            keep_sources(self.run.root, self.data)
-            keep_initial(self.run.root, self.settings.init)
-            damaged = self.run.cut_metrics_after(self.step)
-            if damaged:
-                self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
+        self.run.cut_bad_rows_after(self.step)
+        damaged = self.run.cut_metrics_after(self.step)
+        if damaged:
+            self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
 
     def _delink(self) -> None:
         """Replaces the Pseudo model by the Real model, which reads the checkpoint that was just saved.
@@ -351,7 +348,7 @@ def pretrain(
         run.open(config, runtime.world_size, runtime.nodes)
 
     try:
-        on_main_rank(runtime, open_run)
+        on_main_rank(open_run)
         trainer = Trainer(config, run, runtime, stop_flag, profile)
         try:
             return trainer.train()

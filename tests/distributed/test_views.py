@@ -107,7 +107,21 @@ def lose_the_folder(root: Path) -> None:
         discovery.open_newest(root)
 
 
-@pytest.mark.parametrize("look", [see_late, never_see, see_another, lose_the_files, lose_a_shard, lose_the_folder])
+def cannot_set_aside(root: Path) -> None:
+    """The newest checkpoint is damaged, and rank 0 may not rename it."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        (root / "step_00000002" / "manifest.json").write_text("{")
+        discovery.Path.rename = lambda *paths: fail_to_read(paths[0])
+    dist.barrier()
+    with pytest.raises(StorageError, match="Input/output error"):
+        discovery.open_newest(root)
+
+
+LOOKS = [see_late, never_see, see_another, lose_the_files, lose_a_shard, lose_the_folder, cannot_set_aside]
+
+
+@pytest.mark.parametrize("look", LOOKS)
 def test_a_node_with_another_view(root: Path, look: Any):
     run_distributed(look, 2, root)
     assert sorted(path.name for path in root.iterdir()) == ["step_00000001", "step_00000002"], "nothing is set aside"

@@ -167,6 +167,24 @@ def test_metrics_are_cut_after_the_step_that_is_resumed(run: RunDirectory):
     assert entries(run) == []
 
 
+def test_unusable_rows_are_cut_after_the_step_that_is_resumed(run: RunDirectory):
+    """Of all ranks, of which the next attempt may have fewer."""
+    run.root.mkdir(parents=True)
+    run.cut_bad_rows_after(3)
+    for rank in (0, 7):
+        for step in (2, 3, 3, 4, 10):
+            run.list_bad_rows(rank, step, ["texts: row 5: 空\u2028"])
+    with (run.root / "bad_rows_rank_00000.txt").open("a") as file:
+        file.write("step 1")  # a crash cut it off
+    run.cut_bad_rows_after(3)
+    run.list_bad_rows(0, 4, ["again"])
+    files = [path.read_text().split("\n") for path in sorted(run.root.glob("bad_rows*"))]
+    assert [[line[:7] for line in lines] for lines in files] == [
+        ["step 2:", "step 3:", "step 3:", "step 4:", ""],
+        ["step 2:", "step 3:", "step 3:", ""],
+    ]
+
+
 @pytest.mark.parametrize("half", ['{"step": 3, "loss": 2.', '{"step": 3}', "{", '{"step": 3, "text": "\\u4e'])
 def test_a_line_that_a_crash_left_is_dropped(run: RunDirectory, half: str):
     """It may even be complete but for its end of line; the step is done again in any case."""
@@ -196,6 +214,9 @@ def test_metrics_that_are_not_there(run: RunDirectory):
 
 def test_a_full_disk_is_told_with_the_folder(run: RunDirectory):
     run.root.mkdir(parents=True)
+    (run.root / "bad_rows_rank_00000.txt").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=f"{run.root} cannot be written: No space left on device"):
+        run.list_bad_rows(0, 1, ["texts: row 5: empty"])
     run.metrics.symlink_to("/dev/full")
     with pytest.raises(UserError, match=f"{run.root} cannot be written: No space left on device"):
         run.append_metrics({"step": 1})
