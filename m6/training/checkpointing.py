@@ -210,7 +210,7 @@ def restore(engine: Engine, reader: CheckpointReader, on_read: Callable[[], obje
         UserError: the checkpoint belongs to another model or optimizer.
     """
     engine.expect(reader.state, str(reader.folder))
-    _fill(engine, reader, engine.fragments(), on_read)
+    _fill(engine, reader, engine.fragments(to_fill=True), on_read)
     engine.load_residuals(reader)
     engine.load_counters(reader.state, reader.state["step"])
 
@@ -224,7 +224,8 @@ def restore_weights(engine: Engine, reader: WeightReader, on_read: Callable[[], 
     Raises:
         UserError: the weights belong to another model.
     """
-    targets = (each for each in engine.fragments() if each.kind == WEIGHT and not is_adapter(each.name))
+    fragments = engine.fragments(to_fill=True)
+    targets = (each for each in fragments if each.kind == WEIGHT and not is_adapter(each.name))
     _fill(engine, BaseWeights(reader, engine.tensor_names), targets, on_read)
 
 

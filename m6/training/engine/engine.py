@@ -267,12 +267,16 @@ class Engine:
         names = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
         return names if self.offloaded is None else names | self.offloaded.names
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Yields this rank's training state: fp32 weights and the optimizer's moments, also before the first step."""
+    def fragments(self, to_fill: bool = False) -> Iterator[Fragment]:
+        """Yields this rank's training state: fp32 weights and the optimizer's moments, also before the first step.
+
+        Args:
+            to_fill: whether the caller writes into the fragments, of which offloaded experts are copies.
+        """
         state.create_moments(self._deepspeed)
         yield from fragments(self._deepspeed, self.replicas)
         if self.offloaded is not None:
-            yield from self.offloaded.fragments()
+            yield from self.offloaded.fragments(to_fill)
 
     def residual_fragments(self) -> Iterator[Fragment]:
         """Yields state that depends on the number of ranks: gradients that this rank has not sent yet."""

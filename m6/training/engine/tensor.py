@@ -50,12 +50,12 @@ class TensorEngine(Engine):
         self._lent.clear()  # a checkpoint has been written
         super().begin_step(learning_rate)
 
-    def fragments(self) -> Iterator[Fragment]:
+    def fragments(self, to_fill: bool = False) -> Iterator[Fragment]:
         """See ``Engine.fragments``; all ranks call it together."""
         self._lent.clear()
         parts: dict[_Key, list[Fragment]] = {}
         places = self._groups.places
-        for fragment in super().fragments():
+        for fragment in super().fragments(to_fill):
             if fragment.name in self._shards:
                 parts.setdefault((fragment.name, fragment.kind), []).append(fragment)
             else:

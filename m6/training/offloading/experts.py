@@ -270,10 +270,11 @@ class OffloadedExperts:
         """Bytes of this rank's experts on device and host: weights, masters, optimizer state and gradient buffers."""
         return sum(size.owned for size in self.runtime.sizes)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Yields the experts' weights and moments in fp32, one layer at a time.
+    def fragments(self, to_fill: bool = False) -> Iterator[Fragment]:
+        """Yields copies of the experts' weights and moments in fp32, one layer at a time.
 
-        When the caller asks for the next layer, values that it wrote into the fragments go back to the runtime.
+        Args:
+            to_fill: when the caller asks for the next layer, values that it wrote into the copies go to the runtime.
         """
         # Ranks with the same experts hold the same values: each saves an equal share.
         replica = (dist.get_rank(self._same_experts), dist.get_world_size(self._same_experts))
@@ -283,7 +284,8 @@ class OffloadedExperts:
                 for name, value in values.items():
                     offset, shape = first_expert * value[0].numel(), (num_experts, *value.shape[1:])
                     yield Fragment(f"{stack}.{name}", kind, offset, value.view(-1), shape, replica)
-                self.runtime.write(kind, stack, values)
+                if to_fill:
+                    self.runtime.write(kind, stack, values)
 
     def _of_all_replicas(self, trace: Trace) -> Trace:
         """The trace with the most non-model bytes of all ranks with the same experts, which have to own the same."""

@@ -113,6 +113,13 @@ def test_a_plain_run_goes_on_offloaded(make_trainer: MakeTrainer):
     assert offloaded.train()
 
 
+def test_a_save_only_reads_the_experts(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch):
+    trainer = make_trainer("run", m6__offload=SMALL)
+    monkeypatch.setattr(experts_of(trainer).runtime, "write", lambda *_: pytest.fail("a save has written"))
+    trainer.checkpointer.save(trainer.engine, 1, {})
+    trainer.checkpointer.wait()
+
+
 def test_the_memory_map_and_its_picture(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]):
     """Before the first step by the dry trace, and after it by that step; then both against what was there."""
     trainer = make_trainer("run", m6__offload=TIGHT)
