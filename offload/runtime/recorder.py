@@ -28,10 +28,14 @@ class StepRecorder:
 
     Args:
         uses_at_once: see ``OffloadRuntime``.
+
+    Attributes:
+        timed: whether to measure the times, for which ``finish`` waits for the device; without, they are 0.
     """
 
     def __init__(self, probe: StepProbe, uses_at_once: int) -> None:
         self._probe, self._uses_at_once = probe, uses_at_once
+        self.timed = True
         self._restart()
 
     def _restart(self) -> None:
@@ -44,7 +48,8 @@ class StepRecorder:
 
     def arrive(self, chunk: int, backward: bool, pinned: tuple[int, ...]) -> None:
         """Records that a use of a chunk begins; its weights need not be on the device yet."""
-        self._arrivals.append(self._probe.mark())
+        if self.timed:
+            self._arrivals.append(self._probe.mark())
         self._note_peaks()
         self._backward_uses[chunk] += backward
         adds_up = backward and self._backward_uses[chunk] % self._uses_at_once > 0
@@ -52,18 +57,20 @@ class StepRecorder:
 
     def start(self) -> None:
         """Records that the weights are on the device, so the computation starts."""
-        self._starts.append(self._probe.mark())
+        if self.timed:
+            self._starts.append(self._probe.mark())
 
     def finish(self) -> tuple[Trace, tuple[Peaks, ...]] | None:
         """Ends the step and returns its trace and the peaks of each moment; None if it used no chunk."""
         if not self._moments:
             return None
         self._note_peaks()
-        # From the end of one wait for weights to the begin of the next: this is the time of the computation only.
-        ends = [*self._arrivals[1:], self._probe.mark()]
-        seconds = [max(0.0, self._probe.seconds_between(*span)) for span in zip(self._starts, ends, strict=True)]
-        moments = (replace(moment, seconds=time) for moment, time in zip(self._moments, seconds, strict=True))
-        found = Trace(tuple(moments), self._outside_bytes), tuple(self._peaks)
+        if self.timed:
+            # From the end of one wait for weights to the begin of the next: this is the time of the computation only.
+            ends = [*self._arrivals[1:], self._probe.mark()]
+            seconds = [max(0.0, self._probe.seconds_between(*span)) for span in zip(self._starts, ends, strict=True)]
+            self._moments = [replace(moment, seconds=time) for moment, time in zip(self._moments, seconds, strict=True)]
+        found = Trace(tuple(self._moments), self._outside_bytes), tuple(self._peaks)
         self._restart()
         return found
 

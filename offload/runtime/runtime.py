@@ -69,6 +69,7 @@ class OffloadRuntime:
         trace: the trace of the last complete step.
         peaks: the peaks of memory at each of its moments.
         host_bytes: what the host holds: staging blocks, and the chunks that the device does not own.
+        recorder: makes the traces.
         activations: moves activations of parts of the model to the host, if the model uses it.
         statistics: deviations from the plan.
 
@@ -122,9 +123,9 @@ class OffloadRuntime:
         self._updates = Updates(device, self._workers, optimizer, self._slots, next_weights is not None)
         self.trace = Trace(())
         self.peaks: tuple[Peaks, ...] = ()
-        self._recorder = StepRecorder(device, uses_at_once)
+        self.recorder = StepRecorder(device, uses_at_once)
         self._weights = WeightCache(
-            device, self._slots, self._workers, self._gradients, self._recorder, self.statistics, self._updates.late
+            device, self._slots, self._workers, self._gradients, self.recorder, self.statistics, self._updates.late
         )
         if plan is not None:
             self._follow(plan)
@@ -250,7 +251,7 @@ class OffloadRuntime:
         self._weights.end_step()
         self._gradients.end_step()
         self._updates.publish()
-        recorded = self._recorder.finish()
+        recorded = self.recorder.finish()
         if recorded is not None:
             self.trace, self.peaks = recorded
         first_use = self.trace.first_uses(backward=self._updates.late)

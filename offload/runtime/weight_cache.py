@@ -47,6 +47,7 @@ class WeightCache:
         self._device, self._slots, self._workers = device, slots, workers
         self._gradients, self._recorder, self._statistics = gradients, recorder, statistics
         self._cursor: PlanCursor | None = None
+        self._pinned: set[int] = set()  # chunks in use
         self.evaluating = False
 
     @property
@@ -71,6 +72,7 @@ class WeightCache:
         if not self.evaluating:
             self._recorder.start()
         slot.pins += 1
+        self._pinned.add(slot.number)
         slot.last_use = now
         self._device.computes_on(slot.device_memory, write=False)
         if self.plan is not None and not self.evaluating:
@@ -79,8 +81,11 @@ class WeightCache:
     def unpin(self, slot: Slot) -> None:
         """Ends a use."""
         slot.pins -= 1
+        if slot.pins > 0:
+            return
+        self._pinned.remove(slot.number)
         kept = self.plan is not None and not self.evaluating and self.plan.keep[slot.last_use]
-        if slot.pins == 0 and not slot.owned and not kept:
+        if not slot.owned and not kept:
             self._drop(slot)
 
     def end_step(self) -> None:
@@ -107,7 +112,7 @@ class WeightCache:
             room = self._device.budget_bytes - others
             fetched = 0 if slot.owned or slot.replica.present else slot.replica.num_bytes
             self._evict_to(room - fetched - self._gradients.absent_bytes, self._cursor, now)
-        pinned = tuple(other.number for other in self._slots if other.pins and other is not slot)
+        pinned = tuple(sorted(self._pinned - {slot.number}))
         self._recorder.arrive(slot.number, backward, pinned)
         return now
 

@@ -245,6 +245,7 @@ class OffloadedExperts:
             return memory_map(runtime, plan, "the first step", traffic)
         if self._num_steps == _MEASURED_STEPS:
             assert runtime.plan is not None  # the first step has made it
+            runtime.recorder.timed = False
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
             if isinstance(runtime.device, SimulatedDevice):
                 # The measurements end here. From now on the simulated device assumes the measured non-model memory,

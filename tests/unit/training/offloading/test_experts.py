@@ -120,6 +120,17 @@ def test_a_save_only_reads_the_experts(make_trainer: MakeTrainer, monkeypatch: p
     trainer.checkpointer.wait()
 
 
+def test_times_are_measured_in_the_first_steps_alone(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch):
+    """The plan is made from them. A GPU would record two events at each use of a chunk, and wait for the last one."""
+    trainer = make_trainer("run", m6__offload=SMALL)
+    runtime, replan, marks = experts_of(trainer).runtime, trainer._replan_offloading, [0]
+    monkeypatch.setattr(runtime.device, "mark", lambda: marks.append(marks.pop() + 1) or 0.0)
+    monkeypatch.setattr(trainer, "_replan_offloading", lambda: [replan(), marks.append(0)])
+    trainer.train()
+    assert all(marks[:2])
+    assert marks[2:] == [0, 0, 0]
+
+
 def test_the_memory_map_and_its_picture(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]):
     """Before the first step by the dry trace, and after it by that step; then both against what was there."""
     trainer = make_trainer("run", m6__offload=TIGHT)
