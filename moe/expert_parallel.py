@@ -13,6 +13,7 @@ from moe.dispatch import Dispatcher, Exchange, LocalDispatcher
 from moe.exchange import AllToAllExchange, NodeExchange, PrototypeExchange
 from moe.layer import MoELayer
 from moe.overlap import OverlappingDispatcher
+from moe.process_groups import group_of
 
 
 class ExchangeStep(NamedTuple):
@@ -109,16 +110,13 @@ def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool 
     if ep_size < 1 or world_size % ep_size:
         raise ValueError(f"ep_size is {ep_size}; expected a divisor of the number of ranks, {world_size}")
     replacements: dict[nn.Module, nn.Module] = {}  # a layer that is used in several places remains one layer
-    groups: dict[tuple[ExchangeStep, ...], list[torch.distributed.ProcessGroup]] = {}
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
             if isinstance(layer, MoELayer):
                 if layer not in replacements:
                     steps = exchange_steps(layer.config, ep_size)
                     new = _expert_parallel_layer_class()(layer, ep_size)
-                    if steps not in groups:
-                        groups[steps] = _make_groups(steps, ep_size)
-                    new.dispatcher = _make_dispatcher(steps, groups[steps], layer.config, equal_tokens)
+                    new.dispatcher = _make_dispatcher(steps, _make_groups(steps, ep_size), layer.config, equal_tokens)
                     replacements[layer] = new
                 setattr(parent, name, replacements[layer])
     if not replacements:
@@ -170,8 +168,8 @@ def _make_groups(steps: tuple[ExchangeStep, ...], ep_size: int) -> list[torch.di
         for first in range(torch.distributed.get_world_size()):
             if first // stride % step.size == 0:  # torch.distributed wants all ranks to make all groups in one order
                 ranks = list(range(first, first + step.size * stride, stride))
-                group = torch.distributed.new_group(ranks)
-                if torch.distributed.get_rank() in ranks:
+                group = group_of(ranks, "exchange")
+                if group is not None:
                     groups.append(group)
     return groups
 

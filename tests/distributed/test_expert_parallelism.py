@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +148,8 @@ def check_layer() -> None:
     init_deepspeed()
     check_config(DROPLESS)
     check_config(dataclasses.replace(DROPLESS, exchange="all_to_all"))
+    with mock.patch("torch.distributed.new_group", side_effect=AssertionError("a second group of the same ranks")):
+        apply_expert_parallelism(Model(DROPLESS), 2)
     with pytest.raises(ValueError, match="ep_size is 3; expected a divisor of the number of ranks, 2"):
         apply_expert_parallelism(Model(DROPLESS), 3)
     with pytest.raises(ValueError, match="ep_size 2 does not divide num_experts 3"):

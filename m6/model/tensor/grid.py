@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe.process_groups import group_of
+
 
 class Grid:
     """The ranks of a tensor group as points of a grid, in row-major order.
@@ -32,22 +34,16 @@ class Grid:
         self._all: dist.ProcessGroup | None = None
         self._along: list[dist.ProcessGroup | None] = [None] * len(self.shape)
         self.received = 0
-        for ranks in groups:
-            own = self._made(ranks, rank)
+        for ranks in groups:  # torch.distributed wants all ranks to make all groups
+            own = group_of(ranks, "tensor")
             self._all = own or self._all
             for axis, line in _lines(self.shape, ranks):
-                # A single axis needs no second communicator of the same ranks.
-                along = own if len(self.shape) == 1 else self._made(line, rank)
-                self._along[axis] = along or self._along[axis]
+                # The line of a single axis is the group of all.
+                self._along[axis] = group_of(line, "tensor") or self._along[axis]
             if own is not None:
                 self.place = list(ranks).index(rank)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         self.coordinates = tuple(self.place // stride % size for stride, size in zip(strides, self.shape, strict=True))
-
-    def _made(self, ranks: Sequence[int], rank: int) -> dist.ProcessGroup | None:
-        # torch.distributed wants all ranks to make all groups.
-        group = dist.new_group(list(ranks))
-        return group if rank in ranks else None
 
     def gather(self, part: Tensor, axis: int | None = None, dim: int = 0) -> Tensor:
         """The parts [m, n] of the ranks along an axis, or of all, next to each other in ``dim``, 0 or 1."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from m6.training.places import Places
+from moe.process_groups import group_of
 
 
 class ModelGroups:
@@ -27,8 +28,8 @@ class ModelGroups:
 
     def __init__(self, places: Places, models: Sequence[Sequence[int]], device: torch.device) -> None:
         self.places = places
-        self.replicas = own_group(places.replicas(), places.rank)
-        self.model = own_group(models, places.rank)
+        self.replicas = own_group(places.replicas(), "replicas")
+        self.model = own_group(models, "model")
         for group in (self.replicas, self.model):
             form(group, device)
 
@@ -69,14 +70,10 @@ class ModelGroups:
         return self.places.tensor_rank
 
 
-def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Makes all groups, as torch.distributed wants it, and returns the one of this rank."""
-    own = None
-    for ranks in groups:
-        group = dist.new_group(list(ranks))
-        if rank in ranks:
-            own = group
-    return own
+def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
+    """Makes all groups for a purpose, as torch.distributed wants it, and returns the one of this rank."""
+    made = [group_of(ranks, purpose) for ranks in groups]
+    return next((group for group in made if group is not None), None)
 
 
 def form(group: dist.ProcessGroup | None, device: torch.device) -> None:

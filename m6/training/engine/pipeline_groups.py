@@ -21,6 +21,5 @@ class PipelineGroups(ModelGroups):
         pipelines = places.pipelines()
         super().__init__(places, pipelines, device)
         self.first, self.last = pipelines[places.data_rank][0], pipelines[places.data_rank][-1]
-        ends = own_group([[ranks[0], ranks[-1]] for ranks in pipelines], places.rank)
-        self.ends = ends if places.rank in (self.first, self.last) else None
+        self.ends = own_group([[ranks[0], ranks[-1]] for ranks in pipelines], "ends")
         form(self.ends, device)

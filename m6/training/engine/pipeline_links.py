@@ -32,16 +32,18 @@ class PipelineLinks:
     """
 
     def __init__(self, groups: PipelineGroups, device: torch.device) -> None:
-        places = groups.places
-        pipelines = places.pipelines()
-        self.forward, self.backward, self.sums = (own_group(pipelines, places.rank) for _ in range(3))
-        self.table, self.gradient_of_table = groups.ends, own_group([[p[0], p[-1]] for p in pipelines], places.rank)
+        pipelines = groups.places.pipelines()
+        self.forward, self.backward, self.sums = (
+            own_group(pipelines, name) for name in ("forward", "backward", "sums")
+        )
+        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
+        self.table, self.gradient_of_table = groups.ends, own_group(ends, "gradient of the table")
         for group in (self.forward, self.backward, self.sums, self.gradient_of_table):
             form(group, device)
         self._device = device
         # No message is older than two rounds of the pipeline when its receiver has it.
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        self._most = 2 * places.pipeline_size
+        self._most = 2 * groups.places.pipeline_size
 
     def send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
         """Sends a tensor, which must not change before it is received, to a global rank of a group."""
