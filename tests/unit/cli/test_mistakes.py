@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from m6.checkpoints.format import MANIFEST
-from m6.runs.processes import Runtime
 from tests.fixtures.command import contents, m6, user_error
 from tests.fixtures.fabricated_run import (
     change_state,
@@ -142,7 +140,6 @@ def test_data_without_rows(pretrain: Callable[..., str], data: Path, tmp_path: P
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: Path, monkeypatch, code: int):
     """Before the first byte; test_checkpointing.py has the full disk during a run."""
-    monkeypatch.setattr("m6.runs.processes.start", lambda: Runtime(0, 1, 0, torch.device("cpu")))
 
     def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
