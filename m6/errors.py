@@ -18,8 +18,12 @@ class UserError(ValueError):
         return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-class StorageError(UserError):
-    """A failed write or read, such as on a full disk. Unlike other user errors, a later attempt may succeed.
+class RetryableError(UserError):
+    """Unlike after other user errors, a later attempt may succeed."""
+
+
+class StorageError(RetryableError):
+    """A failed write or read, such as on a full disk.
 
     A file that is missing, or was read and is damaged, is another error: a later attempt would find the same.
     """

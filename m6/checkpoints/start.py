@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
 from m6.checkpoints.initial import check_initial_weights
 from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
-from m6.runs.data import check_sources_are_read, check_sources_unchanged
+from m6.runs.data import check_sources_are_read, check_sources_unchanged, losses_of_data
 from m6.runs.directory import RunDirectory
+from m6.runs.placement import misplacement
 
 
 def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, restart: bool) -> None:
@@ -27,3 +31,13 @@ def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, res
     check_sources_are_read(data)
     if config.m6.init is not None:
         check_initial_weights(config.m6.init, data.tokenizer)
+
+
+def warn_at_start(config: RunConfig, data: PretrainingData, nodes: Sequence[str]) -> None:
+    """Prints what is likely not meant: ranks that lie otherwise than planned, and what of the data will not be seen.
+
+    Args:
+        nodes: the name of each rank's node.
+    """
+    for problem in filter(None, (misplacement(config, nodes), *losses_of_data(config, data))):
+        print(f"warning: {problem}", file=sys.stderr)

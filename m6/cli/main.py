@@ -20,7 +20,7 @@ from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
 from m6.cli.imports import quick_imports
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file
 from m6.cli.terminal import keep_bars_out_of_logs
-from m6.errors import StorageError, UserError
+from m6.errors import RetryableError, UserError
 from m6.runs.signals import StopFlag, end_with_launcher
 
 app = typer.Typer(
@@ -98,8 +98,7 @@ def _train(
     from m6.config.checks import check_has_model, check_world_size
     from m6.config.run import load_config
     from m6.runs.directory import RunDirectory
-    from m6.runs.placement import misplacement
-    from m6.runs.processes import is_main_of_environment, ranks_per_node, start, world_size_of_environment
+    from m6.runs.processes import is_main_of_environment, on_main_rank, ranks_per_node, start, world_size_of_environment
 
     # All checks come before anything is written.
     folder = RunDirectory(run or Path("runs") / config.stem)
@@ -123,17 +122,16 @@ def _train(
     check_memory(settings, world_size, ranks_per_node(world_size))
     calibration = None if profile is None else load_profile(profile)
     folder.check(settings)
-    from m6.checkpoints.start import check_start
-    from m6.runs.data import losses_of_data, open_data
+    from m6.checkpoints.start import check_start, warn_at_start
+    from m6.runs.data import open_data
     from m6.training.stages.stage import finished_pseudo_stage
 
     data = open_data(settings)
     check_start(settings, folder, data, restart)
     if restart or finished_pseudo_stage(settings, folder.checkpoints) is None:
         runtime = start()
-        if runtime.is_main:
-            for problem in filter(None, (misplacement(settings, runtime.nodes), *losses_of_data(settings, data))):
-                print(f"warning: {problem}", file=sys.stderr)
+        on_main_rank(functools.partial(warn_at_start, settings, data, runtime.nodes))
+        del data  # the training opens it for itself
         pretrain_run(settings, folder.root, runtime, stop_flag, calibration, restart)
     # The run is saved. A late stop signal would only turn success into a failure.
     stop_flag.ignore()
@@ -328,7 +326,7 @@ def main() -> None:
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        if not isinstance(error, StorageError):
+        if not isinstance(error, RetryableError):
             tell_job(str(error))
         sys.exit(2)
     except OSError as error:

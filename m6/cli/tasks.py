@@ -27,9 +27,9 @@ def evaluate_tasks(
     out: Annotated[Path | None, typer.Option(help="JSON with the scores; default RUN/tasks.json")] = None,
 ) -> None:
     """Scores a model on tasks of lm-evaluation-harness: likelihoods of answers, perplexity, generated texts."""
+    check_file(out or run / "tasks.json", "the JSON file")
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('evaluate-tasks needs the package lm_eval: pip install "m6-recipes[harness]"')
-    check_file(out or run / "tasks.json", "the JSON file")
     from m6.evaluation.harness.scores import OWN_TASKS, write_scores
 
     print(write_scores(run, data, task or OWN_TASKS, out or run / "tasks.json", batch_size, max_rows))

@@ -37,7 +37,7 @@ class TrainingSettings(Section):
     deterministic: Literal["any_world"] | None = Field(
         None,
         description="any_world: the weights after each step are the same to the bit on any number of ranks; absent: "
-        "only on the same number",
+        "only on the same number of CPUs",
     )
     batch_ramp: list[BatchRampStage] = Field(
         [],

@@ -247,6 +247,11 @@ def reads_codes(objective: str) -> bool:
     return _REGISTRY[objective].has_codes
 
 
+def reads_pixels(objective: str) -> bool:
+    """Returns whether an objective reads the pictures of its rows."""
+    return _REGISTRY[objective].has_pixels
+
+
 def is_in_place(objective: str) -> bool:
     """Returns whether an objective's targets are read in both directions, see ``Example``."""
     return _REGISTRY[objective].in_place

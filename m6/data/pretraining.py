@@ -192,8 +192,9 @@ class PretrainingData:
     def text_lengths(self, objective: str, source: str, num_rows: int) -> tuple[list[int], int]:
         """Returns the tokens of the texts of a source's first training rows before they are cut, and what is kept."""
         names = [name for name in _COLUMNS if name != "image"]
-        rows = itertools.islice(open_split(self.manifest, source, "train", names, self._cache), num_rows)
-        texts = (text_to_read(objective, Sample(**values)) for values in rows)
+        # Without the checksums of whole shards, which the training checks as it comes to them.
+        rows = Rows(self.manifest.folder, self.manifest.split(source, "train").shards, names, self._cache)
+        texts = (text_to_read(objective, Sample(**values)) for values in itertools.islice(rows, num_rows))
         return [len(self.tokenizer.encode_ids(text)) for text in texts], self._max_tokens[objective]
 
     def micro_batch(self, index: int) -> MicroBatch:

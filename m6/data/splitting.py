@@ -145,7 +145,9 @@ def _joined(texts: list[bytes | None], pictures: list[bytes], signatures: NDArra
     pairs: list[tuple[int, int]] = []
     for keys in (texts, pictures):
         seen: dict[bytes, int] = {}
-        pairs += [(row, seen.setdefault(key, row)) for row, key in enumerate(keys) if key is not None]
+        for row, key in enumerate(keys):
+            if key is not None and (first := seen.setdefault(key, row)) != row:
+                pairs.append((row, first))
     groups = connected(pairs, len(texts))
     if len(signatures) <= MAX_COMPARED:
         groups = join_near_duplicates(signatures, groups)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from m6.config.checks import check_captions, check_codes_fit, check_tokenizer
 from m6.config.run import RunConfig
 from m6.data.manifest import Manifest
-from m6.data.objectives import source_kind
+from m6.data.objectives import reads_pixels, source_kind
 from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
 from m6.files import write_json
@@ -65,18 +65,20 @@ def losses_of_data(config: RunConfig, data: PretrainingData) -> list[str]:
     Of texts without a label or a picture, an end is not missed.
     """
     kinds = {name: data.manifest.sources[name].kind for name in data.sources}
-    found = []
-    if {"image_text", "vqa"} & {*kinds.values()} and (problem := data.manifest.shrunken(config.model.image_size)):
-        found.append(problem)
-    for objective, source in itertools.product(data.active_objectives, data.sources):
-        if kinds[source] == source_kind(objective) != "text":
-            lengths, kept = data.text_lengths(objective, source, _LOOKED_AT)
-            if cut := sum(length > kept for length in lengths):
-                found.append(
-                    f"m6.data.sequence_length {config.m6.data.sequence_length} leaves {kept} tokens of text for "
-                    f'{objective}; of the first {len(lengths)} training rows of "{source}" {cut} are longer, up to '
-                    f"{max(lengths)}, and their ends are cut off"
-                )
+    pairs = itertools.product(data.active_objectives, data.sources)
+    read = [(objective, source) for objective, source in pairs if kinds[source] == source_kind(objective)]
+    shrunken = data.manifest.shrunken(config.model.image_size)
+    found = [shrunken] if shrunken and any(reads_pixels(objective) for objective, _ in read) else []
+    for objective, source in read:
+        if kinds[source] == "text":
+            continue
+        lengths, kept = data.text_lengths(objective, source, _LOOKED_AT)
+        if cut := sum(length > kept for length in lengths):
+            found.append(
+                f"m6.data.sequence_length {config.m6.data.sequence_length} leaves {kept} tokens of text for "
+                f'{objective}; of the first {len(lengths)} training rows of "{source}" {cut} are longer, up to '
+                f"{max(lengths)}, and their ends are cut off"
+            )
     return found
 
 

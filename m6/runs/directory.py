@@ -225,9 +225,9 @@ class RunDirectory:
         """Removes unusable rows of later steps, which a resumed run lists again, from the files of all ranks."""
         with self._writing():
             for file in self.root.glob(_BAD_ROWS):
-                lines = file.read_bytes().splitlines(keepends=True)
-                steps = [_STEP_OF_ROW.match(line) for line in lines if line.endswith(b"\n")]
-                kept = [found.string for found in steps if found is not None and int(found[1]) <= step]
+                *lines, _ = file.read_bytes().split(b"\n")  # what follows the last line break is half written
+                steps = [_STEP_OF_ROW.match(line) for line in lines]
+                kept = [found.string + b"\n" for found in steps if found is not None and int(found[1]) <= step]
                 with atomic_path(file) as temporary:
                     temporary.write_bytes(b"".join(kept))
 

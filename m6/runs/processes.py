@@ -17,7 +17,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from m6.config.deepspeed import prepare_deepspeed
-from m6.errors import StorageError, UserError
+from m6.errors import RetryableError, StorageError, UserError
 
 # The variables of torchrun and deepspeed, and those of srun with the same meaning.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -175,14 +175,14 @@ def own_device() -> torch.device:
     """The GPU of this process by its rank on the node, or the CPU; needs no process group.
 
     Raises:
-        UserError: the node shows fewer GPUs than ranks.
+        RetryableError: the node shows fewer GPUs than ranks.
     """
     _complete_environment()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, num_cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= num_cards:
-        raise UserError(
+        raise RetryableError(  # the node may have lost one, which preflight finds before the next attempt
             f"LOCAL_RANK is {local_rank}, but this process sees {num_cards} GPUs, numbered from 0; start one rank for "
             "each GPU"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
-from m6.errors import UserError
+from m6.errors import RetryableError, UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.training.expert_groups import expert_group
@@ -40,13 +40,12 @@ _MEASURED_STEPS = 2
 
 @contextmanager
 def naming_the_budget() -> Iterator[None]:
-    """Turns the error of a device whose budget is exceeded into a UserError."""
+    """Turns the error of a device whose budget is exceeded into a RetryableError: "auto" may find more next time."""
     try:
         yield
     except DeviceOutOfMemory as error:
-        raise UserError(
-            f"m6.offload.device_budget_mib: {error}; this step needs more memory than the first ones, by which the "
-            "experts were placed: take a larger budget, or a smaller micro-batch"
+        raise RetryableError(
+            f"m6.offload.device_budget_mib: {error}; take a larger budget, or a smaller micro-batch"
         ) from error
 
 
