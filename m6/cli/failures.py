@@ -44,4 +44,7 @@ def tell_job(message: str, file: Literal["mistake", "over"] = "mistake") -> None
     if attempt:
         from m6.files import write_text
 
-        write_text(Path(attempt, file), message + "\n")
+        # One node of several may see a mistake that is no one's, such as a disk that it has not mounted.
+        several = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+        place = f" (said on {os.environ.get('SLURMD_NODENAME')})" if several and file == "mistake" else ""
+        write_text(Path(attempt, file), f"{message}{place}\n")

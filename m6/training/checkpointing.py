@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from m6.architecture.adapter_names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
@@ -27,7 +26,7 @@ from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError
 from m6.files import write_text
 from m6.runs.directory import LAST_CHECKPOINT, PROGRESS
-from m6.runs.processes import Runtime
+from m6.runs.processes import Runtime, on_main_rank
 from m6.training.engine.engine import Engine
 
 _POLL_S = 0.05
@@ -76,13 +75,15 @@ class Checkpointer:
         begin = time.perf_counter()
         self.wait()
         folder = self.folder(step)
-        if self.runtime.is_main:
+
+        def make_room() -> None:
             try:
                 remove_half_written(self.root, folder)
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"{folder} cannot be written: {error}") from None
-        dist.barrier()  # no rank writes before the main rank has removed old records
+
+        on_main_rank(make_room)  # no rank writes before the main rank has removed old records
         if (folder / MANIFEST).exists():  # a run that stops right after it resumed has nothing new to save
             return time.perf_counter() - begin
         # One after the other: offloaded experts are read into new tensors, which must not be there all at once.

@@ -14,6 +14,9 @@ from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import StorageError
+from m6.runs.processes import Runtime
+from m6.training import checkpointing
+from m6.training.checkpointing import Checkpointer
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.slow
@@ -118,7 +121,27 @@ def cannot_set_aside(root: Path) -> None:
         discovery.open_newest(root)
 
 
-LOOKS = [see_late, never_see, see_another, lose_the_files, lose_a_shard, lose_the_folder, cannot_set_aside]
+def cannot_make_room(root: Path) -> None:
+    """Rank 0 may not make the folder of the next checkpoint; the others do not wait for it."""
+    start()
+    rank = dist.get_rank()
+    if rank == 0:
+        checkpointing.remove_half_written = lambda root, _: fail_to_read(root)
+    checkpointer = Checkpointer(root, Runtime(rank, 2, rank, torch.device("cpu"), ("a", "b")), 1, False)
+    with pytest.raises(StorageError, match=r"step_00000003 cannot be written: .*Input/output error"):
+        checkpointer.save(None, 3, {})  # type: ignore[arg-type]  # it does not come to the engine
+
+
+LOOKS = [
+    cannot_make_room,
+    see_late,
+    never_see,
+    see_another,
+    lose_the_files,
+    lose_a_shard,
+    lose_the_folder,
+    cannot_set_aside,
+]
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -28,3 +28,9 @@ def test_only_what_another_attempt_would_repeat(
     assert outcome.code == 2
     assert outcome.stderr == f"error: {error}\n"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == told
+
+
+def test_the_node_that_saw_a_mistake_is_named(tmp_path: Path):
+    environment = {"M6_ATTEMPT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n7"}
+    assert m6("status", tmp_path / "missing", **environment).code == 2
+    assert (tmp_path / "mistake").read_text().endswith(" (said on n7)\n")
