@@ -1,12 +1,15 @@
-"""Checks the health of a node. It runs on every node before each attempt: ``python -m m6.slurm.preflight REPORTS``.
+"""Checks the health of a node, before each attempt: ``python -m m6.slurm.preflight CONFIG [OPTIONS] REPORTS``.
 
-It writes REPORTS/NODE.txt: "ok", or one line per problem. Limits are environment variables, which
-scripts/slurm/cluster.env.example lists. Only the standard library is needed, so a damaged installation of other
-packages does not hide a sick node.
+CONFIG and OPTIONS are those of ``m6 pretrain``. It runs on every node, and writes REPORTS/NODE.txt: "ok", or one line
+per problem; and REPORTS/NODE.seen: which of the folders that the run reads the node sees, for a comparison. Limits are
+environment variables, which scripts/slurm/cluster.env.example lists. Only the standard library is needed, so a damaged
+installation of other packages does not hide a sick node.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import resource
@@ -15,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _GIB = 2**30
@@ -23,6 +27,7 @@ _GPU_FIELDS = ("index", "temperature.gpu", "memory.used", "ecc.errors.uncorrecte
 _BAD_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 # Older Xid errors are ignored: the kernel log reaches back to the boot, and an excluded node gets another try.
 _XID_AGE_S = 86400.0
+_FOLDERS = ("path", "tokenizer", "image_tokenizer")  # of m6.data
 
 
 def limit(name: str, default: float) -> float:
@@ -109,14 +114,35 @@ def check_node(reports: Path) -> list[str]:
     return problems
 
 
+def folders_of(config: Path, options: Sequence[str]) -> list[str]:
+    """Returns what a run reads, as far as its JSON and options say: data, tokenizers and the model of ``--init``."""
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))["m6"]["data"]
+    except (OSError, ValueError, KeyError, TypeError):  # a shipped JSON's name, or a mistake that the training tells
+        data = {}
+    folders = {name: data[name] for name in _FOLDERS if isinstance(data, dict) and isinstance(data.get(name), str)}
+    for option, following in itertools.pairwise([*options, ""]):
+        given = option if option.startswith(("--init=", "--set=")) else f"{option}={following}"
+        name, _, value = given.partition("=")
+        if name == "--init":
+            folders["init"] = value
+        elif name == "--set" and value.startswith("m6.data.") and "=" in value:
+            key, _, chosen = value.removeprefix("m6.data.").partition("=")
+            folders |= {key: chosen} if key in _FOLDERS else {}
+    return sorted(filter(None, folders.values()))
+
+
 def main() -> None:
     """Checks this node and writes its report. The report appears atomically."""
-    reports = Path(sys.argv[1])
+    config, *options, last = sys.argv[1:]
+    reports = Path(last)
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         problems = check_node(reports)
+        seen = [folder for folder in folders_of(Path(config), options) if Path(folder).exists()]
+        (reports / f"{node}.seen").write_text("".join(f"{folder}\n" for folder in seen), encoding="utf-8")
     except Exception as error:  # a check that fails is reported as a problem of the node
         problems = [f"preflight itself failed: {type(error).__name__}: {error}"]
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     temporary = reports / f".{node}.tmp"
     temporary.write_text("\n".join(problems or ["ok"]) + "\n", encoding="utf-8")
     temporary.rename(reports / f"{node}.txt")

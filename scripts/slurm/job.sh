@@ -75,7 +75,7 @@ train() {
                 "$(newest_checkpoint)${words:+ ($words)}; see the logs of the last ones in $RUN_DIR/slurm/attempts"
         fi
         open_attempt
-        if ! preflight; then
+        if ! preflight "$@"; then
             replace_nodes
         fi
         record_attempt

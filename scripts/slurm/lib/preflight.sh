@@ -3,19 +3,20 @@
 #
 # shellcheck shell=bash
 
-preflight() { # fails if nodes are sick; SICK_NODES names them
+preflight() { # preflight [OPTIONS OF m6 pretrain]: fails if nodes are sick; SICK_NODES names them
     SICK_NODES=()
     check_disk
     local reports=$M6_ATTEMPT_DIR/preflight node
     mkdir "$reports"
     date +%s >"$reports/clock"
-    on_every_node python -m m6.slurm.preflight "$reports"
+    on_every_node python -m m6.slurm.preflight "$CONFIG" "$@" "$reports"
     [[ -z $STOP_ASKED ]] || return 0
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         if [[ ! -e $reports/$node.txt ]]; then
             echo "no report within ${PREFLIGHT_TIMEOUT_S} s" >"$reports/$node.txt"
         fi
     done
+    find_unmounted "$reports"
     if ((${SLURM_GPUS_ON_NODE:-0} > 0)) && [[ $(cat "$reports"/*.txt | sort -u) == ok ]]; then
         sniff "$reports"
     fi
@@ -30,6 +31,22 @@ preflight() { # fails if nodes are sick; SICK_NODES names them
         give_up "preflight found every node sick, which is no matter of the nodes; see $reports"
     fi
     ((${#SICK_NODES[@]} == 0))
+}
+
+find_unmounted() { # find_unmounted REPORTS: blames nodes that lack a folder of the run which most nodes see
+    local reports=$1 path node lacking
+    while IFS= read -r path; do
+        lacking=()
+        for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+            grep -qsFx -- "$path" "$reports/$node.seen" || lacking+=("$node")
+        done
+        # Where half of the nodes lack it, it is a mistake of the configuration, which the training names.
+        ((2 * ${#lacking[@]} < SLURM_NNODES)) || continue
+        for node in "${lacking[@]}"; do
+            [[ $(head -n 1 "$reports/$node.txt") != ok ]] || : >"$reports/$node.txt"
+            echo "$path is not there, as it is on other nodes" >>"$reports/$node.txt"
+        done
+    done < <(cat "$reports"/*.seen 2>/dev/null | sort -u)
 }
 
 sniff() { # sniff REPORTS: compares the nodes' GPUs and links

@@ -1,5 +1,6 @@
 """What preflight calls a sick node."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,9 +20,9 @@ def reports(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(reports: Path, **environment: str) -> str:
+def run(reports: Path, *arguments: str, **environment: str) -> str:
     subprocess.run(
-        [sys.executable, "-m", "m6.slurm.preflight", str(reports)],
+        [sys.executable, "-m", "m6.slurm.preflight", *(arguments or ["m6_smoke"]), str(reports)],
         env={**os.environ, "SLURMD_NODENAME": "n7", **environment},
         check=True,
         timeout=600,
@@ -31,6 +32,22 @@ def run(reports: Path, **environment: str) -> str:
 
 def test_a_fit_node(reports: Path):
     assert run(reports, MIN_SHM_GB="0") == "ok\n"  # containers have little
+
+
+def test_the_folders_of_the_run_that_the_node_sees(reports: Path):
+    here, there, gone = (str(reports / name) for name in ("here", "there", "gone"))
+    Path(here).mkdir()
+    Path(there).mkdir()
+    config = reports / "run.json"
+    config.write_text(json.dumps({"m6": {"data": {"path": here, "tokenizer": gone, "num_workers": 4}}}))
+    run(reports, str(config), MIN_SHM_GB="0")
+    assert (reports / "n7.seen").read_text() == f"{here}\n"
+    options = ["--init", there, "--set", f"m6.data.path={gone}", f"--set=m6.data.tokenizer={here}", "--set", "a=b"]
+    assert preflight.folders_of(config, options) == sorted([gone, here, there])
+    assert preflight.folders_of(config, [f"--init={there}"]) == sorted([here, gone, there])
+    for text in ("{", "[]", '{"m6": {"data": 3}}'):
+        config.write_text(text)
+        assert preflight.folders_of(config, ["--init"]) == []
 
 
 def test_everything_that_is_wrong_is_said(reports: Path):

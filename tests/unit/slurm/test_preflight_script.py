@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[3]
 SRUN = """#!/usr/bin/env bash
 reports=${*: -1}
 case "$*" in
-*m6.slurm.preflight*) sleep "${PREFLIGHT_S:-0}" && for node in n1 n2; do echo ok >"$reports/$node.txt"; done ;;
+*m6.slurm.preflight*)
+    sleep "${PREFLIGHT_S:-0}" && for node in $NODES; do echo ok >"$reports/$node.txt"; done
+    eval "${SEEN:-}"
+    ;;
 *m6.slurm.sniff*) eval "$SNIFF" ;;
 esac
 """
@@ -22,7 +25,7 @@ exec /usr/bin/timeout "$@"
 """
 SCRIPT = """
 set -euo pipefail
-SRUN_OPTIONS=() STOP_ASKED=${STOP_ASKED:-} CHECK_PID=
+SRUN_OPTIONS=() CONFIG=run.json STOP_ASKED=${STOP_ASKED:-} CHECK_PID=
 log() { echo "$*"; }
 give_up() { echo "gave up: $*"; exit 1; }
 source "$ROOT/scripts/slurm/lib/preflight.sh"
@@ -36,10 +39,16 @@ def preflight(folder: Path, **environment: str) -> str:
     programs.mkdir()
     (programs / "srun").write_text(SRUN)
     (programs / "timeout").write_text(TIMEOUT)
-    (programs / "scontrol").write_text("#!/usr/bin/env bash\nprintf '%s\\n' n1 n2\n")
+    (programs / "scontrol").write_text("#!/usr/bin/env bash\nprintf '%s\\n' $NODES\n")
     for program in programs.iterdir():
         program.chmod(0o755)
-    job = {"SLURM_NNODES": "2", "RANKS_PER_NODE": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+    nodes = environment.setdefault("NODES", "n1 n2")
+    job = {
+        "SLURM_NNODES": str(len(nodes.split())),
+        "RANKS_PER_NODE": "1",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_GPUS_ON_NODE": "1",
+    }
     result = subprocess.run(
         ["bash", "-c", SCRIPT],
         env={
@@ -94,3 +103,18 @@ def test_a_sniff_test_that_ends_the_second_time(tmp_path: Path):
 def test_a_stop_that_came_before_is_not_kept_waiting(tmp_path: Path):
     assert preflight(tmp_path, STOP_ASKED="1", PREFLIGHT_S="600") == "fit\n"
     assert not list((tmp_path / "preflight").glob("*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("", "fit\n"),
+        ("n2", "preflight: n2: /data/b c is not there, as it is on other nodes\nsick: n2\n"),
+        ("n2 n3", "fit\n"),  # of four: who is to be believed?
+    ],
+)
+def test_a_node_without_a_folder_that_most_nodes_see(tmp_path: Path, lacking: str, said: str):
+    seen = """for node in $NODES; do printf '%s\\n' /data/a >"$reports/$node.seen"
+        [[ " $LACKING " == *" $node "* ]] || echo "/data/b c" >>"$reports/$node.seen"; done"""
+    environment = {"NODES": "n1 n2 n3 n4", "LACKING": lacking, "SEEN": seen, "SLURM_GPUS_ON_NODE": "0"}
+    assert preflight(tmp_path, **environment) == said
