@@ -14,7 +14,7 @@ from m6.data.order import permuted
 from m6.data.reader import open_split
 from m6.files import atomic_path
 from m6.formatting import markdown_table
-from m6.generation.captioning import caption, continue_text
+from m6.generation.captioning import caption, continue_as_learned
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
@@ -81,7 +81,7 @@ def _continuations(
     model: M6ForConditionalGeneration, processor: M6Processor, manifest: Manifest, source: str, split: str
 ) -> str:
     prompts = [row["text"][:PROMPT_CHARACTERS] for row in _rows(manifest, source, split, SHOWN)]
-    texts = continue_text(model, processor, prompts, max_new_tokens=32, do_sample=False)
+    texts = continue_as_learned(model, processor, prompts, max_new_tokens=32, do_sample=False)
     lines = [f"**{source}**: greedy continuations of the first {PROMPT_CHARACTERS} characters of {split} passages.", ""]
     lines += [
         f"- {_cell(prompt)} → {_cell(text.removeprefix(prompt))}" for prompt, text in zip(prompts, texts, strict=True)
