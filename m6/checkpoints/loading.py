@@ -62,7 +62,6 @@ def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
     """Tells a model what its run trained it for."""
     objectives = config.m6.objectives
     model.decodings, model.learned_objectives = objectives.decodings, objectives.active
-    model.learned_captioning = "image_captioning" in objectives.active
 
 
 def without_capacity(config: M6Config) -> M6Config:

@@ -35,15 +35,13 @@ def classify(
     if not read:
         raise UserError(f"{texts}: holds no text")
     pictures = [open_picture(path) for path in images or ()]
-    import numpy as np
-
     from m6.checkpoints.loading import is_exported, load_run_model
     from m6.config.run import load_config
     from m6.data.objectives import max_text_tokens
     from m6.generation.captioning import warn_of_labels
     from m6.generation.labelling import label_log_likelihoods
     from m6.runs.processes import default_device
-    from m6.tokenizers.pictures import RESAMPLE, square_rgb
+    from m6.tokenizers.pictures import square_pixels
 
     model, processor = load_run_model(run, default_device())
     warn_of_labels(model, run, with_picture=bool(pictures))
@@ -57,8 +55,7 @@ def classify(
     if cut := sum(len(source) > room for source in sources):
         print(f"warning: {cut} of {len(sources)} texts are longer than {room} tokens, and cut", file=sys.stderr)
     sources = [source[:room] for source in sources]
-    side = config.image_size
-    pixels = [np.asarray(square_rgb(picture).resize((side, side), RESAMPLE)) for picture in pictures]
+    pixels = [square_pixels(picture, config.image_size) for picture in pictures]
     if pixels:
         sources *= len(pixels)
     scores = label_log_likelihoods(model, processor, sources, labels, pixels or None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from m6.data.collate import Collator
 from m6.data.objectives import Example
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.tokenizers.pictures import RESAMPLE, square_rgb
+from m6.tokenizers.pictures import square_pixels
 from m6.tokenizers.processor import M6Processor
 
 if TYPE_CHECKING:
@@ -76,6 +76,6 @@ def caption_scores(
     side = model.config.image_size
     examples = [Example(source_ids=[], target_ids=processor.tokenizer.encode_ids(caption)) for caption in captions]
     # The image tokenizer and the model may have pictures of different sizes, and a repainted one keeps its own.
-    pictures = [np.asarray(square_rgb(image).resize((side, side), RESAMPLE)) for image in images]
+    pictures = [square_pixels(image, side) for image in images]
     lengths = torch.tensor([len(example.target_ids) + 1 for example in examples])
     return target_log_likelihoods(model, processor, examples, pictures) / lengths

@@ -39,12 +39,11 @@ class M6GenerationMixin(GenerationMixin):
 
     @property
     def learned_captioning(self) -> bool:
-        """Whether the model was trained to caption pictures; saved beside ``decodings``."""
-        return getattr(self.generation_config, _CAPTIONING, False)
-
-    @learned_captioning.setter
-    def learned_captioning(self, value: bool) -> None:
-        self._keep(_CAPTIONING, value)
+        """Whether the model says that it was trained to caption pictures."""
+        learned = self.learned_objectives
+        if learned is None:  # an older version exported it, and may have kept this of all objectives
+            return getattr(self.generation_config, _CAPTIONING, False)
+        return _CAPTIONING in learned
 
     @property
     def learned_objectives(self) -> list[str] | None:

@@ -39,6 +39,14 @@ def square_rgb(image: Image.Image) -> Image.Image:
     return canvas
 
 
+def square_pixels(image: Image.Image, image_size: int) -> np.ndarray:
+    """Returns a picture as uint8 ``[image_size, image_size, 3]``, see ``square_rgb``."""
+    picture = square_rgb(image)
+    if picture.size != (image_size, image_size):
+        picture = picture.resize((image_size, image_size), RESAMPLE)
+    return np.asarray(picture)
+
+
 def decode_picture(data: bytes, image_size: int) -> np.ndarray:
     """Decodes a PNG, JPEG or WebP file to uint8 ``[image_size, image_size, 3]``, with the steps of M6ImageProcessor.
 
@@ -48,10 +56,7 @@ def decode_picture(data: bytes, image_size: int) -> np.ndarray:
         Exception: any exception of Pillow, for damaged data.
     """
     with Image.open(io.BytesIO(data)) as image:
-        picture = square_rgb(image)
-        if picture.size != (image_size, image_size):
-            picture = picture.resize((image_size, image_size), RESAMPLE)
-        return np.asarray(picture)
+        return square_pixels(image, image_size)
 
 
 def pixel_values(pictures: Sequence[np.ndarray], image_size: int) -> torch.Tensor:

@@ -20,9 +20,10 @@ from m6.errors import RetryableError, UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.training.expert_groups import expert_group
+from m6.training.offloading.dry_trace import ActivationTraffic
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
-from m6.training.offloading.setup import ActivationTraffic, prepare
+from m6.training.offloading.setup import prepare
 from offload import (
     DeviceOutOfMemory,
     LateUpdate,

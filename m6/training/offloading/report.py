@@ -7,7 +7,7 @@ from typing import Any
 
 from m6.files import write_json
 from m6.formatting import format_mib as mib
-from m6.training.offloading.setup import ActivationTraffic
+from m6.training.offloading.dry_trace import ActivationTraffic
 from offload import OffloadRuntime, PlacementPlan, predict_times
 
 MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,19 +15,13 @@ from m6.config.offload_checks import offloads_states
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
-from m6.planning.cost.memory import BUCKET_NUMEL
-from m6.planning.machine.fake_world import FakeWorld, fake_tensors
-from m6.planning.prediction import predict_memory
 from m6.runs.processes import ranks_per_node
-from m6.training.fake_batch import fake_batch
-from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
-from m6.training.offloading.passes import model_of_rank, own_places, run_in_turns, run_pipeline
+from m6.training.offloading.dry_trace import ActivationTraffic, dry_trace
+from m6.training.offloading.modules import ExpertUse
 from offload import (
     CudaDevice,
     Device,
-    DryRuntime,
     NextWeights,
     OptimizerSettings,
     PlacementConstraints,
@@ -49,20 +43,6 @@ _Number = TypeVar("_Number", int, float)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Share of a GPU's budget for a plan by the dry trace, which does not see workspaces and the allocator's rounding.
 _DRY_SHARE = 0.9
-
-
-@dataclass(frozen=True)
-class ActivationTraffic:
-    """Memory and copies of offloaded activations.
-
-    Attributes:
-        host_bytes: host memory that the activations occupy.
-        downloaded_bytes, uploaded_bytes: copied from and to the device in a step.
-    """
-
-    host_bytes: int = 0
-    downloaded_bytes: int = 0
-    uploaded_bytes: int = 0
 
 
 @dataclass
@@ -210,80 +190,6 @@ def plan_offload(
     # The ranks of a pipeline have other layers, but the same layers on all of them are offloaded.
     all_fit = _minimum_over_ranks(int(setup.plan is not None), world_size) == 1
     return plan_with(places.host | places.auto) if not all_fit and places.auto else setup
-
-
-def dry_trace(
-    config: RunConfig,
-    sharing: Sharing | None,
-    dtype: torch.dtype,
-    chunk_bytes: int,
-    activations: Collection[LayerModule],
-) -> tuple[Trace, ActivationTraffic]:
-    """Runs one step of this rank's model on fake tensors, with rows without padding.
-
-    The trace's non-model memory counts weights, gradients and activations when they are allocated. It always includes
-    the optimizer state of all parameters but experts, and DeepSpeed's reduction bucket.
-
-    Args:
-        chunk_bytes: size of chunks.
-        activations: parts of the model whose activations are offloaded.
-
-    Returns:
-        the trace of all micro-batches of the step, and the traffic of activations.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
-
-    class WorldMeter:
-        def __init__(self, world: FakeWorld) -> None:
-            self._world = world
-
-        @property
-        def total(self) -> int:
-            return self._world.total
-
-        def take_peak(self) -> int:
-            peak = self._world.peak
-            self._world.restart_peak()
-            return peak
-
-    model, places = model_of_rank(config, sharing), own_places(config)
-    constant = predict_memory(config, world_size, shape, sharing, places.pipeline_rank).optimizer_state
-    if config.deepspeed.zero_stage > 0 and config.pipeline is None:
-        # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model.
-        section = config.deepspeed.keys["zero_optimization"]
-        constant += int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
-    uses = experts_of(model)
-    with fake_tensors() as world:
-        stacks = [use.stack(name) for name, use in uses.items()]
-        at_once = config.m6.training.micro_batches_at_once
-        dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant, at_once)
-        for name, use in uses.items():
-            stream(use, dry, name)
-        offload_activations(model, dry.activations, activations)
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        torch.nn.Module.to(model, dtype)
-        model.train()
-        batch = fake_batch(config, shape, world)
-        # The second pass differs from the first, since gradients exist already; all later ones equal the second.
-        passes = config.backward_passes(world_size)
-        traced = min(2, passes) if config.pipeline is None else passes
-        if config.pipeline is not None:
-            run_pipeline(model, config, places, batch)
-        elif at_once > 1:
-            for _ in range(traced):
-                run_in_turns(model, at_once, batch)
-        else:
-            for _ in range(traced):
-                output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-                (output.target_losses.sum() + output.aux_loss).backward()
-                del output
-        trace = dry.trace()
-        saved = dry.activations
-        down, up = (passes * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))
-        traffic = ActivationTraffic(saved.host_bytes, down, up)
-        return trace.repeat_last(len(trace.moments) // 2, passes - traced), traffic
 
 
 def _device(settings: OffloadSettings, torch_device: torch.device, world_size: int) -> Device:

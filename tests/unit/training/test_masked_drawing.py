@@ -129,7 +129,7 @@ def test_a_repainted_picture_is_scored_as_training_pads_it(drawn: Path):
 
 def test_candidates_need_a_model_that_learned_to_caption(drawn: Path):
     pipeline = M6TextToImagePipeline.from_pretrained(drawn)
-    pipeline.model.learned_captioning = False
+    pipeline.model.learned_objectives = ["image_code_denoising"]
     with pytest.raises(UserError, match=r"not been trained with m6\.objectives\.image_captioning"):
         pipeline("红", num_candidates=2)
 

@@ -29,9 +29,10 @@ from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
 from m6.runs.data import keep_sources, open_data
 from m6.runs.directory import SOURCES
-from m6.tokenizers.pictures import decode_picture, pixel_values
+from m6.tokenizers.pictures import decode_picture
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import run_document, write_run
+from tests.fixtures.likelihoods import by_hand
 from tests.fixtures.tiny_data import IMAGE_SIDE, build_labelled_data, build_tiny_data, build_tiny_tokenizer, draw_shape
 
 TEXTS = ["红色", "今天早上，小明在公园里看书。", "蓝色的方块和绿色的圆形"]
@@ -59,19 +60,6 @@ def run_of(folder: Path, data: str, *tasks: str) -> Path:
 def judge(folder: Path):
     model, processor = load_run_model(run_of(folder, "data", "image_text_matching"), torch.device("cpu"))
     return model.double(), processor
-
-
-def by_hand(model, processor, source, target, picture=None):
-    """log p of the target and <eos> by one forward pass over one row, positions and types derived by the model."""
-    tokenizer = processor.tokenizer
-    patches = [] if picture is None else [tokenizer.image_token_id] * processor.num_patches
-    prompt = [*patches, *tokenizer.encode_ids(source), tokenizer.bos_token_id]
-    answer = [*tokenizer.encode_ids(target), tokenizer.eos_token_id]
-    pixels = None if picture is None else pixel_values([picture], IMAGE_SIDE).double()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + answer]), pixel_values=pixels).logits[0]
-    steps = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
-    return float(steps.gather(1, torch.tensor(answer).unsqueeze(1)).sum())
 
 
 def test_likelihoods_of_a_batch_are_those_of_single_rows(judge):
@@ -295,60 +283,3 @@ def test_a_run_without_a_task_is_refused(folder: Path):
     assert "none of its objectives is a downstream task" in user_error(
         "downstream", run_of(folder, "data", "text_denoising")
     )
-
-
-def most_likely(scores: list[float], labels: list[str]) -> str:
-    shares = torch.tensor(scores).softmax(dim=0)
-    return f"{labels[int(shares.argmax())]}\t{float(shares.max()):.4f}"
-
-
-def printed(run: Path, *arguments: object) -> tuple[list[str], str]:
-    outcome = m6("classify", "--checkpoint", run, "--label", "好评", "--label", "差评", *arguments)
-    assert outcome.code == 0, outcome.stderr
-    return outcome.stdout.splitlines(), outcome.stderr
-
-
-def test_own_texts_are_classified(folder: Path, judge, tmp_path: Path):
-    run, (model, processor) = run_of(folder, "data", "image_text_matching"), judge
-    labels, lines = ["好评", "差评"], []
-    for text in TEXTS:
-        lines.append(f"{text}\t{most_likely([by_hand(model, processor, text, label) for label in labels], labels)}")
-    (tmp_path / "texts.txt").write_text("\n".join([*TEXTS, ""]), encoding="utf-8")
-    said, warned = printed(run, "--texts", tmp_path / "texts.txt")
-    assert said == lines
-    assert "does not say that it has learned m6.objectives.text_classification; its labels may mean nothing" in warned
-    assert printed(run, TEXTS[0])[0] == lines[:1]
-    assert "1 of 2 texts are longer than" in printed(run, "--texts", long_and_short(tmp_path))[1]
-
-
-def long_and_short(folder: Path) -> Path:
-    (folder / "long.txt").write_text("红色\n" + "今天早上" * 60 + "\n", encoding="utf-8")
-    return folder / "long.txt"
-
-
-def test_own_pictures_are_matched(folder: Path, judge, tmp_path: Path):
-    run, (model, processor) = run_of(folder, "data", "image_text_matching"), judge
-    expected, labels = [], ["好评", "差评"]
-    for name in ("红色", "蓝色"):
-        drawn = draw_shape(name, "圆形", "大")
-        (tmp_path / f"{name}.png").write_bytes(drawn)
-        picture = decode_picture(drawn, IMAGE_SIDE)
-        scores = [by_hand(model, processor, "红色", label, picture) for label in labels]
-        expected.append(f"{tmp_path / name}.png\t{most_likely(scores, labels)}")
-    images = [part for name in ("红色", "蓝色") for part in ("--image", tmp_path / f"{name}.png")]
-    assert printed(run, "红色", *images) == (expected, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--label", "好", "很好"], "--label: expected two or more different labels, found 好"),
-        (["--label", "好", "--label", "好", "很好"], "--label: expected two or more different labels, found 好, 好"),
-        (["--label", "好", "--label", "坏"], "give a text, with or without --image, or a file of texts with --texts"),
-        (["--label", "好", "--label", "坏", "很好", "--texts", "a.txt"], "give a text, with or without --image"),
-        (["--label", "好", "--label", "坏", "--texts", "a.txt"], "a.txt: not a readable text file"),
-        (["--label", "好", "--label", "坏", "很好", "--image", "a.png"], "a.png: no such file"),
-    ],
-)
-def test_labels_that_cannot_be_asked_for(arguments: list[str], message: str, tmp_path: Path):
-    assert message in user_error("classify", "--checkpoint", tmp_path, *arguments)
