@@ -9,7 +9,7 @@ from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpo
 from m6.checkpoints.initial import check_initial_weights
 from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
-from m6.runs.data import check_sources_are_read, check_sources_unchanged, losses_of_data
+from m6.runs.data import check_sources_are_read, check_sources_unchanged, data_warnings
 from m6.runs.directory import RunDirectory
 from m6.runs.placement import misplacement
 
@@ -39,5 +39,5 @@ def warn_at_start(config: RunConfig, data: PretrainingData, nodes: Sequence[str]
     Args:
         nodes: the name of each rank's node.
     """
-    for problem in filter(None, (misplacement(config, nodes), *losses_of_data(config, data))):
+    for problem in filter(None, (misplacement(config, nodes), *data_warnings(config, data))):
         print(f"warning: {problem}", file=sys.stderr)

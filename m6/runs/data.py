@@ -59,7 +59,7 @@ def check_sources_are_read(data: PretrainingData) -> None:
             )
 
 
-def losses_of_data(config: RunConfig, data: PretrainingData) -> list[str]:
+def data_warnings(config: RunConfig, data: PretrainingData) -> list[str]:
     """What of the data the model will not see: pixels that were not stored, ends of captions, questions and texts.
 
     Of texts without a label or a picture, an end is not missed.

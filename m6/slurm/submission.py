@@ -161,7 +161,7 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
     """Makes the checks that the job itself would fail, perhaps after days in the queue."""
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.start import check_start
-    from m6.runs.data import losses_of_data, open_data
+    from m6.runs.data import data_warnings, open_data
     from m6.runs.trackers import check_trackers
 
     try:
@@ -185,7 +185,7 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
         folder.check_never_saved([])
     data = open_data(config)
     check_start(config, folder, data, restart)
-    for problem in losses_of_data(config, data):
+    for problem in data_warnings(config, data):
         print(f"warning: {problem}", file=sys.stderr)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from m6.config.run import load_config
 from m6.data.manifest import Manifest, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
-from m6.runs.data import losses_of_data, open_data
+from m6.runs.data import data_warnings, open_data
 from tests.fixtures.tiny_data import draw_shape
 from tests.fixtures.tiny_run import write_tiny_config
 
@@ -21,7 +21,7 @@ def test_captions_whose_ends_are_cut_off_are_counted(tmp_path: Path):
     entry = SourceEntry(kind="image_text", licence="MIT", origin=[], splits={"train": SplitEntry.of(writer.shards)})
     manifest.sources["own"] = entry
     manifest.save(tmp_path / "data")
-    said = losses_of_data(config, open_data(config))
+    said = data_warnings(config, open_data(config))
     # 64 tokens of a row, without <bos>, <eos> and the four patches; in the denoising text is source and target.
     assert [line.split(", and their ends")[0].rsplit(", up to ")[0] for line in said] == [
         f'm6.data.sequence_length 64 leaves {kept} tokens of text for {name}; of the first 3 training rows of "own" 1 '
