@@ -38,13 +38,14 @@ def classify(
     from m6.checkpoints.loading import is_exported, load_run_model
     from m6.config.run import load_config
     from m6.data.objectives import max_text_tokens
-    from m6.generation.captioning import warn_of_labels
+    from m6.generation.captioning import warn_unless_learned
     from m6.generation.labelling import label_log_likelihoods
     from m6.runs.processes import default_device
     from m6.tokenizers.pictures import square_pixels
 
     model, processor = load_run_model(run, default_device())
-    warn_of_labels(model, run, with_picture=bool(pictures))
+    of_pictures = ["visual_question_answering", "image_text_matching"]
+    warn_unless_learned(model, run, of_pictures if pictures else ["text_classification"], "labels")
     config = model.config
     length = config.max_position_embeddings
     if not is_exported(run):  # the length to which its training cut texts

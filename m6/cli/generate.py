@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m6.cli.options import DecodingWay, Passes, open_picture, refuse_options
+from m6.cli.options import DecodingWay, Passes, check_file, open_picture, refuse_options
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
@@ -95,10 +95,10 @@ def generate(
         texts = [prompt] if captions is None else read_captions(captions)
         if out_dir is not None and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
-        if out is not None and out.is_dir():
-            raise UserError(f"--out {out} is a folder; expected the PNG to write, or --out-dir")
-        if out is not None and out.suffix.lower() != ".png":
-            raise UserError(f"--out {out}: pictures are written as PNG; expected a name that ends in .png")
+        if out is not None:
+            check_file(out, "the PNG")
+            if out.suffix.lower() != ".png":
+                raise UserError(f"--out {out}: pictures are written as PNG; expected a name that ends in .png")
     elif not (prompt or image) or captions is not None or mask is not None:
         raise UserError(
             "generate: give a text to continue, or --image, with or without a question; to generate pictures, give "
@@ -188,7 +188,7 @@ def _write_texts(
     import torch
 
     from m6.checkpoints.loading import load_run_model
-    from m6.generation.captioning import caption, continue_as_learned, warn_of_answers, warn_of_captions, warn_of_texts
+    from m6.generation.captioning import caption, continue_as_learned, warn_unless_learned
 
     model, processor = load_run_model(run, device)
     torch.manual_seed(seed % 2**64)  # the range that PyTorch takes; pictures take any integer, too
@@ -198,11 +198,12 @@ def _write_texts(
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         options |= {"top_p": sampling.top_p} if sampling.top_p else {}
     if pictures:
-        (warn_of_answers if prompt else warn_of_captions)(model, run)
+        objective, written = ("visual_question_answering", "answers") if prompt else ("image_captioning", "captions")
+        warn_unless_learned(model, run, [objective], written)
         questions = [prompt] * len(pictures) if prompt else None
         texts = caption(model, processor, pictures, questions, **options)
         for path, text in zip(paths, texts, strict=True):
             print(f"{path}\t{text}")
         return
-    warn_of_texts(model, run)
+    warn_unless_learned(model, run, ["language_modelling", "text_continuation"], "texts")
     print(continue_as_learned(model, processor, [prompt], **options)[0])

@@ -279,6 +279,8 @@ def plot(
         from m6.plots.memory import plot_memory as draw
     else:
         from m6.plots.run import plot_run as draw
+    if out is not None:
+        check_file(out, "the PNG")
     print(draw(run, out))
 
 

@@ -68,40 +68,23 @@ def caption(
     return texts
 
 
-def warn_of_captions(model: M6ForConditionalGeneration, folder: Path) -> None:
-    """Prints a warning if the model of a folder does not say that it has learned to caption pictures."""
-    if not model.learned_captioning:
-        _warn(folder, "image_captioning", "captions")
+def warn_unless_learned(
+    model: M6ForConditionalGeneration, folder: Path, objectives: Sequence[str], written: str
+) -> None:
+    """Prints a warning if the model of a folder does not say that it has learned one of some objectives.
 
-
-def warn_of_answers(model: M6ForConditionalGeneration, folder: Path) -> None:
-    """Prints a warning if the model of a folder says what it has learned, and that is not to answer questions."""
-    learned = model.learned_objectives
-    if learned is not None and "visual_question_answering" not in learned:
-        _warn(folder, "visual_question_answering", "answers")
-
-
-def warn_of_texts(model: M6ForConditionalGeneration, folder: Path) -> None:
-    """Prints a warning if the model of a folder says what it has learned, and that is not to continue texts."""
-    learned = model.learned_objectives
-    if learned is not None and not {"language_modelling", "text_continuation"} & {*learned}:
-        _warn(folder, "language_modelling or text_continuation", "texts")
-
-
-def warn_of_labels(model: M6ForConditionalGeneration, folder: Path, with_picture: bool) -> None:
-    """Prints a warning if the model of a folder says what it has learned, and no labels of texts or pictures."""
-    of_pictures = ["visual_question_answering", "image_text_matching"]
-    needed = of_pictures if with_picture else ["text_classification"]
-    if model.learned_objectives is not None and not {*needed} & {*model.learned_objectives}:
-        _warn(folder, " or ".join(needed), "labels")
-
-
-def _warn(folder: Path, objectives: str, written: str) -> None:
-    print(
-        f"warning: {folder}: the model does not say that it has learned m6.objectives.{objectives}; its {written} may "
-        "mean nothing",
-        file=sys.stderr,
-    )
+    Args:
+        model: as loaded from the folder.
+        folder: named in the warning.
+        objectives: each of them teaches to write what is asked for.
+        written: what that is, such as "captions".
+    """
+    if not {*objectives} & {*model.learned_objectives}:
+        print(
+            f"warning: {folder}: the model does not say that it has learned m6.objectives.{' or '.join(objectives)}; "
+            f"its {written} may mean nothing",
+            file=sys.stderr,
+        )
 
 
 def continue_as_learned(
@@ -121,7 +104,7 @@ def continue_as_learned(
     Returns:
         B texts, which include the prompts.
     """
-    learned = model.learned_objectives or []
+    learned = model.learned_objectives
     if "text_continuation" not in learned or "language_modelling" in learned:
         return continue_text(model, processor, prompts, **options)
     rests = write_targets(model, processor, [processor.tokenizer.encode_ids(prompt) for prompt in prompts], **options)

@@ -123,10 +123,10 @@ class M6TextToImagePipeline:
             raise UserError(f"found {len(texts)} captions and batch_size {batch_size}; expected at least 1 of each")
         if not 1 <= num_images <= num_drawn:
             raise UserError(f"num_images {num_images} must be at least 1 and at most num_candidates {num_drawn}")
-        if num_candidates is not None and not self.model.learned_captioning:
+        if num_candidates is not None and "image_captioning" not in self.model.learned_objectives:
             raise UserError(
-                "num_candidates: the model cannot choose among pictures: it has not been trained with "
-                "m6.objectives.image_captioning, or an older version exported it, which does not say; export it again"
+                "num_candidates: the model cannot choose among pictures: it does not say that it has learned "
+                "m6.objectives.image_captioning"
             )
         if repaint is not None and sampling.decoding is None:
             sampling = replace(sampling, decoding="masked")  # the other way knows only what is above and to the left

@@ -13,7 +13,6 @@ from m6.errors import UserError
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
 _DECODINGS = "code_decodings"
-_CAPTIONING = "image_captioning"
 _OBJECTIVES = "learned_objectives"
 
 
@@ -38,18 +37,10 @@ class M6GenerationMixin(GenerationMixin):
         self._keep(_DECODINGS, value)
 
     @property
-    def learned_captioning(self) -> bool:
-        """Whether the model says that it was trained to caption pictures."""
-        learned = self.learned_objectives
-        if learned is None:  # an older version exported it, and may have kept this of all objectives
-            return getattr(self.generation_config, _CAPTIONING, False)
-        return _CAPTIONING in learned
-
-    @property
-    def learned_objectives(self) -> list[str] | None:
-        """The objectives that the model was trained on; None if an older version exported it, which does not say."""
+    def learned_objectives(self) -> list[str]:
+        """The objectives that the model says it was trained on; none if its ``generation_config.json`` does not say."""
         names = getattr(self.generation_config, _OBJECTIVES, None)
-        return names if isinstance(names, list) else None
+        return names if isinstance(names, list) else []
 
     @learned_objectives.setter
     def learned_objectives(self, value: list[str]) -> None:

@@ -14,7 +14,7 @@ from m6.checkpoints.loading import is_exported, load_run_model
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.generation.captioning import warn_of_captions
+from m6.generation.captioning import warn_unless_learned
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.sampling import Sampling
 from m6.runs.processes import default_device
@@ -68,7 +68,7 @@ def serve(
         else:
             model, processor = load_run_model(folder, device)
             captioning = Captioning(model, processor, max_new_tokens)
-        warn_of_captions(captioning.model, folder)
+        warn_unless_learned(captioning.model, folder, ["image_captioning"], "captions")
         tasks: dict[str, MeasuredTask] = {"caption": captioning}
         if drawing is not None:
             tasks["generate"] = drawing

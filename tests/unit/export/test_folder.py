@@ -99,13 +99,13 @@ def test_a_model_says_what_it_has_learned(make_run, tmp_path):
     export_hf(run, tmp_path / "hf")
     for folder in (run, tmp_path / "hf"):
         model, _ = load_run_model(folder, torch.device("cpu"))
-        assert (model.decodings, model.learned_captioning) == (["left_to_right"], False)
+        assert model.decodings == ["left_to_right"]
         assert sorted(model.learned_objectives) == ["text_continuation", "text_to_image"]
     file = tmp_path / "hf" / "generation_config.json"
     older = json.loads(file.read_text())
     del older["learned_objectives"]
     file.write_text(json.dumps(older))
-    assert load_run_model(tmp_path / "hf", torch.device("cpu"))[0].learned_objectives is None
+    assert load_run_model(tmp_path / "hf", torch.device("cpu"))[0].learned_objectives == []
 
 
 def test_model_of_the_run_equals_that_of_the_export(make_run, tmp_path):

@@ -105,6 +105,7 @@ def test_heat_map_of_a_real_run(make_trainer: Callable, tmp_path):
         assert picture.format == "PNG"
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
     assert m6("plot", run, "--experts", "--out", tmp_path / "other.png").code == 0
+    assert f"--out {tmp_path}: is a folder; expected the PNG" in user_error("plot", run, "--experts", "--out", tmp_path)
 
 
 def test_what_is_drawn(tmp_path, monkeypatch: pytest.MonkeyPatch):
