@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from transformers import PreTrainedConfig
 
+from m6.architecture.auto_map import without_auto_map
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError, nearest
 
@@ -82,7 +83,7 @@ class M6Config(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "m6"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "router_stats"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "router_stats", "target_losses", "aux_loss"]
     # transformers sizes its key-value caches by num_hidden_layers.
     attribute_map: ClassVar[dict[str, str]] = {"num_hidden_layers": "num_layers"}
 
@@ -114,7 +115,7 @@ class M6Config(PreTrainedConfig):
         # transformers' @strict could check these values too, but its errors are not ValueErrors.
         self._check_ranges()
         self._check_against_each_other()
-        super().__post_init__(**kwargs)
+        super().__post_init__(**without_auto_map(self, kwargs))
 
     def _check_ranges(self) -> None:
         for name, largest in _SIZES.items():

@@ -11,7 +11,8 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_backends import PilBackend
 from transformers.image_transforms import to_pil_image
 
-from m6.architecture.special_tokens import IMAGE, SOURCE, TARGET
+from m6.architecture.auto_map import without_auto_map
+from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE, SOURCE, TARGET
 from m6.errors import UserError, nearest
 from m6.tokenizers.pictures import RESAMPLE, square_rgb
 from m6.tokenizers.text import M6Tokenizer
@@ -32,6 +33,9 @@ class M6ImageProcessor(PilBackend):
     do_resize = True
     do_rescale = True
     do_normalize = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**without_auto_map(self, kwargs))
 
     def process_image(
         self, image: Any, *args: Any, input_data_format: Any = None, do_rescale: bool = True, **kwargs: Any
@@ -61,7 +65,9 @@ def _levels(image: Any) -> np.ndarray:
 
 
 class M6Processor(ProcessorMixin):
-    """Builds prompts for generation: ``[<image> x P]? source <bos> [prefix]``, padded on the left.
+    """Builds prompts for generation, or rows for training: ``[<image> x P]? source <bos> [prefix | target <eos>]``.
+
+    Rows are padded on the left.
 
     Args:
         image_processor: image processor with the model's image_size.
@@ -79,28 +85,31 @@ class M6Processor(ProcessorMixin):
         text: str | Sequence[str] | None = None,
         target_prefix: str | Sequence[int] | None = None,
         *,
+        targets: str | Sequence[str] | None = None,
         return_tensors: str | None = "pt",
         padding: bool | str = True,
         truncation: bool = False,
         max_length: int | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
-        """Builds the inputs of ``generate``.
+        """Builds the inputs of ``generate``; with ``targets`` those of ``forward``, for training.
 
         Args:
             images: a picture, or a list of B pictures; None in the list is a prompt without a picture.
             text: the source: a string or B strings. Special tokens in it are read as plain text.
             target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as that of ``<boi>``.
+            targets: what is learned: a string or B strings, each of which follows ``<bos>`` and ends with ``<eos>``.
             return_tensors: "pt", "np", or None for lists.
             padding: True or "longest": to the longest prompt; "max_length": to ``max_length``; False: none.
             truncation: cuts sources, so that no prompt is longer than ``max_length``, which must be given.
             max_length: in tokens, with picture and target prefix.
-            kwargs: passed to the image processor; or, as in transformers, all arguments after ``target_prefix`` in the
+            kwargs: passed to the image processor; or, as in transformers, all arguments after ``targets`` in the
                 dictionaries ``text_kwargs``, ``images_kwargs`` and ``common_kwargs``.
 
         Returns:
             input_ids, attention_mask and token_type_ids (0 image, 1 source, 2 target; 0 at padding) of int64
-            ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 pictures.
+            ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 pictures. With targets also
+            labels of int64 ``[B, S]``: the target and ``<eos>``, elsewhere -100.
 
         Raises:
             ValueError: neither images nor text is given, their numbers differ, the lengths do not fit, or an argument
@@ -110,7 +119,7 @@ class M6Processor(ProcessorMixin):
         if nested:
             plain = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
             given = functools.reduce(operator.or_, nested, {**plain, "max_length": max_length, **kwargs})
-            return self(images, text, target_prefix, **given)
+            return self(images, text, target_prefix, targets=targets, **given)
         for name in kwargs:
             if name not in (valid := self.image_processor.valid_kwargs.__annotations__):
                 own = ("return_tensors", "padding", "truncation", "max_length")
@@ -127,21 +136,36 @@ class M6Processor(ProcessorMixin):
             raise ValueError("images or text is an empty list")
         if len(texts) != len(pictures):
             raise ValueError(f"{len(pictures)} images do not match {len(texts)} texts")
-        if isinstance(target_prefix, str):
-            target_prefix = self.tokenizer.encode_ids(target_prefix)
         limit = max_length if truncation else None
-        target = [self.tokenizer.bos_token_id, *(target_prefix or ())]
         rows = [
             self._row(picture is not None, source, target, limit)
-            for picture, source in zip(pictures, texts, strict=True)
+            for picture, source, target in zip(
+                pictures, texts, self._targets(target_prefix, targets, len(texts)), strict=True
+            )
         ]
-        data = self._padded(
-            rows, _padded_length([sum(map(len, row)) for row in rows], padding, max_length, return_tensors)
-        )
+        length = _padded_length([sum(map(len, row)) for row in rows], padding, max_length, return_tensors)
+        data = self._padded(rows, length)
+        if targets is None:
+            del data["labels"]
         present = [picture for picture in pictures if picture is not None]
         if present:
             data["pixel_values"] = self.image_processor(present, return_tensors="np", **kwargs)["pixel_values"]
         return BatchFeature(data, tensor_type=return_tensors)
+
+    def _targets(
+        self, prefix: str | Sequence[int] | None, targets: str | Sequence[str] | None, number: int
+    ) -> list[list[int]]:
+        """The ids of each row from ``<bos>`` on."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if targets is None:
+            ids = self.tokenizer.encode_ids(prefix) if isinstance(prefix, str) else prefix or ()
+            return [[bos, *ids]] * number
+        if prefix is not None:
+            raise ValueError("target_prefix is for generation, targets are for training; give one of them")
+        texts = [targets] if isinstance(targets, str) else targets
+        if len(texts) != number:
+            raise ValueError(f"{len(texts)} targets do not match {number} texts or images")
+        return [[bos, *self.tokenizer.encode_ids(text), eos] for text in texts]
 
     def _row(self, has_picture: bool, source: str, target: list[int], limit: int | None) -> tuple[list[int], ...]:
         """The ids of picture, source and target; the source is cut so that all fit into ``limit``."""
@@ -150,13 +174,13 @@ class M6Processor(ProcessorMixin):
         if limit is not None:
             room = limit - len(image) - len(target)
             if room < 0:
-                raise ValueError(f"max_length {limit} leaves no room for the picture and the target prefix")
+                raise ValueError(f"max_length {limit} leaves no room for the picture and the target")
             ids = ids[:room]
         return image, ids, target
 
     def _padded(self, rows: Sequence[tuple[list[int], ...]], length: int | None) -> dict[str, Any]:
         """Rows of ``length`` tokens as arrays; rows of their own lengths as lists if it is None."""
-        columns: dict[str, Any] = {"input_ids": [], "attention_mask": [], "token_type_ids": []}
+        columns: dict[str, Any] = {"input_ids": [], "attention_mask": [], "token_type_ids": [], "labels": []}
         for row in rows:
             ids = np.concatenate([np.array(part, np.int64) for part in row])
             types = np.repeat([IMAGE, SOURCE, TARGET], [len(part) for part in row])
@@ -165,6 +189,10 @@ class M6Processor(ProcessorMixin):
             columns["input_ids"].append(np.pad(ids, before, constant_values=self.tokenizer.pad_token_id))
             columns["attention_mask"].append(np.pad(np.ones_like(ids), before))
             columns["token_type_ids"].append(np.pad(types.astype(np.int64), before))
+            learned = (types == TARGET) & (ids != self.tokenizer.bos_token_id)
+            columns["labels"].append(
+                np.pad(np.where(learned, ids, IGNORED_LABEL), before, constant_values=IGNORED_LABEL)
+            )
         if length is None:
             return {name: [row.tolist() for row in values] for name, values in columns.items()}
         return {name: np.stack(values) for name, values in columns.items()}

@@ -15,6 +15,7 @@ from typing import Any
 import sentencepiece
 from transformers import AddedToken, PreTrainedTokenizer
 
+from m6.architecture.auto_map import without_auto_map
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
 from m6.files import atomic_path, check_readable
@@ -71,7 +72,7 @@ class M6Tokenizer(PreTrainedTokenizer):
         self.image_vocab_size = image_vocab_size
         named = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "mask", "sep", "image", "boi", "eoi")}
         kwargs |= named | {"extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in named.values()]}
-        kwargs = {"padding_side": self.padding_side, **kwargs, "special_tokens_pattern": "bos"}
+        kwargs = {"padding_side": self.padding_side, **without_auto_map(self, kwargs), "special_tokens_pattern": "bos"}
         super().__init__(vocab_file=vocab_file, image_vocab_size=image_vocab_size, **kwargs)
 
     @property

@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from m6.export import export_hf
 from m6.export.code import AUTO_MAP, ENTRY, PACKAGES, flat_modules, rewrite_imports, write_code
 from m6.model import M6ForConditionalGeneration
+from m6.tokenizers import M6Processor
 from tests.fixtures.fabricated_run import run_document, write_run
 from tests.fixtures.tiny_data import build_tiny_tokenizer
 
@@ -46,6 +47,17 @@ def elsewhere(code: str, exported: Path, folder: Path) -> subprocess.CompletedPr
         text=True,
         timeout=600,
     )
+
+
+def test_what_the_own_classes_save_names_no_code(exported, tmp_path):
+    """They save no code: a name of it would make a folder that nobody can load."""
+    M6ForConditionalGeneration.from_pretrained(exported).save_pretrained(tmp_path)
+    M6Processor.from_pretrained(exported).save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.py"))
+    for file in tmp_path.glob("*.json"):
+        assert "auto_map" not in file.read_text(), file
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(model) is M6ForConditionalGeneration
 
 
 @pytest.mark.slow

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
+from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
+from tests.fixtures.tiny_data import build_tiny_tokenizer
 
 
 def test_what_a_trainer_saves_can_be_loaded(tiny_model, tmp_path):
@@ -20,6 +23,38 @@ def test_what_a_trainer_saves_can_be_loaded(tiny_model, tmp_path):
     loaded = M6ForConditionalGeneration.from_pretrained(tmp_path / "saved")
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_a_trainer_teaches_and_predicts(tiny_model, tmp_path):
+    """With the batches of the processor. What is predicted are the logits alone, as metrics expect them."""
+    tokenizer = load_text_tokenizer(build_tiny_tokenizer(tmp_path / "tokenizer"))
+    model = tiny_model(text_vocab_size=tokenizer.text_vocab_size, image_vocab_size=tokenizer.image_vocab_size).float()
+    side = model.config.image_size
+    image_processor = M6ImageProcessor(size={"height": side, "width": side})
+    processor = M6Processor(image_processor, tokenizer, model.config.num_patches)
+    rows = [
+        {"image": Image.new("RGB", (8, 8), color), "caption": text} for color, text in (("red", "红"), ("blue", "蓝色"))
+    ]
+
+    def collate(rows: list[dict]) -> dict:
+        return processor(images=[row["image"] for row in rows], targets=[row["caption"] for row in rows])
+
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=30,
+        learning_rate=0.01,
+        per_device_eval_batch_size=1,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+    before = trainer.evaluate(rows)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(rows)["eval_loss"] < before / 2
+    predicted, labels = trainer.predict(rows)[:2]
+    assert predicted.shape == (*labels.shape, model.config.vocab_size)
 
 
 def test_the_notes_of_a_quantised_model_can_be_loaded(tiny_config, tmp_path):

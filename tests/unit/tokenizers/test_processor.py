@@ -56,6 +56,24 @@ def test_prompts_are_padded_on_the_left(processor):
     assert batch["pixel_values"].dtype == torch.float32
 
 
+def test_targets_are_learned_with_their_end(processor):
+    t = processor.tokenizer
+    texts, targets = ["熊猫", "今天老师在公园里"], ["黑白的", "他在看书"]
+    batch = processor(images=[picture(), None], text=texts, targets=targets)
+    learned = [[*t.encode_ids(target), t.eos_token_id] for target in targets]
+    prompts = [[*[t.image_token_id] * 4, *t.encode_ids(texts[0])], t.encode_ids(texts[1])]
+    rows = [[*prompt, t.bos_token_id, *ids] for prompt, ids in zip(prompts, learned, strict=True)]
+    length = max(map(len, rows))
+    for index, (row, ids) in enumerate(zip(rows, learned, strict=True)):
+        assert batch["input_ids"][index].tolist() == [t.pad_token_id] * (length - len(row)) + row
+        assert batch["token_type_ids"][index].tolist()[-len(ids) - 1 :] == [2] * (len(ids) + 1)
+        assert batch["labels"][index].tolist() == [-100] * (length - len(ids)) + ids
+    assert "labels" not in processor(text=texts)
+    nested = processor(text=texts, targets=targets, text_kwargs={"max_length": 8, "truncation": True})
+    assert nested["labels"].shape == nested["input_ids"].shape
+    assert nested["input_ids"].shape[1] <= 8
+
+
 def test_the_arguments_of_transformers(processor):
     texts = ["熊猫", "今天老师在公园里"]
     default = processor(images=[picture(), picture()], text=texts)
@@ -78,6 +96,8 @@ def test_the_arguments_of_transformers(processor):
         ({"padding": "max_length"}, "needs a max_length of at least"),
         ({"padding": "left"}, "padding 'left': expected True"),
         ({"truncation": True, "max_length": 0}, "leaves no room"),
+        ({"targets": ["看"] * 3}, "3 targets do not match 2 texts or images"),
+        ({"targets": "书", "target_prefix": "看"}, "target_prefix is for generation, targets are for training"),
         ({"truncation": True}, "truncation needs a max_length"),
     ],
 )
