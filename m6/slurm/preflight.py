@@ -118,7 +118,7 @@ def folders_of(config: Path, options: Sequence[str]) -> list[str]:
     """Returns what a run reads, as far as its JSON and options say: data, tokenizers and the model of ``--init``."""
     try:
         data = json.loads(config.read_text(encoding="utf-8"))["m6"]["data"]
-    except (OSError, ValueError, KeyError, TypeError):  # a shipped JSON's name, or a mistake that the training tells
+    except (OSError, ValueError, KeyError, TypeError):  # a mistake that the training tells
         data = {}
     folders = {name: data[name] for name in _FOLDERS if isinstance(data, dict) and isinstance(data.get(name), str)}
     for option, following in itertools.pairwise([*options, ""]):

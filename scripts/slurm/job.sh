@@ -65,6 +65,7 @@ train() {
         log "error: --restart would begin again at every attempt; m6 submit --restart begins again once"
         exit 2
     fi
+    find_config
     settings
     check_only_job
     while :; do

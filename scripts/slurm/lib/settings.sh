@@ -2,6 +2,19 @@
 #
 # shellcheck shell=bash disable=SC2034  # the other parts read them
 
+find_config() { # CONFIG is a file, or the name of a shipped one
+    local shipped
+    [[ ! -f $CONFIG ]] || return 0
+    for shipped in "$M6_ROOT"/m6/configs/{,finetune/}"$CONFIG.json"; do
+        if [[ -f $shipped ]]; then
+            CONFIG=$shipped
+            return 0
+        fi
+    done
+    log "error: $CONFIG: no such file, and no shipped configuration"
+    exit 2
+}
+
 settings() {
     SRUN_OPTIONS=()
     START_TIMEOUT_S=1800 STEP_TIMEOUT_S=900 COMPLETING_TIMEOUT_S=600 WATCH_INTERVAL_S=15 EVIDENCE_S=5

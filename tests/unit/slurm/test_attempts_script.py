@@ -99,6 +99,24 @@ def test_a_job_does_not_begin_again_at_every_attempt(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        ("own.json", 0, "own.json"),
+        ("m6_base", 0, f"{ROOT}/m6/configs/m6_base.json"),
+        ("image_captioning", 0, f"{ROOT}/m6/configs/finetune/image_captioning.json"),
+        ("m6_bse", 2, "error: m6_bse: no such file, and no shipped configuration"),
+    ],
+)
+def test_a_job_takes_the_name_of_a_shipped_configuration(tmp_path: Path, given: str, code: int, said: str):
+    (tmp_path / "own.json").touch()
+    script = 'log() { echo "$*"; }; source "$M6_ROOT/scripts/slurm/lib/settings.sh"; find_config; echo "$CONFIG"'
+    environment = {**os.environ, "M6_ROOT": str(ROOT), "CONFIG": given}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (code, f"{said}\n", "")
+
+
+@pytest.mark.parametrize(
     ("attempts", "gives_up"),
     [
         ("", False),
