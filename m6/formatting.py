@@ -1,5 +1,6 @@
-"""Formatting of Markdown tables, byte sizes and lines of a log."""
+"""Formatting of Markdown tables, losses, byte sizes and lines of a log."""
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,14 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: 
     align = align or "l" + "r" * (len(header) - 1)
     lines = [header, [_ALIGNMENTS[side] for side in align], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def perplexity(nats: float) -> float:
+    """The exponential of a loss; infinite where no float holds it."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def log_line(text: str) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from m6.cli.options import open_picture
+from m6.cli.options import check_utf8, open_picture
 from m6.errors import UserError
 from m6.files import read_lines
 
 
 def classify(
+    command: typer.Context,
     run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
     labels: Annotated[list[str], typer.Option("--label", help="one of the labels; give two or more")],
     text: Annotated[str, typer.Argument(help="the text; with --image a question, or a caption that may match")] = "",
-    texts: Annotated[Path | None, typer.Option(help="a text file with one text per line")] = None,
+    context: Annotated[str, typer.Option(help="what follows the text, if the model learned texts with a context")] = "",
+    texts: Annotated[
+        Path | None, typer.Option(help="a text file with one text per line; a tab and its context may follow")
+    ] = None,
     images: Annotated[
         list[Path] | None, typer.Option("--image", help="a picture beside the text; can be repeated")
     ] = None,
@@ -27,17 +32,18 @@ def classify(
     The probabilities are among the given labels. Whether pictures match a caption is asked with the labels 是 and 不是.
     """
     # Arguments are checked before torch and the model are loaded, which takes seconds.
+    check_utf8(command, text, context, *labels)
     if bool(text) == bool(texts) or (texts and images):
         raise UserError("classify: give a text, with or without --image, or a file of texts with --texts")
+    if context and (texts or images):
+        raise UserError("classify: --context follows a text without --image; a context of --texts follows a tab")
     if len({*labels}) < max(2, len(labels)) or not all(label.strip() for label in labels):
         raise UserError(f"classify: --label: expected two or more different labels, found {', '.join(labels)}")
-    read = [text] if texts is None else [line for line in read_lines(texts) if line.strip()]
-    if not read:
-        raise UserError(f"{texts}: holds no text")
+    read = [(text, context)] if texts is None else _read_texts(texts)
     pictures = [open_picture(path) for path in images or ()]
     from m6.checkpoints.loading import is_exported, load_run_model
     from m6.config.run import load_config
-    from m6.data.objectives import max_text_tokens
+    from m6.data.objectives import context_ids, max_text_tokens
     from m6.generation.captioning import warn_unless_learned
     from m6.generation.labelling import label_log_likelihoods
     from m6.runs.processes import default_device
@@ -48,18 +54,34 @@ def classify(
     warn_unless_learned(model, run, of_pictures if pictures else ["text_classification"], "labels")
     config = model.config
     length = config.max_position_embeddings
-    if not is_exported(run):  # the length to which its training cut texts
-        length = load_config(run / "config.json").m6.data.sequence_length
+    if not is_exported(run):
+        settings = load_config(run / "config.json").m6
+        length = settings.data.sequence_length  # to which its training cut texts
+        if settings.objectives.text_classification.with_context and not any(after for _, after in read):
+            print("warning: the model learned texts with a context, and none is given", file=sys.stderr)
     objective = "visual_question_answering" if pictures else "text_classification"
     room = max_text_tokens(objective, length, config.num_patches)
-    sources = [processor.tokenizer.encode_ids(each) for each in read]
+    tokenizer = processor.tokenizer
+    sources = [tokenizer.encode_ids(each) for each, _ in read]
     if cut := sum(len(source) > room for source in sources):
         print(f"warning: {cut} of {len(sources)} texts are longer than {room} tokens, and cut", file=sys.stderr)
-    sources = [source[:room] for source in sources]
+    for source, (_, after) in zip(sources, read, strict=True):
+        del source[room:]
+        source += context_ids(after, room - len(source), tokenizer)
     pixels = [square_pixels(picture, config.image_size) for picture in pictures]
     if pixels:
         sources *= len(pixels)
     scores = label_log_likelihoods(model, processor, sources, labels, pixels or None)
     best = scores.softmax(dim=1).max(dim=1)
-    for name, index, share in zip(images or read, best.indices.tolist(), best.values.tolist(), strict=True):
+    names: Sequence[object] = images or [each for each, _ in read]
+    for name, index, share in zip(names, best.indices.tolist(), best.values.tolist(), strict=True):
         print(f"{name}\t{labels[index]}\t{share:.4f}")
+
+
+def _read_texts(path: Path) -> list[tuple[str, str]]:
+    """The texts of a file, each with what follows its tab."""
+    parts = [line.partition("\t") for line in read_lines(path)]
+    found = [(text, context) for text, _, context in parts if text.strip()]
+    if not found:
+        raise UserError(f"{path}: holds no text")
+    return found

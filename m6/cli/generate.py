@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m6.cli.options import DecodingWay, Passes, check_file, open_picture, refuse_options
+from m6.cli.options import DecodingWay, Passes, check_file, check_utf8, open_picture, refuse_options
 from m6.errors import UserError
-from m6.files import atomic_path, read_lines
+from m6.files import atomic_path, read_lines, why_unwritable
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
 
 if TYPE_CHECKING:
@@ -79,10 +79,7 @@ def generate(
         refuse_options(context, _FOR_TEXTS, "is for texts")
     else:
         refuse_options(context, _FOR_PICTURES, "is for pictures, which --out and --out-dir draw")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"generate: the text {prompt!r} is not in UTF-8") from None
+    check_utf8(context, prompt)
     if is_text_to_image:
         if bool(prompt) == bool(captions) or bool(image) != bool(mask):
             raise UserError(
@@ -93,8 +90,11 @@ def generate(
             raise UserError(f"generate: --mask repaints one picture, found {len(image)} with --image")
         box = None if mask is None else _read_box(mask)
         texts = [prompt] if captions is None else read_captions(captions)
-        if out_dir is not None and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-            raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
+        if out_dir is not None:
+            if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+                raise UserError(f"{out_dir} exists and is not an empty folder; choose another one")
+            if reason := why_unwritable(out_dir.absolute().parent):
+                raise UserError(f"--out-dir {out_dir}: cannot be written: {reason}")
         if out is not None:
             check_file(out, "the PNG")
             if out.suffix.lower() != ".png":
@@ -140,6 +140,9 @@ def generate(
         seed=seed,
         batch_size=batch_size,
     )
+    if out_dir is not None:  # before the grid, which may lie in it
+        write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)
+        print(out_dir)
     if out is not None:
         from m6.generation.grid import in_rows, picture_grid
 
@@ -149,9 +152,6 @@ def generate(
         with atomic_path(out) as temporary:
             grid.save(temporary, format="PNG")
         print(out)
-    if out_dir is not None:
-        write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)
-        print(out_dir)
 
 
 def read_captions(path: Path) -> list[str]:

@@ -19,7 +19,7 @@ from m6.cli.address_space import check_address_space
 from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
 from m6.cli.imports import quick_imports
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file
-from m6.cli.terminal import keep_bars_out_of_logs
+from m6.cli.terminal import keep_bars_out_of_logs, print_any_name
 from m6.errors import RetryableError, UserError
 from m6.runs.signals import StopFlag, end_with_launcher
 
@@ -323,6 +323,7 @@ def main() -> None:
     """Entry point of ``m6`` and ``python -m m6``."""
     try:
         keep_bars_out_of_logs()
+        print_any_name()
         check_address_space()
         _mount_commands()
         app()

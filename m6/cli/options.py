@@ -51,6 +51,15 @@ def refuse_options(context: typer.Context, names: Iterable[str], reason: str) ->
             raise UserError(f"{context.info_name}: --{name.replace('_', '-')} {reason}")
 
 
+def check_utf8(context: typer.Context, *texts: str) -> None:
+    """Raises UserError if a text of the command line is not in UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{context.info_name}: the text {text!r} is not in UTF-8") from None
+
+
 def check_file(out: Path, expected: str) -> None:
     """Raises UserError before the work of a command if it cannot write to ``out`` in the end."""
     if out.is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from m6.evaluation.held_out import describe_left_out, describe_overlap, open_hel
 from m6.evaluation.mixture import describe_mixture
 from m6.evaluation.samples import write_samples
 from m6.files import write_text
-from m6.formatting import format_bytes, markdown_table
+from m6.formatting import format_bytes, markdown_table, perplexity
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.directory import RunDirectory
 from m6.runs.hardware import hardware
@@ -285,7 +284,7 @@ def _sizes(config: RunConfig, reader: CheckpointReader) -> list[list[str]]:
 
 
 def _loss(nats: float) -> str:
-    return f"{nats:.3f} ({math.exp(nats):,.1f})"
+    return f"{nats:.3f} ({perplexity(nats):,.1f})"
 
 
 def _utilisation(entries: list[dict[str, Any]]) -> list[list[str]]:

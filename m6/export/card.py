@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from m6.config.run import RunConfig
 from m6.data.manifest import SPLITS, Manifest
 from m6.data.overlap import describe_shared
 from m6.data.sources import BUILT_IN
-from m6.formatting import markdown_table
+from m6.formatting import markdown_table, perplexity
 from m6.model import num_parameters
 from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
@@ -240,7 +239,7 @@ def _validation(run_dir: Path, step: int) -> str:
         return "Unknown: the run recorded no validation."
     last = measured[-1]
     rows = [
-        [name, "not finite", ""] if loss is None else [name, f"{loss:.3f}", f"{math.exp(loss):,.3f}"]
+        [name, "not finite", ""] if loss is None else [name, f"{loss:.3f}", f"{perplexity(loss):,.3f}"]
         for name, loss in last["validation"].items()
     ]
     by_source = [

@@ -4,8 +4,9 @@
 413  the body is too large
 422  bad input; the answer names the problem
 429  the queue, or the memory for bodies, is full; the header Retry-After says when to try again
+500  the model failed on this batch
 501  the model does not draw
-503  the service is stopping
+503  the service is stopping, or has too many connections
 504  the deadline passed
 """
 

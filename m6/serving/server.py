@@ -88,7 +88,8 @@ def serve(
         # After shutdown, uvicorn raises the signal that stopped it again, which would end this process with an error.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        _Server(config, f"serving {folder} at http://{host}:{listener.getsockname()[1]}").run(sockets=[listener])
+        name = f"[{host}]" if ":" in host else host
+        _Server(config, f"serving {folder} at http://{name}:{listener.getsockname()[1]}").run(sockets=[listener])
 
 
 def draws(folder: Path) -> bool:
@@ -122,6 +123,8 @@ def _bind(host: str, port: int) -> socket.socket:
         # Allows a restart while connections of the previous process are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except UnicodeError:  # a name with an empty or too long part
+        raise UserError(f"cannot listen at {host}:{port}: no name of a host") from None
     except OSError as error:
         raise UserError(f"cannot listen at {host}:{port}: {error.strerror}") from None
     return listener

@@ -52,9 +52,12 @@ def write_scores(
         if name not in manager.all_tasks:
             raise UserError(f"{name}: no such task{nearest(name, manager.all_tasks)}")
     model = M6LM(folder, batch_size)
-    results = lm_eval.simple_evaluate(
-        model=model, tasks=list(tasks), task_manager=manager, limit=max_rows, log_samples=False
-    )
+    try:
+        results = lm_eval.simple_evaluate(
+            model=model, tasks=list(tasks), task_manager=manager, limit=max_rows, log_samples=False
+        )
+    except OSError as error:  # no network, no such data set, or one that needs an account
+        raise UserError(f"{', '.join(tasks)}: the data cannot be read: {' '.join(str(error).split())}") from None
     assert results is not None, "only other ranks get none"
     document = {
         "model": str(folder),

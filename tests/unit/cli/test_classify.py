@@ -1,5 +1,6 @@
 """``m6 classify`` on own texts and pictures, against one forward pass for each label."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,26 @@ def test_own_texts_are_classified(run: Path, judge, tmp_path: Path):
     assert "1 of 2 texts are longer than" in printed(run, "--texts", long_and_short(tmp_path))[1]
 
 
+def test_a_context_follows_its_text(run: Path, judge, tmp_path: Path):
+    model, processor = judge
+    labels, (text, context) = ["好评", "差评"], TEXTS[:2]
+    sep = processor.tokenizer.sep_token_id
+    source = [*processor.tokenizer.encode_ids(text), sep, *processor.tokenizer.encode_ids(context)]
+    line = f"{text}\t{most_likely([by_hand(model, processor, source, label) for label in labels], labels)}"
+    (tmp_path / "texts.txt").write_text(f"{text}\t{context}\n", encoding="utf-8")
+    assert printed(run, text, "--context", context)[0] == printed(run, "--texts", tmp_path / "texts.txt")[0] == [line]
+    assert printed(run, text)[0] != [line]
+
+
+def test_a_run_that_learned_with_contexts_misses_one(run: Path, tmp_path: Path):
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["objectives"]["text_classification"]["with_context"] = True
+    write_run(tmp_path / "run", document)
+    warning = "warning: the model learned texts with a context, and none is given"
+    assert warning in printed(tmp_path / "run", TEXTS[0])[1]
+    assert warning not in printed(tmp_path / "run", TEXTS[0], "--context", TEXTS[1])[1]
+
+
 def long_and_short(folder: Path) -> Path:
     (folder / "long.txt").write_text("红色\n" + "今天早上" * 60 + "\n", encoding="utf-8")
     return folder / "long.txt"
@@ -82,6 +103,8 @@ def test_own_pictures_are_matched(run: Path, judge, tmp_path: Path):
         (["--label", "好", "--label", "好", "很好"], "--label: expected two or more different labels, found 好, 好"),
         (["--label", "好", "--label", "坏"], "give a text, with or without --image, or a file of texts with --texts"),
         (["--label", "好", "--label", "坏", "很好", "--texts", "a.txt"], "give a text, with or without --image"),
+        (["--label", "好", "--label", "坏", "\udcff"], "the text '\\udcff' is not in UTF-8"),
+        (["--label", "好", "--label", "坏", "很好", "--image", "a.png", "--context", "坏"], "--context follows a text"),
         (["--label", "好", "--label", "坏", "--texts", "a.txt"], "a.txt: not a readable text file"),
         (["--label", "好", "--label", "坏", "很好", "--image", "a.png"], "a.png: no such file"),
     ],

@@ -1,6 +1,7 @@
 """``m6 generate``: what it refuses before a model is loaded, and the captions it reads."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -152,6 +153,21 @@ def test_pictures_are_not_mixed_with_what_is_there(tmp_path):
     (tmp_path / "old.png").touch()
     text = user_error("generate", "--checkpoint", tmp_path, "红", "--out-dir", tmp_path)
     assert "is not an empty folder" in text
+
+
+def test_the_grid_may_lie_in_the_folder_of_the_pictures(tmp_path, monkeypatch):
+    def draw(texts, num_images, **_):
+        return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * num_images * len(texts))
+
+    monkeypatch.setattr("m6.config.checks.unknown_characters", lambda *_: "")
+    pipeline = mock.Mock(side_effect=draw)
+    monkeypatch.setattr(M6TextToImagePipeline, "from_pretrained", lambda *_: pipeline)
+    drawn = tmp_path / "drawn"
+    outcome = m6(
+        "generate", "--checkpoint", tmp_path, "红", "--num", 2, "--out", drawn / "grid.png", "--out-dir", drawn
+    )
+    assert outcome.code == 0, outcome.stderr
+    assert sorted(file.name for file in drawn.iterdir()) == ["00000.png", "00001.png", "captions.jsonl", "grid.png"]
 
 
 def test_captions_are_the_lines_that_are_not_empty(tmp_path):

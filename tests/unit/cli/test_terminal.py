@@ -1,11 +1,11 @@
-"""Bars are for terminals: a log has lines."""
+"""Bars are for terminals: a log has lines. Names of files are bytes."""
 
 import io
 import os
 
 import pytest
 
-from m6.cli.terminal import keep_bars_out_of_logs
+from m6.cli.terminal import keep_bars_out_of_logs, print_any_name
 
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
@@ -33,3 +33,11 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     keep_bars_out_of_logs()
     assert [os.environ[name] for name in BARS] == ["0", "0"]
+
+
+def test_names_that_are_not_in_utf8_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "utf-8"))
+    print_any_name()
+    print(os.fsdecode(b"\xff.png"), flush=True)
+    assert written.getvalue() == b"\xff.png\n"

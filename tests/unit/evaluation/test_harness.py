@@ -199,3 +199,12 @@ def test_mistakes(folder: Path, tmp_path: Path):
 def test_a_task_that_nobody_has(folder: Path):
     message = user_error("evaluate-tasks", folder / "run", "--task", "hellaswagg")
     assert message == 'hellaswagg: no such task; did you mean "hellaswag"?'
+
+
+def test_a_task_whose_data_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_network(**_: object) -> None:
+        raise ConnectionError("Couldn't reach 'hellaswag' on the Hub")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", no_network)
+    message = user_error("evaluate-tasks", folder / "run", "--task", "m6_news", "--data", folder / "data")
+    assert message == "m6_news: the data cannot be read: Couldn't reach 'hellaswag' on the Hub"

@@ -34,7 +34,7 @@ def test_a_run_with_all_records(run):
     data = open_data(config)
     keep_sources(run, data)
     validation = {
-        "validation": {"image_captioning": 1.25, "text_denoising": None},
+        "validation": {"image_captioning": 1.25, "text_denoising": None, "text_to_image": 800.0},
         "validation_by_source": {"image_captioning": {"tiny_shapes": 1.25}},
     }
     write_metrics(run, [{"step": 50, "validation": {"image_captioning": 7.0}}, {"step": 100, **validation}])
@@ -51,6 +51,7 @@ def test_a_run_with_all_records(run):
         f"{counts['active_per_token']:,}",
         "| image_captioning | 1.250 | 3.490 |",
         "| text_denoising | not finite |",
+        "| text_to_image | 800.000 | inf |",
         "At step 100",
         "400 and 12,000",
         "2 x a CPU",

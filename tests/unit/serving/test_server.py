@@ -25,6 +25,8 @@ def test_user_errors(run: Path, tmp_path: Path):
         port = taken.getsockname()[1]
         message = user_error("serve", "--checkpoint", run, "--port", port)
     assert message == f"cannot listen at 127.0.0.1:{port}: Address already in use"
+    message = user_error("serve", "--checkpoint", run, "--host", "a..b", "--port", 0)
+    assert message == "cannot listen at a..b:0: no name of a host"
     message = user_error("serve", "--checkpoint", run, "--port", 0, "--max-new-tokens", 1000)
     assert message == "max_new_tokens 1000 is more than the model's max_position_embeddings 96"
     for option, value in (("guidance", 2), ("temperature", 1), ("top-k", 3), ("top-p", 0.5), ("passes", 12)):
