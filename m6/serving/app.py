@@ -136,16 +136,21 @@ def create_app(
     async def caption(
         request: Request,
         max_new_tokens: Annotated[int, Query(ge=1, le=captioning.max_new_tokens)] = captioning.max_new_tokens,
+        question: str = "",
         deadline: Deadline = deadline_s,
     ) -> dict[str, str]:
-        """Captions a picture: PNG, JPEG, WebP, GIF, BMP or TIFF, as the body or as the only file of a form."""
-        check_parameters(request, "max_new_tokens", "deadline_s")
+        """Captions a picture, or answers a question about it.
+
+        PNG, JPEG, WebP, GIF, BMP or TIFF, as the body or as the only file of a form.
+        """
+        check_parameters(request, "max_new_tokens", "question", "deadline_s")
         content_type, image_size = request.headers.get("content-type", ""), captioning.model.config.image_size
 
         async def answer() -> str:
             async with intake.body(request, MAX_BODY_BYTES) as body:
                 picture = await intake.run(open_picture, content_type, body, image_size)
-            return await result_of(request, "caption", CaptionJob(picture, max_new_tokens))
+            job = await intake.run(read_question, captioning, picture, max_new_tokens, question)
+            return await result_of(request, "caption", job)
 
         return {"text": await within(deadline, answer())}
 
@@ -207,6 +212,14 @@ def open_picture(content_type: str, body: bytes, image_size: int) -> Image.Image
     except Exception:  # some of Pillow's decoders raise undocumented types, such as struct.error
         reason = "corrupt image"
     raise BadInput(f"the body of the request is not a usable picture: {reason}")
+
+
+def read_question(captioning: Captioning, picture: Image.Image, max_new_tokens: int, question: str) -> CaptionJob:
+    """Makes the job of a request to ``/caption``; BadInput if its question is too long."""
+    try:
+        return captioning.job(picture, max_new_tokens, question)
+    except UserError as error:
+        raise BadInput(str(error)) from None
 
 
 def read_drawing(drawing: Drawing, body: bytes) -> DrawJob:

@@ -68,7 +68,7 @@ def serve(
         else:
             model, processor = load_run_model(folder, device)
             captioning = Captioning(model, processor, max_new_tokens)
-        warn_unless_learned(captioning.model, folder, ["image_captioning"], "captions")
+        warn_unless_learned(captioning.model, folder, ["image_captioning", "visual_question_answering"], "texts")
         tasks: dict[str, MeasuredTask] = {"caption": captioning}
         if drawing is not None:
             tasks["generate"] = drawing

@@ -1,4 +1,4 @@
-"""The tasks of the service: captioning pictures and generating pictures."""
+"""The tasks of the service: captions of pictures, answers about them, and generating pictures."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionJob:
-    """A picture to caption in at most ``max_new_tokens`` tokens, ``<eos>`` included."""
+    """A picture to caption, or to ask of, in at most ``max_new_tokens`` tokens, ``<eos>`` included."""
 
     picture: Image.Image
     max_new_tokens: int
+    question: str = ""
 
 
 class Captioning:
-    """Captions pictures by greedy decoding.
+    """Captions pictures, and answers questions about them, by greedy decoding.
 
-    All prompts have the same length, so a job's length is its number of decoding steps.
+    A job's length is its number of decoding steps. Questions, which make prompts longer, are left out: they are short.
 
     Args:
         model: in evaluation mode.
@@ -59,6 +60,13 @@ class Captioning:
         """Largest length of a job, in decoding steps."""
         return self.max_new_tokens
 
+    def job(self, picture: Image.Image, max_new_tokens: int, question: str) -> CaptionJob:
+        """Returns the job of a request; UserError if the question is too long."""
+        length, limit = len(self.processor.tokenizer.encode_ids(question)), self.model.config.max_position_embeddings
+        if length > limit:
+            raise UserError(f"the question {question[:20]!r}... has {length} tokens, the model reads {limit}")
+        return CaptionJob(picture, max_new_tokens, question)
+
     def identity(self) -> dict[str, Any]:
         """Returns what the cost of a batch depends on: the model."""
         return {"task": "caption", "model": self.model.config.to_dict(), "type": str(self.model.dtype)}
@@ -68,7 +76,7 @@ class Captioning:
         return job.max_new_tokens
 
     def run(self, jobs: Sequence[CaptionJob]) -> list[str]:
-        """Returns the caption of each job."""
+        """Returns the caption or the answer of each job."""
         return self._caption(jobs)
 
     def run_synthetic(self, length: int, batch_size: int) -> None:
@@ -84,6 +92,7 @@ class Captioning:
             self.model,
             self.processor,
             [job.picture for job in jobs],
+            [job.question for job in jobs],
             num_beams=1,
             max_new_tokens=max(limits),
             batch_size=len(jobs),

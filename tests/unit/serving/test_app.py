@@ -105,6 +105,29 @@ def test_a_batch_of_different_lengths_equals_each_description_alone(captioning: 
     assert captioning.run(jobs * 22)[-3:] == expected, "66 at a time"
 
 
+def test_questions_and_captions_share_a_batch(captioning: Captioning):
+    questions = ["蓝色的圆形", "", "红"]
+    pictures = [Image.open(io.BytesIO(picture)) for picture in PICTURES]
+    options = {"num_beams": 1, "max_new_tokens": 9, "do_sample": False}
+    expected = [
+        caption(captioning.model, captioning.processor, [picture], [question] if question else None, **options)[0]
+        for picture, question in zip(pictures, questions, strict=True)
+    ]
+    assert (
+        captioning.run([captioning.job(p, 9, question) for p, question in zip(pictures, questions, strict=True)])
+        == expected
+    )
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        query = {"question": questions[0], "max_new_tokens": 9}
+        answer = await client.post("/caption", params=query, content=PICTURES[0])
+        assert answer.json() == {"text": expected[0]}
+        refused = await client.post("/caption", params={"question": "红色的圆形" * 60}, content=PICTURES[0])
+        assert (refused.status_code, "tokens, the model reads" in refused.text) == (422, True)
+
+    with_client(captioning, scenario)
+
+
 def test_requests_that_wait_share_a_batch_and_get_their_own_answers(captioning: Captioning):
     task = Gated(captioning)
 
