@@ -13,6 +13,7 @@ from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import load_run_model
 from m6.data.sources.shapes import COLOURS
 from m6.generation.pipeline import M6TextToImagePipeline
+from m6.generation.sampling import Sampling
 from m6.model import num_parameters
 from m6.tokenizers.processor import M6Processor
 
@@ -24,10 +25,16 @@ def pipeline() -> M6TextToImagePipeline:
     return M6TextToImagePipeline.from_pretrained(MODEL)
 
 
-def test_it_draws_colours_that_captions_name(pipeline):
+def test_it_says_what_it_has_learned(pipeline):
+    assert pipeline.model.decodings == ["masked", "left_to_right"]
+    assert sorted(pipeline.model.learned_objectives) == ["image_captioning", "image_code_denoising", "text_to_image"]
+
+
+@pytest.mark.parametrize("decoding", ["masked", "left_to_right"])
+def test_it_draws_colours_that_captions_name(pipeline, decoding):
     """Also of two combinations that training left out: 红色的圆形 and 棕色的五角星."""
     captions = ["红色的圆形", "棕色的五角星", "蓝色的正方形", "绿色的心形", "黄色的长方形"]
-    images = pipeline(captions, progress=False).images
+    images = pipeline(captions, sampling=Sampling(decoding=decoding), progress=False).images
     for caption, image in zip(captions, images, strict=True):
         pixels = np.asarray(image, np.float64).reshape(-1, 3)
         shape = pixels[pixels.min(axis=1) < 200]  # what is not the white background
