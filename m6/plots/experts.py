@@ -25,6 +25,8 @@ _FACTOR = 4.0  # the colour scale ends at a quarter of the mean load and at four
 def plot_experts(run_dir: Path, out: Path | None = None) -> Path:
     """Draws a heat map for every sparse layer: the load of each expert (y) over the steps (x), relative to the mean.
 
+    The experts of a prototype stand together, between two lines.
+
     Args:
         run_dir: a run of a sparse model with loads in its metrics.jsonl.
         out: the PNG to write; by default RUN/experts.png.

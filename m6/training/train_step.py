@@ -112,7 +112,7 @@ class TrainStep:
         self.stage = stage
         self.places = Places.of(config, runtime)
         self._exact = config.m6.training.deterministic is not None
-        self.health = ExpertHealth(engine.module)
+        self.health = ExpertHealth(engine.module, config.model)
         self.noise = GradientNoise(config, engine)
         # In the order of the forward pass, which is also the order of the router statistics. None: on another rank.
         self.sparse: dict[str, MoELayer | None] = {

@@ -12,16 +12,24 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from m6.architecture.configuration import M6Config
 from moe import MoELayer, RoutingStats
+from moe.groups import by_prototype
 
 _LOAD_TYPE = "<f2"  # little-endian float16
 _MAX_LINES_WITH_LOADS = 100  # keeps metrics.jsonl small for layers with many experts
 
 
 class ExpertHealth:
-    """Accumulates the statistics of the routers and dispatchers of ``model`` without synchronising the device."""
+    """Accumulates the statistics of the routers and dispatchers of ``model`` without synchronising the device.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the model, or this rank's part of it.
+        config: of the model.
+    """
+
+    def __init__(self, model: nn.Module, config: M6Config) -> None:
+        self._config = config
         layers = {module for module in model.modules() if isinstance(module, MoELayer)}
         self._traffic = [layer.dispatcher.traffic for layer in layers]
         self._sent_before = self._sent()
@@ -50,7 +58,8 @@ class ExpertHealth:
             unused_experts: number of experts without a token;
             router_entropy: in nats.
             If exchanges moved data: sent_bytes within and between nodes since the last report, including validation.
-            With loads: prototypes, the same statistics by prototype; loads, which ``decode_loads`` reads.
+            With loads: prototypes, the same statistics by prototype; loads, which ``decode_loads`` reads, one prototype
+            after the other.
             A dense model gives {}.
         """
         if not self._layers:
@@ -68,6 +77,9 @@ class ExpertHealth:
         fields = len(RoutingStats._fields)
         layers = [RoutingStats(*columns[i : i + fields]) for i in range(0, len(columns), fields)]
         self._layers, self._sent_before = [], sent
+        # Experts are numbered group by group: here those of a prototype stand together.
+        moe = self._config.moe_config()
+        layers = [layer._replace(expert_counts=by_prototype(layer.expert_counts, moe).flatten()) for layer in layers]
 
         report: dict[str, Any] = _by_key([_statistics(layer, prototypes=1) for layer in layers])
         report = {key: [value[0] for value in values] for key, values in report.items()}

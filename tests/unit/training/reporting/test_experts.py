@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from m6.architecture.configuration import M6Config
 from m6.errors import UserError
 from m6.plots.experts import plot_experts
 from m6.runs.processes import Runtime
@@ -26,7 +27,7 @@ def stats(counts: list[float], dropped: list[float], num_tokens: float, entropy:
 
 def test_figures(runtime: Runtime):
     """Two layers of two prototypes, two micro-batches; the layer's figures, and those of each prototype."""
-    health = ExpertHealth(nn.Identity())
+    health = ExpertHealth(nn.Identity(), M6Config(moe={"num_experts": 4, "num_prototypes": 2}))
     second = stats([2.0, 2.0, 2.0, 2.0], [0.0, 0.0], 4.0, [0.5, 0.5])
     health.add((stats([3.0, 1.0, 2.0, 0.0], [0.0, 2.0], 4.0, [0.6, 0.2]), second))
     health.add((stats([1.0, 1.0, 2.0, 0.0], [0.0, 0.0], 2.0, [0.3, 0.2]), second))
@@ -48,10 +49,24 @@ def test_figures(runtime: Runtime):
     assert set(health.reduce(with_loads=False)["experts"]) == set(report) - {"prototypes", "loads"}
 
 
+def test_figures_of_prototypes_whose_experts_are_in_groups(runtime: Runtime):
+    """Of each group, the first two experts are the first prototype's and the other two the second one's."""
+    groups = {"num_experts": 8, "num_prototypes": 2, "num_groups": 2}
+    health = ExpertHealth(nn.Identity(), M6Config(moe=groups))
+    health.add((stats([3.0, 3.0, 1.0, 0.0, 3.0, 3.0, 4.0, 0.0], [0.0, 7.0], 12.0, [0.5, 0.5]),))
+    report = health.reduce(with_loads=True)["experts"]
+    first, second = np.array([3.0, 3.0, 3.0, 3.0]), np.array([1.0, 0.0, 4.0, 0.0])
+    assert report["prototypes"]["load_cv"] == [pytest.approx([0.0, second.std() / second.mean()])]
+    assert report["prototypes"]["unused_experts"] == [[0, 2]]
+    assert report["prototypes"]["dropped_fraction"] == [pytest.approx([0.0, 7 / 12])]
+    loads = np.concatenate([first, second])
+    np.testing.assert_allclose(decode_loads(report["loads"][0]), loads / loads.mean(), rtol=2**-11)
+
+
 def test_bytes_of_exchanges_are_those_since_the_last_report(runtime: Runtime):
     layer = MoELayer(8, 8, MoEConfig(num_experts=2))
     layer.dispatcher.traffic.bytes_within_nodes = 5  # before training
-    health = ExpertHealth(nn.ModuleList([layer, layer]))
+    health = ExpertHealth(nn.ModuleList([layer, layer]), M6Config(moe={"num_experts": 2}))
     for within, between in ((100, 7), (20, 1)):
         layer.dispatcher.traffic.bytes_within_nodes += within
         layer.dispatcher.traffic.bytes_between_nodes += between
@@ -66,7 +81,7 @@ def test_adding_waits_for_nothing():
     """Fake tensors have no numbers, so whatever asks for one fails."""
     with FakeTensorMode():
         layer = MoELayer(8, 16, MoEConfig(num_experts=4, num_prototypes=2))
-        health = ExpertHealth(layer)
+        health = ExpertHealth(layer, M6Config())
         for _ in range(2):
             health.add((stats([1.0] * 4, [0.0] * 2, 2.0, [0.5] * 2),))
 
