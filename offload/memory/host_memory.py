@@ -7,7 +7,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -64,27 +64,43 @@ def _private_mapping(num_bytes: int) -> mmap.mmap:
 
 
 def available_bytes() -> int | None:
-    """Returns how much memory the system and this process's control group have left; None if neither tells."""
+    """Returns how much memory the system and this process's control groups have left; None if none of them tells.
+
+    The groups are the process's own and all around it: Slurm limits a job, whose steps and tasks are groups inside.
+    """
     found = [1024 * number for number in _numbers(Path("/proc/meminfo"), "MemAvailable:")]
-    for limit, usage, cache in _CONTROL_GROUPS:
-        most, used = _numbers(Path(limit)), _numbers(Path(usage))
-        if most and used:  # the system drops cached files when a process needs memory
-            reclaimable = sum(_numbers(Path(usage).with_name("memory.stat"), cache))
-            found.append(max(0, most[0] - used[0] + reclaimable))
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, own = line.split(":", 2)
+        if controllers in _HIERARCHIES:
+            root, limit, usage, cache = _HIERARCHIES[controllers]
+            path = PurePosixPath(own.lstrip("/"))
+            # A container may have its own group as the root; the other names then lead to no file.
+            for group in (Path(root) / each for each in (path, *path.parents)):
+                most, used = _numbers(group / limit), _numbers(group / usage)
+                if most and used:  # the system drops cached files when a process needs memory
+                    reclaimable = sum(_numbers(group / "memory.stat", cache))
+                    found.append(max(0, most[0] - used[0] + reclaimable))
     return min(found, default=None)
 
 
-_CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "inactive_file"),
-)
+# By the controllers of a line of /proc/self/cgroup, which are named in version 1 alone: where the groups lie, and the
+# names of limit, usage and cached files, each including the groups inside.
+_HIERARCHIES = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def _numbers(path: Path, name: str | None = None) -> list[int]:
     """Returns the number after ``name`` in a file, or the only number of a file; empty if there is none."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return []
+    lines = [line.split() for line in _lines(path)]
     words = [line[0] for line in lines[:1]] if name is None else [line[1] for line in lines if line[0] == name]
     return [int(word) for word in words if word.isdigit()]
+
+
+def _lines(path: Path) -> list[str]:
+    """Returns the lines of a file; none if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
