@@ -150,12 +150,22 @@ def test_nothing_is_lost_when_the_reducer_changes(folder: Path):
 
 @pytest.mark.slow
 def test_split_experts_are_summed_whole(folder: Path):
-    """ep_size 2 on 4 ranks: the other gradients are compressed, the experts have no residual."""
-    changes = {"m6__communication": communication("top_k", density=0.2, warmup_steps=0)}
+    """ep_size 2 on 4 ranks: the other gradients are compressed, the experts have no residual, but their bytes count."""
+    changes = {"m6__communication": communication("top_k", density=0.2)}
     run = trained(folder, "split", [(4, 1, None)], ep_size=2, **changes)
     names = residual_sums(run, 4)
     assert "model.layers.0.attention.qkv.weight" in names
     assert not any("experts" in name for name in names)
+
+    config = parse_config(layout(folder, 4, 1, 1, **changes))  # of all experts
+    parameters = list(build_meta_model(config, None).named_parameters())
+    tensors = [gradient_tensor(name, each) for name, each in parameters if ".experts." not in name]
+    split = sum(each.numel() for name, each in parameters if ".experts." in name) / 2
+    of_experts = split * 4.0  # a ring of the two ranks with the same experts
+    due = [sent_bytes(tensors, config.m6.communication, density, 4) + of_experts for density in (1.0, 0.2, 0.2, 0.2)]
+    found = gradient_bytes(run)
+    assert [each["sent"] for each in found] == pytest.approx(due, rel=1e-12)
+    assert [each["all_reduce"] for each in found] == pytest.approx([due[0]] * 4, rel=1e-12)
 
 
 @pytest.mark.slow

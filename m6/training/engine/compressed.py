@@ -13,6 +13,8 @@ from m6.checkpoints.format import WeightReader
 from m6.checkpoints.fragment import Fragment
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.planning.cost.gradient_bytes import ring_bytes
+from m6.planning.cost.precision import FP32
 from m6.training.engine.engine import Engine, LossFunction, Update
 from m6.training.engine.handover import give_partition, take_gradient
 from m6.training.engine.partitions import is_expert
@@ -46,6 +48,8 @@ class CompressedEngine(Engine):
         like = torch.zeros((), device=device)
         self._reducer = Reducer(config.m6.communication, dense, self._collectives, like)
         self._same_experts = CountedCollectives(expert_group("expert_data_parallel", config.m6.training.ep_size))
+        split = sum(each.numel() for each in self._trained.values() if is_expert(each))
+        self._expert_bytes = ring_bytes(split * FP32, self._same_experts.ranks)
         self._step = self._reported_step = 0
         self._leaves_nothing_out = False
         self._reduces_alone = deepspeed.enable_backward_allreduce
@@ -65,7 +69,7 @@ class CompressedEngine(Engine):
     def update(self) -> Update:
         """See ``Engine.update``."""
         if self._leaves_nothing_out:
-            self._collectives.sent_bytes += self._reducer.bytes_due(self._step)[1]
+            self._collectives.sent_bytes += self._all_reduce_bytes()
         else:
             scale = self.averaged_over * (1.0 if self._loss_scale is None else self._loss_scale.value)
             gradients = {name: take_gradient(parameter).div_(scale) for name, parameter in self._trained.items()}
@@ -94,9 +98,15 @@ class CompressedEngine(Engine):
 
     def traffic(self) -> dict[str, Any]:
         """See ``Engine.traffic``."""
-        steps = max(1, self._step - self._reported_step)
-        sent, self._collectives.sent_bytes, self._reported_step = self._collectives.sent_bytes, 0.0, self._step
-        return {"gradient_bytes": {"sent": sent / steps, "all_reduce": self._reducer.bytes_due(self._step)[1]}}
+        steps, self._reported_step = max(1, self._step - self._reported_step), self._step
+        sent = 0.0
+        for counted in (self._collectives, self._same_experts):
+            sent, counted.sent_bytes = sent + counted.sent_bytes, 0.0
+        return {"gradient_bytes": {"sent": sent / steps, "all_reduce": self._all_reduce_bytes()}}
+
+    def _all_reduce_bytes(self) -> float:
+        """Bytes that a rank sends in a step for whole gradients, those of its experts included."""
+        return self._reducer.bytes_due(self._step)[1] + self._expert_bytes
 
     def residual_fragments(self) -> Iterator[Fragment]:
         """See ``Engine.residual_fragments``."""
