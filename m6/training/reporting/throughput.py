@@ -10,10 +10,13 @@ from m6.model.counting import num_parameters
 from offload import CudaDevice
 
 # Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.
-# A GB200 comes before a B200, whose name it contains.
+# A longer name comes before one that it contains: cards of PCI Express reach less than modules of the same model.
 _PEAK_FLOPS = {
+    "V100-PCIE": 112e12,
     "V100": 125e12,
     "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "GB200": 2500e12,
