@@ -6,6 +6,9 @@ RUN/sources.json     the sources of the data with their licences, see m6/runs/da
 RUN/initial.json     the run that the initial weights come from, see m6/checkpoints/ancestry.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/bad_rows_rank_*  rows of the data that could not be used, by step; also without duplicates and gaps
+RUN/samples/         pictures of fixed captions, by step
+RUN/offload/         the memory of offloaded experts, see m6/training/offloading/report.py
+RUN/nonfinite/       the batches of a step that ended the run because it was not finite
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
 RUN/loading          touched while an attempt reads its checkpoint
@@ -46,6 +49,8 @@ LOADING = "loading"
 """The file that shows that an attempt reads its checkpoint, which may take longer than any step."""
 SOURCES, INITIAL = "sources.json", "initial.json"
 """The files in a run's folder that name the sources of its data, and the run that its initial weights come from."""
+SAMPLES, OFFLOAD, NONFINITE = "samples", "offload", "nonfinite"
+"""The folders in a run's folder with pictures of steps, the memory of offloaded experts, and batches not finite."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
 """The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
@@ -153,8 +158,8 @@ class RunDirectory:
         the job scripts, which would count old attempts from step 0 as if they had just failed. Data and initial weights
         may be others from now on, so their records go with the steps that they belong to.
         """
-        trackers = (WANDB_ID, TENSORBOARD)
-        others = (PROGRESS, "DONE", LAST_CHECKPOINT, SOURCES, INITIAL, *trackers, "slurm/attempts.txt")
+        of_steps = (PROGRESS, "DONE", LAST_CHECKPOINT, SAMPLES, OFFLOAD, NONFINITE)
+        others = (*of_steps, SOURCES, INITIAL, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
         kept = (self.metrics, self.checkpoints, *(self.root / name for name in others), *self.root.glob(_BAD_ROWS))
         folder = _next_folder(self.root, "before_restart_")
         with self._writing():

@@ -25,7 +25,7 @@ from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import outcome_line
 from m6.runs.data import check_sources_unchanged, keep_sources, open_data
-from m6.runs.directory import RunDirectory
+from m6.runs.directory import SAMPLES, RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
@@ -94,7 +94,7 @@ class Trainer:
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
         resumed = 0 if self.checkpoint is None else self.checkpoint.state["step"]
         self.trackers = Trackers(run, self.settings.logging, config.document, resumed) if runtime.is_main else None
-        self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / "samples", runtime)
+        self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / SAMPLES, runtime)
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
 

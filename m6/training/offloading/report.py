@@ -7,10 +7,11 @@ from typing import Any
 
 from m6.files import write_json
 from m6.formatting import format_mib as mib
+from m6.runs.directory import OFFLOAD
 from m6.training.offloading.dry_trace import ActivationTraffic
 from offload import OffloadRuntime, PlacementPlan, predict_times
 
-MEMORY_RECORD = Path("offload") / "memory_rank_00000.json"
+MEMORY_RECORD = Path(OFFLOAD) / "memory_rank_00000.json"
 """The memory record of rank 0 in the run's folder; each rank writes its own file."""
 
 

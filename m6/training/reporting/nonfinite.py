@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from m6.data.pretraining import MicroBatch
 from m6.errors import UserError
 from m6.files import atomic_path
-from m6.runs.directory import RunDirectory
+from m6.runs.directory import NONFINITE, RunDirectory
 from m6.runs.processes import Runtime
 from m6.training.reporting.outcome import StepOutcome
 
@@ -43,7 +43,7 @@ class NonfinitePolicy:
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
         if self.consecutive <= self._limit:
             return
-        folder = self._run.root / "nonfinite"
+        folder = self._run.root / NONFINITE
         routers, stages = ", ".join(outcome.nonfinite_routers), "; ".join(outcome.nonfinite_stages)
         reason = (
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, "

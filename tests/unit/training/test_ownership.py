@@ -106,7 +106,9 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     assert pretrain(config, root, runtime)
     before = losses(root)
     (root / "wandb_id").write_text("0123456789abcdef\n")
-    (root / "tensorboard").mkdir()
+    of_steps = {"tensorboard", "samples", "offload", "nonfinite"}
+    for name in of_steps:
+        (root / name).mkdir()
     (root / "initial.json").write_text("{}")
     (root / "before_restart_004").mkdir()  # a person removed those before it
     assert pretrain(config, root, runtime, restart=True)
@@ -115,9 +117,9 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     assert losses(kept) == before
     assert complete_checkpoints(kept / "checkpoints")
     assert (kept / "wandb_id").exists()
-    assert {"tensorboard", "sources.json", "initial.json"} <= {path.name for path in kept.iterdir()}
+    assert {"sources.json", "initial.json", *of_steps} <= {path.name for path in kept.iterdir()}
     assert (root / "sources.json").exists()
-    assert not any((root / name).exists() for name in ("wandb_id", "initial.json"))
+    assert not any((root / name).exists() for name in ("wandb_id", "initial.json", *of_steps))
 
 
 @pytest.fixture
