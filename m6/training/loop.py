@@ -92,11 +92,12 @@ class Trainer:
         )
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
-        resumed = 0 if self.checkpoint is None else self.checkpoint.state["step"]
-        self.trackers = Trackers(run, self.settings.logging, config.document, resumed) if runtime.is_main else None
         self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / SAMPLES, runtime)
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
+        # Last, since whoever has no trainer cannot close them.
+        resumed = 0 if self.checkpoint is None else self.checkpoint.state["step"]
+        self.trackers = Trackers(run, self.settings.logging, config.document, resumed) if runtime.is_main else None
 
     @naming_the_budget()
     def train(self, stop_after: int | None = None) -> bool:

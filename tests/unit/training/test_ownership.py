@@ -122,6 +122,17 @@ def test_a_restart_keeps_what_was_there(folder: Path, runtime: Runtime, tmp_path
     assert not any((root / name).exists() for name in ("wandb_id", "initial.json", *of_steps))
 
 
+def test_no_tracker_stays_open_if_an_attempt_cannot_begin(
+    folder: Path, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trackers = mock.Mock()
+    monkeypatch.setattr("m6.training.loop.Trackers", trackers)
+    monkeypatch.setattr("m6.training.loop.open_sample_grids", mock.Mock(side_effect=UserError("no image tokenizer")))
+    with pytest.raises(UserError, match="no image tokenizer"):
+        pretrain(parse_config(tiny_document(folder)), tmp_path / "run", runtime)
+    assert trackers.call_count == trackers.return_value.close.call_count
+
+
 @pytest.fixture
 def own_folder(folder: Path, tmp_path: Path) -> Path:
     """The tiny data and tokenizer, which the test may change."""
