@@ -34,8 +34,10 @@ def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 6
         answer=_clean_or_none(row.answer),
         context=_clean_or_none(row.context),
     )
-    if not (row.question and row.answer if kind == "vqa" else row.text):
-        return row, "empty text"
+    needed = {"no question": row.question, "no answer": row.answer} if kind == "vqa" else {"empty text": row.text}
+    for problem, text in needed.items():
+        if not text:
+            return row, problem
     if len(row.text) > max_chars:
         return row, "text too long"
     if kind == "labelled_text" and not row.answer:

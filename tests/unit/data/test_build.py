@@ -269,10 +269,16 @@ def test_settings_out_of_range_are_refused(settings, message):
         BuildSettings(**settings)
 
 
-def test_a_question_needs_its_answer():
-    row = Row("1", "g", image=picture(), question="什么颜色？", answer="红色")
-    assert check_row(row, "vqa", max_chars=256)[1] is None
-    assert check_row(Row("1", "g", image=picture(), question="什么颜色？"), "vqa", max_chars=256)[1] == "empty text"
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        ({"question": "什么颜色？", "answer": "红色"}, None),
+        ({"question": "什么颜色？"}, "no answer"),
+        ({"question": " ", "answer": "红色"}, "no question"),
+    ],
+)
+def test_a_question_needs_its_answer(texts, problem):
+    assert check_row(Row("1", "g", image=picture(), **texts), "vqa", max_chars=256)[1] == problem
 
 
 def test_spread_takes_the_same_share_of_each_part():
