@@ -196,12 +196,12 @@ class M6Model(M6PreTrainedModel):
         """The sample of each key: int64 [B, K], 0 at padding and at unwritten places of a cache."""
         batch, length = input_ids.shape
         keys = length if past_key_values is None else past_key_values.get_mask_sizes(length, 0)[0]
-        samples = sample_ids if sample_ids is not None else attention_mask
+        name, samples = ("sample_ids", sample_ids) if sample_ids is not None else ("attention_mask", attention_mask)
         if samples is not None:
             # A static cache gives its length as a tensor; a comparison would synchronise the device.
             needed = length + (past_length if isinstance(past_length, int) else 0)
             if not needed <= samples.shape[1] <= keys:
-                raise UserError(f"attention_mask has {samples.shape[1]} columns, but there are {needed} tokens")
+                raise UserError(f"{name} has {samples.shape[1]} columns, but there are {needed} tokens")
             return F.pad(samples.long(), (0, keys - samples.shape[1]))
         index = torch.arange(length, device=input_ids.device) + past_length
         real = (input_ids != self.config.pad_token_id).long()

@@ -93,8 +93,9 @@ def test_source_after_a_cache_is_refused(tiny_model, pack, samples):
     with pytest.raises(UserError, match="follow 1 cached"):
         model(**{name: batch[name][:, 1:4] for name in names}, past_key_values=cache)
     new = {name: batch[name][:, 3:6] for name in names}
-    with pytest.raises(UserError, match="1 columns, but there are 4 tokens"):
-        model(**new, attention_mask=torch.ones(1, 1), past_key_values=cache)
+    for name in ("attention_mask", "sample_ids"):
+        with pytest.raises(UserError, match=f"{name} has 1 columns, but there are 4 tokens"):
+            model(**new, **{name: torch.ones(1, 1)}, past_key_values=cache)
     with pytest.raises(UserError, match="position_ids"):
         model(input_ids=batch["input_ids"][:, 3:4], past_key_values=cache)
 
