@@ -36,8 +36,6 @@ class MicroBatch:
     labels: Tensor
     """[B, S], aligned with input_ids (the model shifts them); -100 except at target tokens after ``<bos>``. A token
     that is predicted in place has its label one position later"""
-    loss_weights: Tensor
-    """[B, S] fp32, 0 at positions without a label"""
     objective_ids: Tensor
     """[B, S]: index in OBJECTIVES at labels, -1 elsewhere"""
     data_source_ids: Tensor
@@ -132,7 +130,7 @@ class Collator:
             bad_rows: copied to the micro-batch.
 
         Raises:
-            ValueError: an example is longer than a row, or the number of its weights does not match its target.
+            ValueError: an example is longer than a row.
         """
         tokenizer = self.tokenizer
         prefixes = [0 if picture is None else self.num_patches for picture in pictures]
@@ -147,7 +145,6 @@ class Collator:
         token_type_ids, position_ids, sample_ids = (np.zeros(shape, np.int64) for _ in range(3))
         labels = np.full(shape, IGNORED_LABEL, np.int64)
         objective_ids, data_source_ids = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-        loss_weights = np.zeros(shape, np.float32)
         counter = np.arange(self.sequence_length)
         for row, indices in enumerate(rows):
             begin = 0
@@ -157,10 +154,6 @@ class Collator:
                 target = source + len(example.source_ids)
                 end = target + len(example.target_ids) + 2
                 labelled: slice | np.ndarray = slice(target + 1, end)
-                if example.weights is not None and len(example.weights) != len(example.target_ids) + 1:
-                    raise ValueError(
-                        f"{len(example.weights)} weights for {len(example.target_ids)} target ids and <eos>"
-                    )
                 input_ids[row, begin:source] = tokenizer.image_token_id
                 input_ids[row, source:target] = example.source_ids
                 input_ids[row, target] = tokenizer.bos_token_id
@@ -182,7 +175,6 @@ class Collator:
                 # After the labels were copied: the model reads corrupted ids but is trained on the true ones.
                 if example.corrupted_target_ids is not None:
                     input_ids[row, target + 1 : end - 1] = example.corrupted_target_ids
-                loss_weights[row, labelled] = 1 if example.weights is None else example.weights
                 objective_ids[row, labelled] = example.objective_id
                 data_source_ids[row, labelled] = example.data_source_id
                 begin = end
@@ -194,7 +186,6 @@ class Collator:
             position_ids=torch.from_numpy(position_ids),
             sample_ids=torch.from_numpy(sample_ids),
             labels=torch.from_numpy(labels),
-            loss_weights=torch.from_numpy(loss_weights),
             objective_ids=torch.from_numpy(objective_ids),
             data_source_ids=torch.from_numpy(data_source_ids),
             pixel_values=pixel_values([p for p in ordered if p is not None], self.image_size),

@@ -82,7 +82,6 @@ class Example:
         in_place: the target is read in both directions, and only what is corrupted is predicted, each id at its own
             position. Otherwise each id is predicted from those before it.
         image: picture file whose patches come first, or None.
-        weights: loss weights of the target ids and of ``<eos>`` (one more than target_ids); None: all 1.
         objective_id: index in OBJECTIVES.
         data_source_id: index of the row's source in the run's sources.
     """
@@ -92,7 +91,6 @@ class Example:
     corrupted_target_ids: list[int] | None = None
     in_place: bool = False
     image: bytes | None = None
-    weights: list[float] | None = None
     objective_id: int = 0
     data_source_id: int = 0
 

@@ -29,7 +29,6 @@ def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroB
         position_ids=positions,
         sample_ids=torch.ones(rows, length, dtype=torch.int64),
         labels=labels,
-        loss_weights=torch.ones(rows, length, dtype=torch.int64),
         objective_ids=torch.zeros(rows, length, dtype=torch.int64),
         data_source_ids=torch.zeros(rows, length, dtype=torch.int64),
         pixel_values=to_fake(world, torch.empty(shape.pictures, 3, model.image_size, model.image_size)),

@@ -65,7 +65,7 @@ class BegunStep:
         step: number of the step; the first is 0.
         learning_rate: of the step.
         micro_batches: of the global batch.
-        target_weight: sum of the weights of its targets.
+        targets: number of its targets.
         tokens, samples, bad_rows, pictures, token_pairs: see ``StepOutcome``.
         sums: of this rank.
         router_entropy: sums over this rank's micro-batches, of each sparse layer.
@@ -74,7 +74,7 @@ class BegunStep:
     step: int
     learning_rate: float
     micro_batches: int
-    target_weight: float
+    targets: int
     tokens: int
     samples: int
     bad_rows: int
@@ -88,7 +88,7 @@ class BegunStep:
         return StepOutcome(
             step=self.step + 1,
             result=result,
-            loss=result.weighted_loss_sum / self.target_weight,
+            loss=result.loss_sum / self.targets,
             aux_loss=result.aux_loss_sum / self.micro_batches,
             learning_rate=self.learning_rate,
             grad_norm=update.grad_norm,
@@ -149,12 +149,12 @@ class TrainStep:
 
     def _begin(self, step: int, micro_batches: list[MicroBatch]) -> BegunStep:
         """Runs the passes of a step, or its forward passes and as many backward passes as the engine does."""
-        target_weight, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
+        targets, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
         begun = BegunStep(
             step=step,
             learning_rate=self._learning_rate(step),
             micro_batches=len(micro_batches) * self.places.data_size,
-            target_weight=target_weight,
+            targets=int(targets),
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),
@@ -174,10 +174,10 @@ class TrainStep:
         return begun
 
     def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
-        """Sums over the global batch: loss weights, tokens, samples, bad rows, pictures and pairs of tokens."""
+        """Sums over the global batch: targets, tokens, samples, bad rows, pictures and pairs of tokens."""
         counts = [
             (
-                float(batch.loss_weights.sum()),
+                batch.num_target_tokens,
                 batch.num_tokens,
                 batch.num_samples,
                 len(batch.bad_rows),
@@ -207,15 +207,15 @@ class TrainStep:
         labelled, losses = batch.labels != IGNORED_LABEL, output.target_losses
         if losses is None:  # a stage of a pipeline before the last one
             labelled, losses = torch.zeros_like(labelled), output.aux_loss.new_zeros(0)
-        weighted = (losses * batch.loss_weights[labelled]).sum()
-        begun.sums.add(losses, weighted, batch.objective_ids[labelled], output.aux_loss)
+        loss = losses.sum()
+        begun.sums.add(losses, loss, batch.objective_ids[labelled], output.aux_loss)
         if output.router_stats:
             self._add_router_stats(begun, output.router_stats)
         # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
         # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
         averaged_over = self.engine.averaged_over
-        per_target, per_micro_batch = averaged_over / begun.target_weight, averaged_over / begun.micro_batches
-        return weighted * per_target + output.aux_loss * per_micro_batch
+        per_target, per_micro_batch = averaged_over / begun.targets, averaged_over / begun.micro_batches
+        return loss * per_target + output.aux_loss * per_micro_batch
 
     def _add_router_stats(self, begun: BegunStep, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)

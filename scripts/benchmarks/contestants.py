@@ -94,7 +94,6 @@ def language_modelling_batch(rows: int, sequence_length: int) -> MicroBatch:
         position_ids=torch.arange(sequence_length).repeat(rows, 1),
         sample_ids=torch.ones(shape, dtype=torch.int64),
         labels=labels,
-        loss_weights=labelled.float(),
         objective_ids=torch.where(labelled, objective, -1),
         data_source_ids=torch.where(labelled, 0, -1),
         pixel_values=torch.empty(0, 3, 64, 64),

@@ -130,7 +130,7 @@ def causal_batch(config: RunConfig) -> MicroBatch:
     size = config.model.image_size
     return MicroBatch(
         input_ids=ids, token_type_ids=zeros + 2, position_ids=zeros, sample_ids=zeros + 1, labels=ids,
-        loss_weights=torch.ones(shape), objective_ids=zeros, data_source_ids=zeros,
+        objective_ids=zeros, data_source_ids=zeros,
         pixel_values=torch.empty(0, 3, size, size), num_target_tokens=shape[1], num_tokens=shape[1], num_samples=1,
         num_token_pairs=shape[1] ** 2,
     )  # fmt: skip

@@ -70,7 +70,6 @@ def cut(batch: MicroBatch, begin: int, end: int, model: M6Config) -> MicroBatch:
         position_ids=batch.position_ids[:, own],
         sample_ids=batch.sample_ids[:, :end],
         labels=labels,
-        loss_weights=batch.loss_weights[:, labelled],
         objective_ids=batch.objective_ids[:, labelled],
         data_source_ids=batch.data_source_ids[:, labelled],
         pixel_values=_pictures(batch, begin, end, model),

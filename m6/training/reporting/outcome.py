@@ -14,7 +14,7 @@ class StepOutcome:
     Attributes:
         step: number of finished steps, this one included.
         result: sums over all ranks, and the requests of all ranks.
-        loss: weighted mean cross entropy over the targets of the global batch, in nats.
+        loss: mean cross entropy over the targets of the global batch, in nats.
         aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
         grad_norm: norm of all gradients before clipping.
         skipped: whether a gradient was not finite, so that no weight changed.

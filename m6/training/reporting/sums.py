@@ -24,14 +24,14 @@ class StepResult:
         loss_sums: cross entropy by objective, in nats.
         targets: number of target tokens by objective.
         aux_loss_sum: the routers' weighted auxiliary losses.
-        weighted_loss_sum: weighted cross entropy of all targets.
+        loss_sum: cross entropy of all targets, in nats.
         requests: stop or save if any rank requests it.
     """
 
     loss_sums: dict[str, float]
     targets: dict[str, float]
     aux_loss_sum: float
-    weighted_loss_sum: float
+    loss_sum: float
     requests: Requests
 
 
@@ -64,16 +64,16 @@ class StepSums:
 
     def __init__(self, device: torch.device, exact: bool = False, counts: bool = True) -> None:
         # For each micro-batch:
-        # [sum of losses per objective | targets per objective | aux loss | weighted loss | stop | save]
+        # [sum of losses per objective | targets per objective | aux loss | loss | stop | save]
         self._device, self._exact, self._counts = device, exact, counts
         self._rows: list[Tensor] = []
 
-    def add(self, losses: Tensor, weighted_loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
+    def add(self, losses: Tensor, loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
         """Adds a micro-batch, or a part of it.
 
         Args:
             losses: [N], cross entropy of each target, in nats.
-            weighted_loss: scalar, the weighted sum of ``losses``.
+            loss: scalar, the sum of ``losses``.
             objective_ids: [N], the objective of each target.
             aux_loss: scalar, the routers' weighted auxiliary loss.
         """
@@ -83,7 +83,7 @@ class StepSums:
         row.index_add_(0, objective_ids, losses)
         row.index_add_(0, objective_ids + len(OBJECTIVES), torch.ones_like(losses))
         row[_COLUMNS] += aux_loss.detach()
-        row[_COLUMNS + 1] += weighted_loss.detach()
+        row[_COLUMNS + 1] += loss.detach()
         self._rows.append(row)
 
     def reduce(self, requests: Requests) -> StepResult:
@@ -117,6 +117,6 @@ def _result(values: list[float]) -> StepResult:
         loss_sums=dict(zip(OBJECTIVES, values[:objectives], strict=True)),
         targets=dict(zip(OBJECTIVES, values[objectives:_COLUMNS], strict=True)),
         aux_loss_sum=values[_COLUMNS],
-        weighted_loss_sum=values[_COLUMNS + 1],
+        loss_sum=values[_COLUMNS + 1],
         requests=Requests(stop=values[_COLUMNS + 2] > 0, save=values[_COLUMNS + 3] > 0),
     )

@@ -60,7 +60,6 @@ def test_a_row_that_is_predicted_in_place(tokenizer):
     assert batch.token_type_ids.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 0, 1, 2, 3, 4, 0, 0]]
     assert batch.labels.tolist() == [[blank, blank, blank, 21, blank, 23, blank, blank]]
-    assert batch.loss_weights.tolist() == [[0, 0, 0, 1, 0, 1, 0, 0]]
     assert batch.objective_ids.tolist() == [[-1, -1, -1, 7, -1, 7, -1, -1]]
     assert (batch.num_target_tokens, batch.num_tokens) == (2, 6)
 
@@ -69,9 +68,7 @@ def test_a_row_by_hand(tokenizer):
     pad, bos, eos, image = (getattr(tokenizer, f"{n}_token_id") for n in ("pad", "bos", "eos", "image"))
     examples = [
         Example(source_ids=[11, 12], target_ids=[13], image=b"", objective_id=3),
-        Example(
-            source_ids=[], target_ids=[21, 22], corrupted_target_ids=[21, 25], objective_id=1, weights=[0.5, 2.0, 0.0]
-        ),
+        Example(source_ids=[], target_ids=[21, 22], corrupted_target_ids=[21, 25], objective_id=1),
     ]
     batch = collator(tokenizer)(examples, [picture(255), None], ["s:1: why"])
     blank = -100
@@ -80,13 +77,12 @@ def test_a_row_by_hand(tokenizer):
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 0, 0, 0, 0]]
     assert batch.sample_ids.tolist() == [[1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0, 0, 0]]
     assert batch.labels.tolist() == [[blank] * 5 + [13, eos, blank, 21, 22, eos] + [blank] * 5]
-    assert batch.loss_weights.tolist() == [[0] * 5 + [1, 1, 0, 0.5, 2, 0] + [0] * 5]
     assert batch.objective_ids.tolist() == [[-1] * 5 + [3, 3, -1, 1, 1, 1] + [-1] * 5]
     assert torch.equal(batch.pixel_values, torch.ones(1, 3, SIDE, SIDE))
     assert (batch.num_target_tokens, batch.num_tokens, batch.num_samples) == (5, 11, 2)
     assert batch.bad_rows == ["s:1: why"]
     integers = {name for name, tensor in batch.tensors().items() if tensor.dtype == torch.int64}
-    assert set(batch.tensors()) - integers == {"loss_weights", "pixel_values"}
+    assert set(batch.tensors()) - integers == {"pixel_values"}
 
 
 def test_without_packing_every_sample_has_a_row(tokenizer):
@@ -145,7 +141,6 @@ def test_no_token_is_lost_or_invented(tokenizer, parts, packing):
     assert (batch.input_ids[padding] == tokenizer.pad_token_id).all()
     assert int((~padding).sum()) == batch.num_tokens
     assert int((batch.labels != -100).sum()) == batch.num_target_tokens
-    assert torch.equal(batch.loss_weights > 0, batch.labels != -100)
     assert torch.equal(batch.objective_ids >= 0, batch.labels != -100)
     assert len(batch.pixel_values) == sum(p for _, _, p in parts)
 
@@ -157,11 +152,9 @@ def test_nothing_is_a_row_of_padding(tokenizer):
     assert (batch.num_tokens, batch.num_target_tokens, batch.num_samples) == (0, 0, 0)
 
 
-def test_too_long_and_wrong_weights(tokenizer):
+def test_too_long(tokenizer):
     with pytest.raises(ValueError, match="17 tokens exceeds sequence_length 16"):
         collator(tokenizer)([Example(source_ids=[1] * 7, target_ids=[1] * 8)], [None])
-    with pytest.raises(ValueError, match="1 weights for 1 target ids"):
-        collator(tokenizer)([Example(source_ids=[], target_ids=[1], weights=[1.0])], [None])
 
 
 def test_to_moves_every_tensor(tokenizer):

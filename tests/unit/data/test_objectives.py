@@ -49,7 +49,7 @@ def test_language_modelling_and_captioning_have_no_source(tokenizer):
     ids = tokenizer.encode_ids(TEXT)
     sample = Sample(id="a", text=TEXT, image=b"bytes")
     plain = make("language_modelling", sample, tokenizer)
-    assert (plain.source_ids, plain.target_ids, plain.image, plain.weights) == ([], ids, None, None)
+    assert (plain.source_ids, plain.target_ids, plain.image) == ([], ids, None)
     caption = make("image_captioning", sample, tokenizer)
     assert (caption.source_ids, caption.target_ids, caption.image) == ([], ids, b"bytes")
     assert [make(name, sample, tokenizer).objective_id for name in PRETRAINING] == [0, 1, 2, 3]

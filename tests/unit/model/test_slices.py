@@ -70,7 +70,7 @@ def batch_of(rows: list[list[tuple[int, int, int]]], length: int, image_token_id
     pictures = sum(size > 0 for row in rows for size, _, _ in row)
     return MicroBatch(
         input_ids=ids, token_type_ids=types, position_ids=torch.arange(length).expand_as(ids) % 4, sample_ids=samples,
-        labels=torch.where(labelled, ids, IGNORED_LABEL), loss_weights=torch.rand(ids.shape, dtype=torch.float64),
+        labels=torch.where(labelled, ids, IGNORED_LABEL),
         objective_ids=torch.zeros_like(ids), data_source_ids=torch.zeros_like(ids),
         pixel_values=torch.randn(pictures, 3, 16, 16, dtype=torch.float64),
         num_target_tokens=0, num_tokens=0, num_samples=0, num_token_pairs=0,
@@ -78,7 +78,7 @@ def batch_of(rows: list[list[tuple[int, int, int]]], length: int, image_token_id
 
 
 def loss_of(batch: MicroBatch, output: M6Output) -> torch.Tensor:
-    return (output.target_losses * batch.loss_weights[batch.labels != IGNORED_LABEL]).sum() + output.aux_loss
+    return output.target_losses.sum() + output.aux_loss
 
 
 def whole_pass(model: M6ForConditionalGeneration, batch: MicroBatch) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 def loss_of(model: M6ForConditionalGeneration, batch: MicroBatch) -> torch.Tensor:
     """The loss as the training step makes it."""
     output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
-    return (output.target_losses * batch.loss_weights[batch.labels != -100]).sum() + output.aux_loss
+    return output.target_losses.sum() + output.aux_loss
 
 
 def measured_activations(config: RunConfig, batch: MicroBatch) -> int:

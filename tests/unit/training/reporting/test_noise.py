@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.runs.noise_scale import noise_scale
 from m6.runs.signals import Requests
 
@@ -26,12 +25,11 @@ def test_estimates_are_those_of_single_gradients(make_trainer, zero_stage: int, 
     trainer.train_step(0, batches, Requests)
     (found,) = trainer.train_step.noise.finish().values()
 
-    model, targets = slow.engine.module.train(), sum(float(batch.loss_weights.sum()) for batch in batches)
+    model, targets = slow.engine.module.train(), sum(batch.num_target_tokens for batch in batches)
     gradients = []
     for batch in batches:
         losses = model(**batch.model_inputs(), labels=batch.labels, return_logits=False).target_losses
-        weighted = (losses * batch.loss_weights[batch.labels != IGNORED_LABEL]).sum() / targets
-        parts = torch.autograd.grad(weighted, [*model.parameters()], allow_unused=True)
+        parts = torch.autograd.grad(losses.sum() / targets, [*model.parameters()], allow_unused=True)
         filled = [
             torch.zeros_like(p) if part is None else part for p, part in zip(model.parameters(), parts, strict=True)
         ]
