@@ -19,14 +19,10 @@ class Traffic:
     Attributes:
         bytes_within_nodes: bytes to ranks of the same node; all bytes if ``ranks_per_node`` is None.
         bytes_between_nodes: bytes to ranks of other nodes.
-        messages_within_nodes: one for each collective and other rank of the same node.
-        messages_between_nodes: one for each collective and rank of other nodes.
     """
 
     bytes_within_nodes: int = 0
     bytes_between_nodes: int = 0
-    messages_within_nodes: int = 0
-    messages_between_nodes: int = 0
 
 
 class Collectives:
@@ -161,10 +157,8 @@ class Collectives:
                 continue
             if near:
                 self.traffic.bytes_within_nodes += rows * row_bytes
-                self.traffic.messages_within_nodes += 1
             else:
                 self.traffic.bytes_between_nodes += rows * row_bytes
-                self.traffic.messages_between_nodes += 1
 
 
 class PendingCollective(NamedTuple):

@@ -45,12 +45,6 @@ class StepTraffic:
         near = total * self.near_peers / self.peers
         return near, total - near
 
-    @property
-    def messages(self) -> tuple[int, int]:
-        """Messages within the node and to other nodes."""
-        near = self.collectives * self.near_peers
-        return near, self.collectives * self.peers - near
-
 
 def exchange_traffic(
     config: MoEConfig, ep_size: int, tokens: float, pairs: float, ranks_per_node: int, backward: bool = False

@@ -1,12 +1,17 @@
 """The bytes that an exchange sends, against counts by hand, and what rounding them costs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe import MoELayer
-from moe.exchange_traffic import exchange_traffic
+from moe.collectives import Collectives
+from moe.exchange_traffic import StepTraffic, exchange_traffic
 from moe.groups import by_prototype
 from moe.payload import CODECS
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
@@ -137,25 +142,41 @@ def check_closed_form() -> None:
         there, back = (codec.row_bytes(HIDDEN, 4) for codec in CODECS[whole.payload])
         pairs = len(scores) * whole.experts_per_token
         counted = [0, 0, 0, 0]
-        output = layer(x).hidden_states
-        for backward in (False, True):
-            if backward:
-                output.sum().backward()
-            traffic = layer.dispatcher.traffic
-            now = sum_over_ranks(
-                *(
-                    torch.tensor(getattr(traffic, f"{kind}_{tier}_nodes"))
-                    for kind in ("bytes", "messages")
-                    for tier in ("within", "between")
-                )
-            )
-            steps = exchange_traffic(whole, 4, len(scores), pairs, ranks_per_node, backward)
-            tiers = zip(*(step.num_bytes(there, back) + step.messages for step in steps), strict=True)
-            expected = [sum(tier) for tier in tiers]
-            assert [new - old for new, old in zip(now, counted, strict=True)] == [
-                pytest.approx(4 * value, rel=1e-12) for value in expected
-            ], f"{whole}, backward {backward}"
-            counted = now
+        with counted_messages() as messages:
+            output = layer(x).hidden_states
+            for backward in (False, True):
+                if backward:
+                    output.sum().backward()
+                traffic = layer.dispatcher.traffic
+                sent = (traffic.bytes_within_nodes, traffic.bytes_between_nodes, *messages)
+                now = sum_over_ranks(*map(torch.tensor, sent))
+                steps = exchange_traffic(whole, 4, len(scores), pairs, ranks_per_node, backward)
+                expected = [sum(tier) for tier in zip(*(sent_in(step, there, back) for step in steps), strict=True)]
+                assert [new - old for new, old in zip(now, counted, strict=True)] == [
+                    pytest.approx(4 * value, rel=1e-12) for value in expected
+                ], f"{whole}, backward {backward}"
+                counted = now
+
+
+def sent_in(step: StepTraffic, there: float, back: float) -> tuple[float, ...]:
+    """Bytes within and between nodes, and messages: each collective sends one to every peer."""
+    far_peers = step.peers - step.near_peers
+    return (*step.num_bytes(there, back), step.collectives * step.near_peers, step.collectives * far_peers)
+
+
+@contextmanager
+def counted_messages() -> Iterator[list[int]]:
+    """Counts the messages that this rank sends within and between nodes."""
+    messages, count_bytes = [0, 0], Collectives._count
+
+    def count(ranks: Collectives, rows_per_rank: list[int], encoded: Tensor) -> None:
+        count_bytes(ranks, rows_per_rank, encoded)
+        near_peers = sum(ranks._same_node) - 1
+        messages[0] += near_peers
+        messages[1] += ranks.size - 1 - near_peers
+
+    with mock.patch.object(Collectives, "_count", count):
+        yield messages
 
 
 def sum_over_ranks(*values: Tensor) -> list[int]:

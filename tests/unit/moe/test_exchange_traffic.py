@@ -88,7 +88,7 @@ def test_ranks_of_one_node_send_nothing_to_others():
     config = MoEConfig(num_experts=16, num_prototypes=2)
     for step in exchange_traffic(config, 8, 100, 200, 8):
         assert step.near_peers == step.peers
-        assert step.num_bytes(2, 2)[1] == step.messages[1] == 0
+        assert step.num_bytes(2, 2)[1] == 0
     assert exchange_traffic(config, 1, 100, 200, 8) == ()
 
 
