@@ -139,14 +139,13 @@ class PretrainingData:
         return [name for name in OBJECTIVES if self.objectives.of(name).weight > 0]
 
     @property
-    def codes_checksum(self) -> str | None:
-        """Checksum of the image tokenizer, or None if no objective reads image codes."""
-        return None if self.codes is None else self.codes.tokenizer
-
-    @property
     def tokenizer_identities(self) -> dict[str, str | None]:
-        """What tells the tokenizers of texts and of pictures from others, by the key of ``m6.data`` that names them."""
-        return {"tokenizer": self.tokenizer.fingerprint, "image_tokenizer": self.codes_checksum}
+        """What tells the tokenizers of texts and of pictures from others, by the key of ``m6.data`` that names them.
+
+        That of pictures is None if no objective reads image codes.
+        """
+        codes = None if self.codes is None else self.codes.tokenizer
+        return {"tokenizer": self.tokenizer.fingerprint, "image_tokenizer": codes}
 
     def realised_mixture(self, num_samples: int) -> dict[str, tuple[float, float]]:
         """Returns for each source its share of the samples, and how often ``num_samples`` samples read its rows."""

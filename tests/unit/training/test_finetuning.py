@@ -225,7 +225,7 @@ def test_targets_are_the_codes_of_the_row(make_trainer, folder, image_tokenizer)
     ).data
     tokenizer, codes = (
         data.tokenizer,
-        Codes(Manifest.load(folder / "data"), "tiny_shapes", "train", data.codes_checksum),
+        Codes(Manifest.load(folder / "data"), "tiny_shapes", "train", data.tokenizer_identities["image_tokenizer"]),
     )
     expected = {tuple(codes[row].tolist()) for row in range(len(codes))}
     batch = data.micro_batch(0)
