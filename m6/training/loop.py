@@ -165,8 +165,8 @@ class Trainer:
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
             noise = self.train_step.noise.finish()
-            traffic = self.engine.traffic()
-            self._track({**entry, **health, **noise, **traffic, **self.stage_metrics.finish(self.engine)})
+            of_engine = self.engine.interval_metrics()
+            self._track({**entry, **health, **noise, **of_engine, **self.stage_metrics.finish(self.engine)})
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.places, self.runtime.device)

@@ -96,8 +96,11 @@ class CompressedEngine(Engine):
         scaled = {parameter: gradients[name].mul_(loss_scale) for name, parameter in self._trained.items()}
         give_partition(self._deepspeed.optimizer, scaled)
 
-    def traffic(self) -> dict[str, Any]:
-        """See ``Engine.traffic``."""
+    def interval_metrics(self) -> dict[str, Any]:
+        """``gradient_bytes``: what a rank sent in a step on average, and what an all-reduce of all gradients sends.
+
+        See ``Engine.interval_metrics``.
+        """
         steps, self._reported_step = max(1, self._step - self._reported_step), self._step
         sent = 0.0
         for counted in (self._collectives, self._same_experts):

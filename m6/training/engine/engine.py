@@ -202,9 +202,12 @@ class Engine:
         if self.offloaded is not None:
             self.offloaded.runtime.use_late_gradients()
 
-    def traffic(self) -> dict[str, Any]:
-        """The entry of a log interval about what passes between ranks, or nothing: with ``m6.communication``
-        ``gradient_bytes`` that a rank sent in a step on average, and those of an all-reduce."""
+    def interval_metrics(self) -> dict[str, Any]:
+        """Metrics of this kind of engine since the last call, which every rank makes once in a log interval.
+
+        Returns:
+            the entries of the interval's line in metrics.jsonl, as JSON; by default none.
+        """
         return {}
 
     def measuring(self) -> AbstractContextManager[Any]:

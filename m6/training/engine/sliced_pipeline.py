@@ -44,8 +44,8 @@ class SlicedPipelineEngine(PipelineEngine):
         super().accumulate(micro_batches, loss, seeds)
         self._slices, self._keys = [], []
 
-    def traffic(self) -> dict[str, Any]:
-        """``slices``: of a micro-batch of this rank on average since the last call."""
+    def interval_metrics(self) -> dict[str, Any]:
+        """``slices``: of a micro-batch of this rank on average; see ``Engine.interval_metrics``."""
         counts, self._counts = self._counts, []
         return {"slices": sum(counts) / max(1, len(counts))}
 
