@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from m6.checkpoints.comparison import compare, open_step
+from m6.training.reporting.sums import sum_of_all
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import MUON, ROUTING, layout, train
 
@@ -103,3 +106,17 @@ def test_offloaded_experts_under_any_budget(folder: Path):
     trained(folder, run, [(4, 1, 1), (2, 1, 2)], m6__offload=owned, **document)
     trained(folder, run, [(2, 0, None)], m6__offload=streamed, **document)
     assert_equal_to_the_bit(folder / run, alone)
+
+
+def sum_over_a_group() -> None:
+    """Each rank sums over itself alone."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = [dist.new_group([each]) for each in range(2)][rank]
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0 + rank]], dtype=torch.float64)
+    for exact in (True, False):
+        assert sum_of_all(values, exact, group) == [4.0, 6.0 + rank]
+
+
+def test_exact_sums_are_those_of_the_group() -> None:
+    run_distributed(sum_over_a_group, 2)

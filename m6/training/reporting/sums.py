@@ -41,15 +41,15 @@ def sum_of_all(values: Tensor, exact: bool, group: dist.ProcessGroup | None = No
     Args:
         values: [micro-batches, C] fp64, of equal shape on all ranks.
         exact: round only the sum, so that it does not depend on the number of ranks; every rank gets all rows.
-            Only for all ranks of the run.
         group: the ranks; None: all of the run.
     """
     if not exact:
         total = values.sum(0)
         dist.all_reduce(total, group=group)
         return total.tolist()
-    rows = values.new_empty(dist.get_world_size() * len(values), values.shape[1])
-    dist.all_gather(list(rows.chunk(dist.get_world_size())), values)
+    ranks = dist.get_world_size(group)
+    rows = values.new_empty(ranks * len(values), values.shape[1])
+    dist.all_gather(list(rows.chunk(ranks)), values, group=group)
     # fsum raises an error if infinities of both signs meet; the plain sum is then NaN, as it should be.
     return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in rows.T.tolist()]
 
