@@ -76,12 +76,11 @@ def measure(runtime: Runtime, node: str, flops: float) -> dict[str, dict[str, fl
     """
     node_of_rank: list[str] = [""] * runtime.world_size
     dist.all_gather_object(node_of_rank, node)
-    bytes_per_s = 0.0
-    for pair in neighbours(list(dict.fromkeys(node_of_rank))):
-        # All ranks must take part in new_group, also those that are not in the group.
-        group = dist.new_group([rank for rank, name in enumerate(node_of_rank) if name in pair])
-        if node in pair:
-            bytes_per_s = max(bytes_per_s, exchange_bytes_per_s(group, runtime.device))
+    pairs = neighbours(list(dict.fromkeys(node_of_rank)))
+    # All ranks take part in every new_group and wait for each other there: between them no pair may be measured.
+    groups = [dist.new_group([rank for rank, name in enumerate(node_of_rank) if name in pair]) for pair in pairs]
+    own = [group for pair, group in zip(pairs, groups, strict=True) if node in pair]
+    bytes_per_s = max(exchange_bytes_per_s(group, runtime.device) for group in own)
     figures: list[tuple[float, float]] = [(0.0, 0.0)] * runtime.world_size
     dist.all_gather_object(figures, (flops, bytes_per_s))
     speeds: dict[str, dict[str, float]] = {"matmul in TFLOP/s": {}, "exchange in GB/s": {}}

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from m6.runs.processes import Runtime
+from m6.slurm import sniff
 from m6.slurm.sniff import neighbours, outliers, report
 from tests.distributed.spawn import run_distributed
 
@@ -35,6 +38,20 @@ def test_all_ranks_agree_on_the_speeds_of_all_nodes(tmp_path: Path):
     for by_node in speeds.values():
         assert set(by_node) == {"n1", "n2"}
         assert min(by_node.values()) > 0
+
+
+def test_all_groups_exist_before_a_link_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """All ranks wait for each other in new_group: disjoint pairs would be measured one after the other."""
+    calls: list[object] = []
+
+    def gathered(of_all: list[object], own: object) -> None:
+        of_all[:] = ["a", "b", "c", "d"] if isinstance(own, str) else [own] * 4
+
+    monkeypatch.setattr(sniff.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(sniff.dist, "new_group", lambda ranks: calls.append("group") or ranks)
+    monkeypatch.setattr(sniff, "exchange_bytes_per_s", lambda group, device: calls.append(group) or 1e9)
+    sniff.measure(Runtime(1, 4, 0, torch.device("cpu")), "b", 1e12)
+    assert calls == ["group"] * 3 + [[0, 1], [1, 2]]
 
 
 def test_who_falls_behind():
