@@ -1,6 +1,7 @@
 """Runs with ``m6.communication``: exact where nothing is left out, resumed to the bit, and resharded without a loss."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from m6.training.reduction.reducer import gradient_tensor
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_any_world import train_in_any_precision
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, norms
+from tests.fixtures.plans import predicted_checkpoint
 
 # The tiny model has 5 matrices of at least 1000 elements in each layer, and two in its embeddings.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -109,6 +111,14 @@ def test_bytes_are_those_of_the_closed_form(folder: Path):
         assert [each["sent"] for each in found] == pytest.approx(due, rel=1e-12)
         assert due[0] == (whole if settings.warmup_steps else pytest.approx(0.77 * whole, rel=0.05))
         assert due[1] < 0.85 * whole
+
+
+def test_checkpoints_have_the_bytes_of_the_plan(folder: Path):
+    """Residuals are whole on each rank."""
+    document = layout(folder, 2, 1, 1, m6__communication=communication("top_k"))
+    reader = CheckpointReader(straight(folder, "top_k") / "checkpoints" / "step_00000004")
+    written = 4 * sum(math.prod(shape) for shape in reader.shapes.values())
+    assert written == pytest.approx(predicted_checkpoint(document, 2), rel=0.01)
 
 
 def residual_sums(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from offload.runtime.updates import Updates
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_any_world import train_in_any_precision
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses
+from tests.fixtures.plans import predicted_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -258,6 +259,8 @@ def test_a_run_resumes_to_the_bit(folder: Path, name: str):
     resumed = trained(folder, f"{name} resumed", stops[:1], **RUNS[name])
     waiting = CheckpointReader(resumed / "checkpoints" / f"step_{steps - 1:08d}")
     assert set(waiting.names(LATE_GRADIENT)) == set(waiting.names(WEIGHT))
+    written = 4 * sum(math.prod(shape) for shape in waiting.shapes.values())
+    assert written == pytest.approx(predicted_checkpoint(layout(folder, 2, 1, 1, **DELAY | RUNS[name]), 2), rel=0.05)
     trained(folder, f"{name} resumed", stops[1:], **RUNS[name])
     assert differences(resumed, straight) == []
     assert losses(resumed) == losses(straight)

@@ -27,7 +27,7 @@ class ReductionTime:
 
     def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
         self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
-        self._tensors: dict[bool, list[GradientTensor]] = {}
+        self._tensors: dict[tuple[int, bool], list[GradientTensor]] = {}
 
     def __call__(self, layout: ParallelLayout, passes: int, counts: ParameterCounts | None = None) -> float:
         """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8).
@@ -82,11 +82,10 @@ class ReductionTime:
         return collective_s(kind, num_bytes, group, self._nodes, self._profile) / core_share(self._nodes)
 
     def _gradients_of(self, layout: ParallelLayout) -> list[GradientTensor]:
-        """The gradients that all ranks have: experts only if they are neither split nor streamed."""
-        with_experts = layout.ep_size == 1 and not layout.stream_experts
-        if with_experts not in self._tensors:
-            self._tensors[with_experts] = gradient_tensors(self._memory.model, with_experts)
-        return self._tensors[with_experts]
+        key = layout.ep_size, layout.stream_experts
+        if key not in self._tensors:
+            self._tensors[key] = shared_gradients(self._memory.model, layout)
+        return self._tensors[key]
 
 
 def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
@@ -97,6 +96,11 @@ def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
 def expert_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
     """The ranks that have the same experts."""
     return strided_group(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, nodes)
+
+
+def shared_gradients(model: FoldedModel, layout: ParallelLayout) -> list[GradientTensor]:
+    """The gradients that all ranks have: experts only if they are neither split nor streamed."""
+    return gradient_tensors(model, with_experts=layout.ep_size == 1 and not layout.stream_experts)
 
 
 def gradient_tensors(model: FoldedModel, with_experts: bool) -> list[GradientTensor]:
