@@ -70,7 +70,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     """The cost of one stage of a run."""
     config, cluster, time = planner.config, planner.cluster, plan.time
     batch = config.deepspeed.train_batch_size
-    steps, per_node = stage_steps(planner), cluster.smallest.devices_per_node
+    steps = stage_steps(planner)
     # As many steps of the whole batch have the samples of the stage.
     whole_steps = stage_samples(planner) / batch
     fastest, slowest = (_step_s(planner, plan, bound) for bound in range(2))
@@ -96,7 +96,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         days_range=(days_of(fastest), days_of(slowest)),
         gpu_days=days * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
-        host_gb=plan.footprint.host * per_node / 1e9,
+        host_gb=planner.host_bytes(plan.layout) / 1e9,
         mfu=planner.time.compute.flops(plan.layout, recomputed=False) / (planner.time.peak_flops * time.total),
         exposed_s=time.exchange + time.reduction + time.host,
         hidden_s=planner.time.hidden_s(plan.layout),

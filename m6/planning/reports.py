@@ -191,9 +191,8 @@ def layout_table(planner: Planner, plans: list[PricedLayout]) -> str:
 
 def _row(planner: Planner, plan: PricedLayout) -> list[str]:
     tokens = _rows(planner) * planner.config.m6.data.sequence_length / plan.time.total
-    host = plan.footprint.host * planner.cluster.smallest.devices_per_node
-    device = plan.footprint.peak / 1e9
-    return [str(plan.layout), f"{plan.time.total:.4g}", f"{device:.2f}", f"{host / 1e9:.1f}", f"{tokens:,.0f}"]
+    device, host = plan.footprint.peak / 1e9, planner.host_bytes(plan.layout) / 1e9
+    return [str(plan.layout), f"{plan.time.total:.4g}", f"{device:.2f}", f"{host:.1f}", f"{tokens:,.0f}"]
 
 
 def _rows(planner: Planner) -> int:

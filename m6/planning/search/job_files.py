@@ -95,7 +95,8 @@ def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -
         raise UserError(f"{planner.cluster.name} mixes types of nodes: one job cannot ask for them")
     nodes = planner.cluster.nodes[0]
     per_node = nodes.devices_per_node
-    on_host = per_node * (plan.footprint.host + plan.footprint.host_process + copied_bytes(planner.memory, plan.layout))
+    copied = copied_bytes(planner.memory, plan.layout)
+    on_host = planner.host_bytes(plan.layout) + per_node * (plan.footprint.host_process + copied)
     if nodes.links.host is None:  # a CPU: the ranks compute in host memory
         on_host += per_node * plan.footprint.peak
     # At least half of a node: data and the page cache need memory, too.

@@ -278,6 +278,11 @@ class Planner:
         sparse = (sum(map(is_sparse.__getitem__, layers)) for layers in (stage, stored))
         return len(stage), len(stored), *sparse, stage.start == 0, stage.stop == len(is_sparse)
 
+    def host_bytes(self, layout: ParallelLayout) -> int:
+        """Bytes of states in the host memory of a node whose ranks all are the one with most of them, which need not be
+        the one with the fullest device."""
+        return self.cluster.smallest.devices_per_node * max(each.host for each in self.memory.footprints(layout))
+
     def memory_rejection(self, layout: ParallelLayout) -> Rejection | None:
         """The memory that ``layout`` exceeds, or None; of several ranks of a pipeline the one that lacks most."""
         found = (self._shortfall(layout, *each) for each in enumerate(self.memory.footprints(layout)))

@@ -12,11 +12,14 @@ import pytest
 
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
+from m6.planning.booking import book_stage
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.profile import Profile
+from m6.planning.reports import layout_table
 from m6.planning.search.alternatives import alternatives
 from m6.planning.search.configuration import configure, layout_of, parse_forced
+from m6.planning.search.job_files import job_description
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection
 from m6.planning.search.stages import training_stages
@@ -189,6 +192,24 @@ def test_each_rank_streams_the_experts_of_its_stages():
     # Copies and windows of a rank grow with its layers.
     assert subject.time(layout).host == pytest.approx(16 / 12 * even.host, rel=0.02)
     assert even.host > 0
+
+
+def test_host_memory_is_that_of_the_rank_with_most_of_it():
+    """The last rank, which has the head, fills its device with fewer experts than the first, but fills it more."""
+    subject = planner("m6_1t", "v100_32g_x480")
+    layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True, cut=(12, 12))
+    plan = subject.evaluate(layout)
+    assert isinstance(plan, PricedLayout)
+    first, last = subject.memory.footprints(layout)
+    assert first.host > 4 * last.host
+    assert plan.footprint == last
+    assert subject.host_bytes(layout) == 8 * first.host
+    assert book_stage(subject, plan, 1440).host_gb == 8 * first.host / 1e9
+    assert f" {8 * first.host / 1e9:.1f} |" in layout_table(subject, [plan])
+    node = subject.cluster.nodes[0]
+    small = node.model_copy(update={"host": node.host.model_copy(update={"memory_bytes": 2 * 8 * first.host})})
+    subject.cluster = subject.cluster.model_copy(update={"nodes": [small]})
+    assert job_description(subject, plan, 1440).memory_gb_per_node == 2 * 8 * first.host // 2**30
 
 
 def test_a_plan_names_the_best_with_and_without_a_pipeline():
