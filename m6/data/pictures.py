@@ -90,16 +90,22 @@ class PictureSet:
         return self.__dict__ | {"_rows": None}
 
 
-class TrainingBatches(torch.utils.data.Dataset[Pictures]):
-    """Training batches by number. Batch n depends only on n and the seed; each epoch is a permutation of the set."""
+class TrainingBatches(torch.utils.data.Dataset[Pictures | UserError]):
+    """Training batches by number. Batch n depends only on n and the seed; each epoch is a permutation of the set.
+
+    A UserError is returned: if a loader's worker raised it, its message would be a traceback.
+    """
 
     def __init__(self, pictures: PictureSet, batch_size: int, seed: int) -> None:
         self._pictures, self._batch_size = pictures, batch_size
         self._order = RowOrder(pictures.opened().block_sizes, functools.partial(operator.add, seed))
 
-    def __getitem__(self, number: int) -> Pictures:
+    def __getitem__(self, number: int) -> Pictures | UserError:
         positions = range(number * self._batch_size, (number + 1) * self._batch_size)
-        return self._pictures.read([self._order.row(position) for position in positions])
+        try:
+            return self._pictures.read([self._order.row(position) for position in positions])
+        except UserError as error:
+            return error
 
 
 class BadPictures:

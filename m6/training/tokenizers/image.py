@@ -190,6 +190,8 @@ def _train(
     progress = tqdm(loader, desc="image tokenizer", initial=steps.start, total=steps.stop, unit=" steps", disable=None)
     started = time.monotonic()
     for batch in progress:
+        if isinstance(batch, UserError):
+            raise batch
         bad.count(batch)
         losses = trainer.train_step(to_unit_range(batch.pixels, device))
         last = trainer.step == options.total_steps

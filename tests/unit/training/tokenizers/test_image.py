@@ -12,7 +12,7 @@ from PIL import Image
 from m6.config.image_tokenizer import ImageTokenizerTraining, load_settings
 from m6.data.manifest import Manifest
 from m6.data.pictures import PictureSet, TrainingBatches
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.evaluation.reconstruction import CodebookUse, psnr
 from m6.files import sha256
 from m6.tokenizers.image import load_image_tokenizer
@@ -145,6 +145,16 @@ def test_workers_change_nothing(trained, data, tmp_path):
     changed = settings(data, data={"path": str(data), "num_workers": 1})
     train_image_tokenizer(changed, tmp_path, CPU)
     assert losses(tmp_path) == losses(trained[0])
+
+
+def test_a_worker_that_cannot_read_says_so_in_a_line(data, tmp_path, monkeypatch):
+    def lost(pictures, rows):
+        raise StorageError("data/shard.parquet cannot be read: Stale file handle")
+
+    monkeypatch.setattr(PictureSet, "read", lost)  # workers are forked
+    changed = settings(data, data={"path": str(data), "num_workers": 1})
+    with pytest.raises(StorageError, match=r"^data/shard.parquet cannot be read: Stale file handle$"):
+        train_image_tokenizer(changed, tmp_path, CPU)
 
 
 def test_dead_codes_come_back(data, tmp_path):
