@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from m6.errors import UserError
 
+_MOUNTS = Path("/proc/self/mountinfo")
 # Network file systems, by their type in /proc/self/mountinfo (proc(5)).
 _NETWORK = (
     "nfs",
@@ -52,15 +55,16 @@ def check_shared(folder: Path, shared_folders: list[str]) -> None:
 def file_system_type(path: Path) -> str:
     """Returns the type of the file system of ``path``, such as ``lustre``; empty if it is not known."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        lines = _MOUNTS.read_bytes().splitlines()
     except OSError:
         return ""
     # The file system of a path is its longest mount point; of equal ones, the one that was mounted last.
     best, kind = -1, ""
     for line in lines:
-        left, _, right = line.partition(" - ")
-        # Spaces in mount points are escaped as octal numbers.
-        mount = left.split()[4].encode().decode("unicode_escape")
+        left, _, right = line.partition(b" - ")
+        # Spaces in mount points are escaped as octal numbers; other bytes, of any encoding, are as they are.
+        escaped = left.split(b" ")[4]
+        mount = os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), escaped))
         if path.is_relative_to(mount) and len(mount) >= best:
-            best, kind = len(mount), right.split()[0]
+            best, kind = len(mount), os.fsdecode(right.split(b" ")[0])
     return kind
