@@ -96,28 +96,31 @@ def train_text_tokenizer(
         )
     except RuntimeError as error:
         raise UserError(f"vocab_size {vocab_size} does not suit the text: {_explain(str(error))}") from None
-    # save_pretrained does not write atomically: it writes elsewhere, and each finished file is moved into place.
-    with tempfile.TemporaryDirectory() as folder:
-        model_file = Path(folder, MODEL_FILE)
-        model_file.write_bytes(buffer.getvalue())
-        tokenizer = M6Tokenizer(str(model_file), image_vocab_size=image_vocab_size)
-        tokenizer.save_pretrained(str(Path(folder, "saved")))
-        with FolderLock(out_dir / "lock", out_dir):
-            for file in Path(folder, "saved").iterdir():
-                with atomic_path(out_dir / file.name) as temporary:
-                    shutil.copyfile(file, temporary)
     settings = options | {"image_vocab_size": image_vocab_size, "sample_bytes": sample_bytes}
     sample = {"lines": len(lines), "characters": sum(map(len, lines)), "sources": sorted(manifest.sources)}
-    write_json(
-        out_dir / TRAINING_FILE,
-        {
-            "settings": settings,
-            "sample": sample,
-            "sentencepiece": sentencepiece.__version__,
-            "sha256": {MODEL_FILE: hashlib.sha256(buffer.getvalue()).hexdigest()},
-            "fingerprint": tokenizer.fingerprint,
-        },
-    )
+    # save_pretrained does not write atomically: it writes elsewhere, and each finished file is moved into place.
+    with tempfile.TemporaryDirectory() as folder:
+        model_file, saved = Path(folder, MODEL_FILE), Path(folder, "saved")
+        model_file.write_bytes(buffer.getvalue())
+        tokenizer = M6Tokenizer(str(model_file), image_vocab_size=image_vocab_size)
+        tokenizer.save_pretrained(str(saved))
+        write_json(
+            saved / TRAINING_FILE,
+            {
+                "settings": settings,
+                "sample": sample,
+                "sentencepiece": sentencepiece.__version__,
+                "sha256": {MODEL_FILE: hashlib.sha256(buffer.getvalue()).hexdigest()},
+                "fingerprint": tokenizer.fingerprint,
+            },
+        )
+        with FolderLock(out_dir / "lock", out_dir):
+            # An old model goes first and the new one comes last: a folder without a model holds no tokenizer, where
+            # the files of two would be one with a wrong vocabulary.
+            (out_dir / MODEL_FILE).unlink(missing_ok=True)
+            for file in sorted(saved.iterdir(), key=lambda file: file.name == MODEL_FILE):
+                with atomic_path(out_dir / file.name) as temporary:
+                    shutil.copyfile(file, temporary)
     return load_text_tokenizer(out_dir)
 
 

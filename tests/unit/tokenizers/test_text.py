@@ -2,6 +2,7 @@ import hashlib
 import json
 import pickle
 import re
+import shutil
 
 import pytest
 from hypothesis import given
@@ -205,6 +206,26 @@ def test_a_tokenizer_is_replaced_only_where_that_is_wanted(tmp_path):
     assert contents(tmp_path / "out") == before
     tokenizer = train_text_tokenizer(manifest, tmp_path / "out", 275, overwrite=True, image_vocab_size=8)
     assert tokenizer.image_vocab_size == 8
+
+
+@pytest.mark.parametrize("copied", range(3))
+def test_a_training_that_is_killed_leaves_no_mixture_of_two_tokenizers(tmp_path, monkeypatch, copied):
+    manifest = text_manifest(tmp_path / "data", {"train": [f"第{n}个红色的苹果。" for n in range(1000, 2000)]})
+    train_text_tokenizer(manifest, tmp_path / "out", 275, image_vocab_size=0)
+    copy, left = shutil.copyfile, iter(range(copied))
+
+    def dies(source, target):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train_text_tokenizer(manifest, tmp_path / "out", 275, overwrite=True, image_vocab_size=8)
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        load_text_tokenizer(tmp_path / "out")
+    monkeypatch.undo()
+    assert train_text_tokenizer(manifest, tmp_path / "out", 275, image_vocab_size=8).image_vocab_size == 8
 
 
 @pytest.mark.parametrize(("vocab_size", "message"), [(10_000, "at most"), (260, "need at least")])
