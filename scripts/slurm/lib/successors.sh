@@ -53,7 +53,7 @@ replace_nodes() { # goes on without the nodes in SICK_NODES; a running job canno
         if [[ -e $RUN_DIR/slurm/sbatch_options ]]; then
             mapfile -t options <"$RUN_DIR/slurm/sbatch_options"
         else
-            options=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$SLURM_NTASKS_PER_NODE"
+            options=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$RANKS_PER_NODE"
                 --job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
         fi
         # If only the answer was lost, there are two: the later one waits for its turn, and finds the run over.

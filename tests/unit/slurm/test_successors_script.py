@@ -25,7 +25,7 @@ esac
 """
 PREAMBLE = """
 set -euo pipefail
-SLURM_JOB_ID=1 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS_PER_NODE=1 SLURM_JOB_NAME=m6 SLURM_JOB_PARTITION=debug
+SLURM_JOB_ID=1 SLURM_JOB_NUM_NODES=2 RANKS_PER_NODE=4 SLURM_JOB_NAME=m6 SLURM_JOB_PARTITION=debug
 SICK_NODES=(n2) SCRIPT_ARGUMENTS=() M6_ATTEMPT_DIR=$FOLDER
 log() { echo "$*"; }
 stalled() { false; }
@@ -96,6 +96,7 @@ def test_a_job_of_a_chain_leaves_the_rest_to_the_next(tmp_path: Path, waiting: s
 def test_a_sick_node_is_left_out_when_the_controller_is_back(tmp_path: Path):
     ended = bash(tmp_path, "replace_nodes")
     assert (ended.returncode, ended.stdout) == (0, "job 12 goes on without n2\n")
+    assert "--nodes=2 --ntasks-per-node=4 " in (tmp_path / "asked").read_text()
 
 
 def test_jobs_that_wait_leave_out_a_sick_node(tmp_path: Path):
@@ -112,7 +113,7 @@ def test_an_attempt_begins_when_the_controller_is_back(tmp_path: Path):
 
 
 def test_a_job_starts_when_the_controller_is_back(tmp_path: Path):
-    job = "M6_ROOT=$FOLDER SLURM_SUBMIT_DIR=$FOLDER CONFIG=tiny.json SLURM_JOB_NODELIST=n[1-2]"
+    job = "M6_ROOT=$FOLDER SLURM_SUBMIT_DIR=$FOLDER CONFIG=tiny.json SLURM_JOB_NODELIST=n[1-2] SLURM_NTASKS=2"
     ended = bash(tmp_path, f'{job}; settings; echo "$MASTER_ADDR"')
     assert (ended.returncode, ended.stdout) == (0, "10.0.0.1\n")
     assert asked(tmp_path, "scontrol show node n1 --oneliner") == 3
