@@ -11,9 +11,12 @@ choose_layout() {
     STEP_NODES=$SLURM_JOB_NUM_NODES GROW_AT=0 LAYOUT_OPTIONS=()
     [[ -z $STOP_ASKED ]] || return 0
     # A quick look, which spares other runs the seconds of the command; it knows better.
-    grep -q '"elastic"' "$CONFIG" || [[ " $*" == *" m6.elastic"* ]] || return 0
+    grep -q '"elastic"' "$CONFIG" || [[ " $*" == *[" ="]m6.elastic* ]] || return 0
     while (($#)); do # what matters for the layout
-        [[ $1 != --set && $1 != --init && $1 != --profile ]] || options+=("$1" "$2")
+        case $1 in
+        --set | --init | --profile) options+=("${@:1:2}") ;;
+        --set=* | --init=* | --profile=*) options+=("$1") ;;
+        esac
         shift
     done
     if ! chosen=$(python -m m6 plan replan "$CONFIG" --run-dir "$RUN_DIR" --nodes "$SLURM_JOB_NUM_NODES" \

@@ -69,13 +69,13 @@ def test_only_an_elastic_run_is_planned_anew(tmp_path: Path):
 
 def test_the_layout_of_an_attempt(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"m6": {"elastic": {}}}')
-    given = "set -- --failed --set a=1 --restart --profile p.json; "
+    given = "set -- --failed --set a=1 --restart --profile p.json --set=b=2 --init=run; "
     result = bash(tmp_path, given + CHOOSE, ANSWER="1 4 600 m6.training.ep_size=2")
     assert result.stdout == "layout: as it is\n1 nodes, 4: --set m6.training.ep_size=2\n"
     asked = (tmp_path / "asked").read_text()
     assert asked == (
         f"plan replan {tmp_path}/config.json --run-dir {tmp_path} --nodes 2 --ranks-per-node 2 --out {tmp_path}/layout "
-        "--failed --set a=1 --profile p.json\n"
+        "--failed --set a=1 --profile p.json --set=b=2 --init=run\n"
     )
 
 
@@ -93,8 +93,9 @@ def test_what_looks_like_an_elastic_run_and_is_none(tmp_path: Path):
     assert bash(tmp_path, f"set -- ''; {CHOOSE}", ANSWER="").stdout == "2 nodes, 0: \n"
     assert (tmp_path / "asked").exists()
     (tmp_path / "config.json").write_text('{"m6": {}}')
-    given = "set -- '' --set m6.elastic.max_nodes=4; "
-    assert bash(tmp_path, given + CHOOSE, ANSWER="1 4 600").stdout == "layout: as it is\n1 nodes, 4: \n"
+    for option in ("--set m6.elastic.max_nodes=4", "--set=m6.elastic.max_nodes=4"):
+        chosen = bash(tmp_path, f"set -- '' {option}; {CHOOSE}", ANSWER="1 4 600")
+        assert chosen.stdout == "layout: as it is\n1 nodes, 4: \n"
 
 
 # The step ends when the job is asked to stop, or by itself after LASTS seconds: on a busy machine the watcher is late.
