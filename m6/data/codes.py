@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from m6 import files
 from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, SPLITS, Manifest, Shard, SplitEntry
 from m6.data.reader import Rows, open_shards
+from m6.data.verification import verify_shards
 from m6.errors import StorageError, UserError, nearest
 from m6.lock import new_folder
 
@@ -67,9 +69,10 @@ def write_codes(
 ) -> tuple[Path, CodesManifest]:
     """Encodes the pictures of all splits of the sources and writes their codes.
 
-    If the folder already holds codes of this tokenizer for all data shards, nothing is done. Otherwise the codes of
-    all sources are made again. The folder is written under a temporary name and renamed when it is complete. Pictures
-    that cannot be decoded get no codes; they are counted in the manifest and listed in ``skipped.jsonl``.
+    If the folder already holds codes of this tokenizer for all data shards, nothing is done. Otherwise the folder is
+    written under a temporary name, to which the codes of splits that have not changed are copied, and renamed when it
+    is complete. Pictures that cannot be decoded get no codes; they are counted in the manifest and listed in
+    ``skipped.jsonl``.
 
     Args:
         manifest: manifest of the data folder.
@@ -90,7 +93,7 @@ def write_codes(
 
     checksum = tokenizer.checksum
     folder = codes_folder(manifest, checksum)
-    existing = _load(folder) if (folder / MANIFEST_NAME).is_file() else None
+    existing = load_codes_manifest(manifest, checksum) if has_codes(manifest, checksum) else None
     names = picture_sources(manifest, sources)
     if existing is not None:  # sources with codes stay in the set, unless the data folder no longer has them
         names = list(dict.fromkeys([*(name for name in existing.sources if name in manifest.sources), *names]))
@@ -106,7 +109,15 @@ def write_codes(
         with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skip_list:
             for name in names:
                 entries[name], bad = _write_source(
-                    manifest, name, tokenizer, checksum, partial, batch_size, device or torch.device("cpu"), skip_list
+                    manifest,
+                    name,
+                    tokenizer,
+                    checksum,
+                    partial,
+                    batch_size,
+                    device or torch.device("cpu"),
+                    skip_list,
+                    existing,
                 )
                 rows = sum(entry.rows for entry in entries[name].values())
                 if bad.total() > max_bad_share * rows:
@@ -239,6 +250,7 @@ def _write_source(
     batch_size: int,
     device: torch.device,
     skip_list: Any,
+    existing: CodesManifest | None,
 ) -> tuple[dict[str, SplitEntry], collections.Counter[str]]:
     """Writes the codes of one source; returns its splits and the number of bad pictures by reason."""
     metadata = {"checksum": checksum, "codebook_size": tokenizer.codebook_size}
@@ -249,6 +261,13 @@ def _write_source(
     entries: dict[str, SplitEntry] = {}
     skipped = collections.Counter[str]()
     for split in SPLITS:
+        taken = None if existing is None else _take_over(manifest, source, split, existing, folder)
+        if taken is not None:
+            entries[split], bad_ones = taken
+            for entry in bad_ones:
+                skipped[entry["reason"]] += 1
+                skip_list.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            continue
         written = []
         for shard in manifest.split(source, split).shards:
             path = folder / shard.file
@@ -282,6 +301,32 @@ def _write_source(
         if written:
             entries[split] = SplitEntry.of(written)
     return entries, skipped
+
+
+def _take_over(
+    manifest: Manifest, source: str, split: str, existing: CodesManifest, folder: Path
+) -> tuple[SplitEntry, list[dict[str, str]]] | None:
+    """Copies the old codes of a split whose pictures have not changed to ``folder``.
+
+    Returns:
+        The split and its bad pictures, as in ``skipped.jsonl``; None if it has to be encoded.
+    """
+    shards, entry = manifest.split(source, split).shards, existing.sources.get(source, {}).get(split)
+    changed = any(existing.data.get(shard.file) != shard.sha256 for shard in shards)
+    if entry is None or changed or [old.file for old in entry.shards] != [shard.file for shard in shards]:
+        return None
+    old_folder = codes_folder(manifest, existing.tokenizer)
+    try:
+        verify_shards(old_folder, entry.shards)
+    except StorageError:  # new codes would be as hard to read
+        raise
+    except UserError:  # missing or damaged
+        return None
+    for shard in entry.shards:
+        (folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(old_folder / shard.file, folder / shard.file)
+    listed = map(json.loads, (old_folder / SKIPPED_NAME).read_text(encoding="utf-8").splitlines())
+    return entry, [line for line in listed if (line["source"], line["split"]) == (source, split)]
 
 
 def _encode(

@@ -2,6 +2,7 @@ import errno
 import io
 import json
 import os
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from m6.errors import StorageError, UserError
 from m6.files import sha256
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from m6.tokenizers.pictures import decode_picture
-from tests.fixtures.command import m6, user_error
+from tests.fixtures.command import contents, m6, user_error
 from tests.fixtures.tiny_data import ROWS, build_tiny_data
 
 CONFIG = ImageTokenizerConfig(image_size=16, channels=[8], patch_size=4, codebook_size=10, codebook_dim=4)
@@ -80,6 +81,27 @@ def test_the_same_again_changes_nothing_and_more_sources_do(manifest, tokenizer)
     for source in ("tiny_shapes", "tiny_vqa"):
         assert len(Codes(manifest, source, "train", tokenizer.checksum)) == ROWS["train"]
     assert not list(folder.parent.glob("*partial*"))
+
+
+def test_splits_that_have_not_changed_are_not_encoded_again(manifest, tokenizer, monkeypatch):
+    damage(manifest, "train", {3: b"nothing"})
+    folder, _ = write_codes(manifest, tokenizer, max_bad_share=0.1)
+    encode, encoded = tokenizer.encode, []
+    monkeypatch.setattr(tokenizer, "encode", lambda pixels: encoded.append(len(pixels)) or encode(pixels))
+    _, written = write_codes(manifest, tokenizer, ["tiny_vqa"], max_bad_share=0.1)
+    assert sum(encoded) == sum(ROWS.values()), "the new source alone"
+    # One split has another picture, and the codes of another split are damaged.
+    damage(manifest, "test", {0: bomb()})
+    (folder / "validation/tiny_shapes-00000.parquet").write_bytes(b"nothing")
+    encoded.clear()
+    _, changed = write_codes(manifest, tokenizer, max_bad_share=0.1)
+    assert sum(encoded) == ROWS["validation"] + ROWS["test"] - 1
+    assert changed.skipped["tiny_shapes"] == {"damaged image (UnidentifiedImageError)": 1, "image too large": 1}
+    assert changed.sources["tiny_vqa"] == written.sources["tiny_vqa"]
+    after = contents(folder)
+    shutil.rmtree(folder)
+    write_codes(manifest, tokenizer, ["tiny_shapes", "tiny_vqa"], max_bad_share=0.1)
+    assert contents(folder) == after, "as when all is encoded"
 
 
 def test_codes_of_a_source_that_the_data_folder_has_no_longer_go(manifest, tokenizer):
