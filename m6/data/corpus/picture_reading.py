@@ -1,4 +1,4 @@
-"""Reads pictures of tar files and of named sets. What cannot be read is a row with a problem."""
+"""Reads pictures of tar files and of named sets. What is damaged is a row with a problem."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ def tar_rows(path: Path, folder: Path, name: str, split: Split | None, options: 
         name: name of the input, with which the ids begin.
         split: the split of the whole file, if it is one.
         options: columns of its .json members.
+
+    Raises:
+        StorageError: the file cannot be read, and may be whole.
     """
     identity = f"{name}/{path.relative_to(folder).as_posix()}"
     try:
         yield from WebDataset(name, folder, [path], options, {path: split}).rows_of(path)
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
-        yield Row(identity, None, problem=damaged(error))
+        yield Row(identity, None, problem=damaged(path, error))
 
 
 def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Reads the documents of one part. What cannot be read is a row with a problem: it never ends the reading."""
+"""Reads the documents of one part. What is damaged is a row with a problem: it never ends the reading."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
 
     Raises:
         UserError: a whole source has changed since the plan, such as a data set of the Hub with a newer commit.
+        StorageError: a file cannot be read, and may be whole.
     """
     if part.input in plan.sets:
         named = next(each for each in recipe.decontamination.picture_sets if each.name == part.input)
@@ -122,7 +123,7 @@ def _pages(path: Path, settings: InputSettings) -> Iterator[dict[str, Any] | str
         for text, problem in read_archive(path):
             yield problem or {settings.text_column: text}
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        yield damaged(error)
+        yield damaged(path, error)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -133,7 +134,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             for number, entry in json_entries(lines):
                 yield number, entry
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        yield number + 1, damaged(error)
+        yield number + 1, damaged(path, error)
 
 
 def read_set(named: NamedSet) -> Iterator[Row]:

@@ -1,0 +1,100 @@
+"""Inputs on a file server that is lost, or that change: the task ends, and nothing is left out in silence."""
+
+import errno
+import gzip
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from m6.data.corpus.picture_reading import read_pictures
+from m6.data.corpus.plan import make_plan
+from m6.data.corpus.reading import read_part, read_set
+from m6.data.corpus.recipe import NamedSet
+from m6.data.sources.base import Row
+from m6.errors import StorageError
+from tests.fixtures.corpus import own, recipe_of, text_of, write_lines
+from tests.fixtures.photographs import file_of, photograph, write_pairs
+
+
+def rows_of(file: Path) -> Iterator[Row]:
+    """The rows of a file that is an input."""
+    recipe = recipe_of(file.parent.parent / "data", own("web", file))
+    plan = make_plan(recipe)
+    return (row for part in plan.parts for row in read_part(recipe, plan, part, file.parent / "fetched"))
+
+
+def rows_of_set(file: Path) -> Iterator[Row]:
+    """The rows of a file that is a named set."""
+    return read_set(NamedSet(name="questions", path=file))
+
+
+def rows_of_pictures(file: Path) -> Iterator[Row]:
+    """The rows of a file that is a named set of pictures."""
+    return read_pictures(file, "pictures", "image")
+
+
+def file_named(name: str, folder: Path) -> Path:
+    """A whole file of this name."""
+    file = folder / name
+    if file.suffix == ".tar":
+        write_pairs(file, [("a", "一张图片", file_of(photograph(0)))])
+    elif file.suffix == ".parquet":
+        pq.write_table(pa.table({"text": [text_of(0)], "image": [b""]}), file)
+    else:
+        write_lines(file, [text_of(n) for n in range(3)])
+        if file.suffix == ".gz":
+            file.write_bytes(gzip.compress(file.read_bytes()))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("a.jsonl", rows_of),
+        ("a.jsonl.gz", rows_of),
+        ("a.warc", rows_of),
+        ("a.parquet", rows_of),
+        ("a.tar", rows_of),
+        ("a.jsonl", rows_of_set),
+        ("a.parquet", rows_of_set),
+        ("a.tar", rows_of_pictures),
+        ("a.parquet", rows_of_pictures),
+    ],
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_that_cannot_be_read_is_not_damaged(
+    name: str, read: Callable[[Path], Iterator[Row]], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Lost(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def seek(self, offset: int, whence: int = 0) -> int:
+            return 0
+
+        def readinto(self, buffer: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "as pyarrow words it")
+
+    file = file_named(name, tmp_path)
+    rows = read(file)  # an input was read for its checksum
+    monkeypatch.setattr(Path, "open", lambda *_: io.BufferedReader(Lost()))
+    monkeypatch.setattr(pq.ParquetFile, "__init__", fails)
+    with pytest.raises(StorageError, match=rf"{name} cannot be read: {os.strerror(number)}$"):
+        list(rows)
+
+
+def test_a_tar_file_that_names_an_impossible_place_is_damaged(tmp_path: Path):
+    header = bytearray(tarfile.TarInfo("a.jpg").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = tarfile.itn(1 << 62, 12, tarfile.GNU_FORMAT)  # the size
+    header[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(header))[0]
+    (tmp_path / "a.tar").write_bytes(header)
+    assert [row.problem for row in rows_of(tmp_path / "a.tar")] == ["the file is damaged (OSError)"]
