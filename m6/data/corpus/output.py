@@ -64,6 +64,9 @@ def index_held_out(work: Work, unit: int) -> Tally:
 
     Returns:
         The counts of a set.
+
+    Raises:
+        UserError: a file of the set has changed since the plan, or no text can be compared.
     """
     ngram_chars = work.recipe.decontamination.ngram_chars
     tally = Tally()
@@ -73,7 +76,9 @@ def index_held_out(work: Work, unit: int) -> Tally:
         texts = (row.text for row, split in _kept(work, unit, Tally()) if split != "train") if is_text else iter(())
         hashes = (ngram_hashes(text, ngram_chars) for text in texts)
     else:
-        hashes = hashes_of_set(work.recipe.decontamination.sets[unit - work.num_parts], ngram_chars, tally)
+        named = work.recipe.decontamination.sets[unit - work.num_parts]
+        work.plan.check_set(named)
+        hashes = hashes_of_set(named, ngram_chars, tally)
     write_index(_index(work, f"{unit:05d}"), hashes)
     return tally
 

@@ -25,7 +25,8 @@ from m6.data.corpus.forms import (
     files_of,
     suffix_of,
 )
-from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures
+from m6.data.corpus.input_files import InputFile, checked_file
+from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures, NamedSet
 from m6.data.corpus.remote import is_remote, list_remote
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
@@ -42,25 +43,6 @@ PLAN_NAME = "plan.json"
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
-
-
-class InputFile(_Entry):
-    """A file that is read.
-
-    Attributes:
-        path: of a file here, or a URL.
-        modified_ns: saves reading a file here again only to see that it has not changed.
-        sha256: of the contents; of a URL, of what its store says of it.
-        name: of a URL, below the input's folder; None for a file here.
-        split: that it, or its folder at the top, is named after.
-    """
-
-    path: str
-    bytes: int
-    modified_ns: int
-    sha256: str
-    name: str | None = None
-    split: Split | None = None
 
 
 class Part(_Entry):
@@ -105,6 +87,21 @@ class Plan(_Entry):
     def files_of(self, part: Part) -> list[InputFile]:
         """Returns the files of a part."""
         return [self.files[number] for number in part.files]
+
+    def check_set(self, named: NamedSet) -> None:
+        """Checks that the files of a named set are those of the plan.
+
+        Raises:
+            UserError: one has changed, is new or is gone.
+            StorageError: the file system does not tell.
+        """
+        planned = {file.path: file for file in self.files}
+        paths = [str(path) for path in files_of(named.path)]
+        found = [planned[path] for path in paths if path in planned]
+        if len(found) < len(paths) or _combined(named.path, found) != self.checksums["sets"][named.name]:
+            raise UserError(f"{named.path} has changed since the corpus was begun")
+        for file in found:
+            file.check_unchanged()
 
     def kind(self, part: Part) -> SourceKind:
         """Returns what the rows of a part hold."""
@@ -164,7 +161,7 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
     for named in recipe.decontamination.sets:
         if not (found := files_of(named.path)):
             raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
-        entries = [_checked_file(file, read_before) for file in found]
+        entries = [checked_file(file, read_before) for file in found]
         plan.files += entries
         plan.checksums.setdefault("sets", {})[named.name] = _combined(named.path, entries)
     for pictures in recipe.decontamination.picture_sets:
@@ -218,7 +215,7 @@ def _local_files(settings: InputSettings, path: Path, read_before: dict[str, Inp
         file = folder / name
         reason = unreadable_reason(folder, file)
         unread = InputFile(path=str(file), bytes=0, modified_ns=0, sha256="")
-        found.append(_Found(name, unread if reason else _checked_file(file, read_before), reason))
+        found.append(_Found(name, unread if reason else checked_file(file, read_before), reason))
     if not found:
         raise UserError(f"{path}: expected pictures, or files {', '.join(FORMS)}")
     return found
@@ -301,7 +298,7 @@ def _add_set(plan: Plan, named: NamedPictures, read_before: dict[str, InputFile]
     if not (found := [file for file in found if unreadable_reason(folder, file) is None]):
         raise UserError(f"decontamination.picture_sets: {named.path}: expected pictures, .parquet or .tar files")
     plan.sets.append(named.name)
-    entries = [_checked_file(file, read_before) for file in found]
+    entries = [checked_file(file, read_before) for file in found]
     plan.checksums.setdefault("picture_sets", {})[named.name] = _combined(named.path, entries)
     pictures: list[int] = []
     for file, entry in zip(found, entries, strict=True):
@@ -329,11 +326,3 @@ def options_columns(settings: InputSettings) -> dict[str, str]:
         "group": settings.group_column,
     }
     return {role: column for role, column in chosen.items() if column is not None}
-
-
-def _checked_file(file: Path, read_before: dict[str, InputFile]) -> InputFile:
-    status = file.stat()
-    before = read_before.get(str(file))
-    if before is not None and (before.bytes, before.modified_ns) == (status.st_size, status.st_mtime_ns):
-        return before
-    return InputFile(path=str(file), bytes=status.st_size, modified_ns=status.st_mtime_ns, sha256=files.sha256(file))

@@ -37,9 +37,13 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
         fetched: a folder of this part alone, which holds its remote files while they are read.
 
     Raises:
-        UserError: a whole source has changed since the plan, such as a data set of the Hub with a newer commit.
+        UserError: a file or a whole source has changed since the plan, such as a data set of the Hub with a newer
+            commit.
         StorageError: a file cannot be read, and may be whole.
     """
+    if part.unreadable is None:
+        for file in plan.files_of(part):
+            file.check_unchanged()
     if part.input in plan.sets:
         named = next(each for each in recipe.decontamination.picture_sets if each.name == part.input)
         for file in plan.files_of(part):

@@ -16,8 +16,10 @@ from m6.data.corpus.picture_reading import read_pictures
 from m6.data.corpus.plan import make_plan
 from m6.data.corpus.reading import read_part, read_set
 from m6.data.corpus.recipe import NamedSet
+from m6.data.corpus.stages import run_task
+from m6.data.corpus.work import prepare, work_folder
 from m6.data.sources.base import Row
-from m6.errors import StorageError
+from m6.errors import StorageError, UserError
 from tests.fixtures.corpus import own, recipe_of, text_of, write_lines
 from tests.fixtures.photographs import file_of, photograph, write_pairs
 
@@ -98,3 +100,50 @@ def test_a_tar_file_that_names_an_impossible_place_is_damaged(tmp_path: Path):
     header[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(header))[0]
     (tmp_path / "a.tar").write_bytes(header)
     assert [row.problem for row in rows_of(tmp_path / "a.tar")] == ["the file is damaged (OSError)"]
+
+
+@pytest.mark.parametrize("change", ["text", "time", "gone"])
+@pytest.mark.parametrize("read", ["input", "set", "pictures"])
+def test_a_file_that_changes_before_it_is_read_is_named(read: str, change: str, tmp_path: Path):
+    write_lines(tmp_path / "web.jsonl", [text_of(n) for n in range(3)])
+    write_lines(tmp_path / "set.jsonl", [text_of("set")])
+    (tmp_path / "set.png").write_bytes(file_of(photograph(0)))
+    paths = {"sets": "set.jsonl", "picture_sets": "set.png"}
+    sets = {key: [{"name": key, "path": str(tmp_path / path)}] for key, path in paths.items()}
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web.jsonl"), decontamination=sets)
+    work = prepare(work_folder(tmp_path / "data"), make_plan(recipe))
+
+    def clean_and_index() -> None:
+        for stage in ("clean", "pairs", "select", "held_out"):
+            run_task(work.folder, stage, 0, 1)
+
+    file = tmp_path / {"input": "web.jsonl", "set": "set.jsonl", "pictures": "set.png"}[read]
+    if change == "text":
+        file.write_bytes(file.read_bytes() + b" ")
+    elif change == "time":
+        os.utime(file, ns=(0, 0))
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=rf"{file} has changed since the corpus was begun$"):
+        clean_and_index()
+    if change == "time":
+        prepare(work.folder, make_plan(recipe))  # the same command: it has the contents of before
+        clean_and_index()
+
+
+def test_a_set_with_a_file_more_or_less_is_named(tmp_path: Path):
+    for name in "ab":
+        write_lines(tmp_path / "set" / f"{name}.jsonl", [text_of(name)])
+    write_lines(tmp_path / "web.jsonl", [text_of(0)])
+    sets = {"sets": [{"name": "questions", "path": str(tmp_path / "set")}]}
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web.jsonl"), decontamination=sets)
+    plan, [named] = make_plan(recipe), recipe.decontamination.sets
+    plan.check_set(named)
+    message = "set has changed since the corpus was begun"
+    (tmp_path / "set" / "c.jsonl").touch()
+    with pytest.raises(UserError, match=message):
+        plan.check_set(named)
+    (tmp_path / "set" / "c.jsonl").unlink()
+    (tmp_path / "set" / "b.jsonl").unlink()
+    with pytest.raises(UserError, match=message):
+        plan.check_set(named)
