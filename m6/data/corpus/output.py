@@ -21,7 +21,7 @@ from m6.data.corpus.selection import KEPT, REASONS
 from m6.data.corpus.tally import KEPT as KEPT_SAMPLES
 from m6.data.corpus.tally import SAMPLE_CHARS, Tally, small_picture
 from m6.data.corpus.work import Work
-from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, SourceEntry, Split, SplitEntry
+from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard, SourceEntry, Split, SplitEntry
 from m6.data.overlap import Contents, count_groups, known_keys
 from m6.data.sources.base import Row
 from m6.data.sources.text import passages
@@ -226,10 +226,11 @@ def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEn
     for part in parts:
         contents["train"].add_state(_state(work, part, "train"), known)
     groups = count_groups(_contents(work, part, split) for part in parts for split in SPLITS)
-    splits = {split: SplitEntry() for split in SPLITS}
+    shards: dict[Split, list[Shard]] = {split: [] for split in SPLITS}
     for part in parts:
-        written = _Splits.validate_json(_entries(work, part).read_bytes())
-        splits = {split: SplitEntry.of([*entry.shards, *written[split].shards]) for split, entry in splits.items()}
+        for split, entry in _Splits.validate_json(_entries(work, part).read_bytes()).items():
+            shards[split] += entry.shards
+    splits = {split: SplitEntry.of(found) for split, found in shards.items()}
     planned = work.plan.inputs[name]
     skipped = Counter({f"{stage}: {why}": n for stage, reasons in tally.removed.items() for why, n in reasons.items()})
     return describe_source(planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped)
