@@ -26,7 +26,7 @@ from m6.data.overlap import Contents, count_groups, known_keys
 from m6.data.sources.base import Row
 from m6.data.sources.text import passages
 from m6.data.splitting import SplitRules
-from m6.data.verification import verify_shards
+from m6.data.verification import check_sizes
 from m6.data.writing import SplitWriters, describe_source
 from m6.errors import UserError
 
@@ -120,19 +120,22 @@ def write_part(work: Work, part: int) -> Tally:
 
 
 def finish(work: Work) -> Tally:
-    """Writes the manifest and the record, checks all shards, and gives the data folder its name.
+    """Writes the manifest and the record, checks the sizes of all shards, and gives the data folder its name.
 
     Raises:
-        UserError: a shard is damaged, or there is something else under the name.
+        UserError: a shard is missing or has another size.
+        StorageError: the file system does not tell.
+        OSError: there is something else under the name.
     """
     data, entries, tallies = _data(work), {}, {}
     for name in work.plan.inputs:
         parts = [number for number, part in enumerate(work.plan.parts) if part.input == name]
         tallies[name] = _joined_tally(work, parts)
         entries[name] = _describe(work, name, parts, tallies[name])
+    # Their checksums were made of the written files, and are compared where the folder is read.
     for entry in entries.values():
         for split in entry.splits.values():
-            verify_shards(data, split.shards)
+            check_sizes(data, split.shards)
     sets = work.recipe.decontamination.sets
     counts = {named.name: work.tally("held_out", unit) for unit, named in enumerate(sets, start=work.num_parts)}
     record = CorpusRecord(inputs=tallies, sets=counts)

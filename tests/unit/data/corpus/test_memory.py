@@ -76,8 +76,6 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> dict[Recipes, dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("m6.data.corpus.documents._GROUP_BYTES", BLOCK)
         patch.setattr("m6.data.shards.ROW_GROUP_BYTES", BLOCK)
-        # It reads blocks of 1 MiB, and the shards are smaller here.
-        patch.setattr("m6.data.corpus.output.verify_shards", lambda folder, shards: None)
         for kind in (texts, pictures):
             peaks(folder / f"warm {kind.__name__}", kind, 20)  # imports and caches
             few, many = (peaks(folder / f"{kind.__name__} {count}", kind, count) for count in (FEW, MANY))

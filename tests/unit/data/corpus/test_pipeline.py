@@ -224,6 +224,24 @@ def test_a_killed_task_loses_only_its_own_unit(inputs: dict[str, Path], corpus: 
     assert contents(tmp_path / "data") == contents(corpus)
 
 
+def test_the_last_stage_looks_for_whole_shards_and_reads_none(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Reading terabytes again in one process would take hours."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    work = prepare(work_folder(tmp_path / "data"), make_plan(recipe_in(tmp_path / "data", inputs)))
+    for stage in STAGES[:-1]:
+        run_task(work.folder, stage.name, 0, 1)
+    shard = min((work.folder / "data" / "train").glob("web-*.parquet"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=rf"{shard} has {len(whole) - 1} bytes, expected {len(whole)}: it is damaged"):
+        run_task(work.folder, "finish", 0, 1)
+    shard.write_bytes(whole)
+    run_task(work.folder, "finish", 0, 1)
+    assert not (tmp_path / "cache" / "m6-recipes" / "verified").exists()
+
+
 def test_a_stage_does_not_start_before_the_one_before_is_complete(inputs: dict[str, Path], tmp_path: Path):
     recipe = recipe_in(tmp_path / "data", inputs)
     work = prepare(work_folder(tmp_path / "data"), make_plan(recipe))
