@@ -54,10 +54,13 @@ def make_corpus(
             mistake.
     """
     require_datatrove()
+    from m6.data.corpus.slurm import check_jobs_ended, submit
+
     out = recipe.out.resolve()
     recipe = recipe.model_copy(update={"out": out})
     folder = work_folder(out)
     with FolderLock(out.with_name(f"{out.name}.lock"), out):
+        check_jobs_ended(folder)
         known = load_plan(folder / PLAN_NAME) if (folder / PLAN_NAME).exists() else None
         plan = make_plan(recipe, known)
         if recipe.matching_model is not None:
@@ -68,9 +71,6 @@ def make_corpus(
             return Launched(out, was_built=True)
         for named in recipe.decontamination.sets:  # now, not after hours of work
             next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
-        from m6.data.corpus.slurm import check_jobs_ended, submit
-
-        check_jobs_ended(folder)
         work = prepare(folder, plan, open_scorer)
         if executor == "slurm":
             return Launched(out, jobs=submit(work, num_tasks, recipe.slurm))

@@ -138,6 +138,8 @@ def prepare(folder: Path, plan: Plan, open_scorer: OpenScorer | None = None) -> 
         begun = load_plan(file)
         if begun.contents() != plan.contents():
             raise UserError(f"{folder} was begun with {_difference(begun, plan)}; remove it to begin anew")
+    elif (done := folder / "done").exists():  # by the last job of another corpus, which marks its end at the very end
+        shutil.rmtree(done)
     # Also over an equal plan: files may have the contents of before and another time, by which tasks know them.
     files.write_text(file, plan.model_dump_json(indent=2) + "\n")
     return Work(folder, open_scorer)
