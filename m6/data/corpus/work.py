@@ -10,6 +10,7 @@ a unit always writes the same bytes: one that was interrupted is done again, and
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from functools import cached_property
 from pathlib import Path
@@ -146,12 +147,19 @@ def prepare(folder: Path, plan: Plan, open_scorer: OpenScorer | None = None) -> 
 
 
 def remove(folder: Path) -> None:
-    """Removes all of a work folder but the logs; the marks of complete units go before what they stand for."""
+    """Removes a work folder; if it has logs, all but these.
+
+    The marks of complete units go before what they stand for, and the plan, by which another corpus is refused, last.
+    """
     shutil.rmtree(folder / "done", ignore_errors=True)
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and path.name != "logs":
             shutil.rmtree(path)
+        elif path.name not in ("logs", PLAN_NAME):
+            path.unlink()
     (folder / PLAN_NAME).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it has logs, or is not there
+        folder.rmdir()
 
 
 def _difference(begun: Plan, plan: Plan) -> str:

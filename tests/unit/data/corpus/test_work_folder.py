@@ -9,7 +9,7 @@ from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.plan import make_plan
 from m6.data.corpus.recipe import CorpusRecipe
 from m6.data.corpus.tally import Tally
-from m6.data.corpus.work import prepare, work_folder
+from m6.data.corpus.work import prepare, remove, work_folder
 from m6.errors import UserError
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
 
@@ -36,7 +36,7 @@ def test_the_folder_of_a_finished_corpus_stays_while_its_last_job_ends(
     assert (work.folder / "plan.json").exists()
     squeue.write_text("#!/bin/sh\n")
     assert make_corpus(recipe, "local", 1).was_built
-    assert not (work.folder / "plan.json").exists()
+    assert not work.folder.exists()
 
 
 def test_marks_without_a_plan_are_those_of_another_corpus(recipe: CorpusRecipe):
@@ -45,3 +45,12 @@ def test_marks_without_a_plan_are_those_of_another_corpus(recipe: CorpusRecipe):
     assert prepare(work.folder, make_plan(recipe)).is_done("finish", 0)
     (work.folder / "plan.json").unlink()
     assert not prepare(work.folder, make_plan(recipe)).is_done("finish", 0)
+
+
+def test_the_logs_alone_stay(recipe: CorpusRecipe):
+    work = prepare(work_folder(recipe.out), make_plan(recipe))
+    work.mark_done("clean", 0, Tally())
+    (work.folder / "jobs.json").write_text('{"clean": "41"}')
+    (work.folder / "logs" / "clean").mkdir(parents=True)
+    remove(work.folder)
+    assert sorted(work.folder.rglob("*")) == [work.folder / "logs", work.folder / "logs" / "clean"]
