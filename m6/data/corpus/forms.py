@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
-from m6.data.corpus.recipe import InputSettings
+from m6.data.corpus.recipe import InputSettings, NamedSet
 from m6.data.sources.local import PICTURE_SUFFIXES
+from m6.errors import UserError
 
 TABLES = (".jsonl", ".jsonl.gz", ".parquet")
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
@@ -32,6 +33,13 @@ def below(path: Path) -> list[Path]:
 def files_of(path: Path, suffixes: tuple[str, ...] = DOCUMENTS) -> list[Path]:
     """Returns a file or the files below a folder that have a suffix, in order; empty if there are none."""
     return [file for file in below(path) if suffix_of(file, suffixes) is not None]
+
+
+def files_of_set(named: NamedSet) -> list[Path]:
+    """Returns the files of a named set of texts in order; UserError if there are none."""
+    if not (found := files_of(named.path)):
+        raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
+    return found
 
 
 def choose_files(settings: InputSettings, names: Iterable[PurePath]) -> list[PurePath]:

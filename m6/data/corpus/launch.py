@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from m6.data.corpus.contamination import hashes_of_set
+from m6.data.corpus.input_files import Checksums
 from m6.data.corpus.local import run_locally
 from m6.data.corpus.matching import OpenScorer
 from m6.data.corpus.minhash import require_datatrove
@@ -18,6 +19,7 @@ from m6.data.corpus.work import prepare, remove, work_folder
 from m6.lock import FolderLock
 
 Executor = Literal["local", "slurm"]
+_CHECKSUMS_NAME = "checksums.jsonl"
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,16 @@ def make_corpus(
     folder = work_folder(out)
     with FolderLock(out.with_name(f"{out.name}.lock"), out):
         check_jobs_ended(folder)
-        known = load_plan(folder / PLAN_NAME) if (folder / PLAN_NAME).exists() else None
-        plan = make_plan(recipe, known)
+        for named in recipe.decontamination.sets:  # now, not after hours of work
+            next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
+        known = load_plan(folder / PLAN_NAME).files if (folder / PLAN_NAME).exists() else []
+        plan = make_plan(recipe, Checksums(known, folder / _CHECKSUMS_NAME))
         if recipe.matching_model is not None:
             assert open_scorer is not None
             plan.scorer = open_scorer(recipe.matching_model).identity
         if is_built(out, plan):
             remove(folder)
             return Launched(out, was_built=True)
-        for named in recipe.decontamination.sets:  # now, not after hours of work
-            next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
         work = prepare(folder, plan, open_scorer)
         if executor == "slurm":
             return Launched(out, jobs=submit(work, num_tasks, recipe.slurm))

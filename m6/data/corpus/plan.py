@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from m6 import files
 from m6.data.corpus.forms import (
     ARCHIVES,
-    DOCUMENTS,
     FORMS,
     TABLES,
     TARS,
@@ -23,9 +22,10 @@ from m6.data.corpus.forms import (
     below,
     choose_files,
     files_of,
+    files_of_set,
     suffix_of,
 )
-from m6.data.corpus.input_files import InputFile, checked_file
+from m6.data.corpus.input_files import Checksums, InputFile
 from m6.data.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures, NamedSet
 from m6.data.corpus.remote import is_remote, list_remote
 from m6.data.manifest import Origin, SourceKind, Split
@@ -129,18 +129,21 @@ def load_plan(file: Path) -> Plan:
         raise UserError(f"{file} is not the plan of a corpus: {error.errors()[0]['msg']}") from None
 
 
-def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
+def make_plan(recipe: CorpusRecipe, checksums: Checksums | None = None) -> Plan:
     """Lists the inputs of a recipe and makes their checksums.
 
     Args:
         recipe: the recipe.
-        known: an older plan: files of the same size and time are not read again.
+        checksums: makes those of files here; None: all are read.
 
     Raises:
         UserError: an input does not exist, has no licence, or has nothing that can be read.
     """
     plan = Plan(recipe=recipe.identity(), inputs={}, files=[], parts=[])
-    read_before = {file.path: file for file in known.files} if known else {}
+    checksums = checksums or Checksums()
+    # Before the checksums, which may take hours.
+    sets = [files_of_set(named) for named in recipe.decontamination.sets]
+    picture_sets = [_files_of_pictures(named) for named in recipe.decontamination.picture_sets]
     for settings in recipe.inputs:
         path = Path(settings.source)
         is_own = settings.source not in BUILT_IN and not settings.source.startswith("hf:") and path.exists()
@@ -157,15 +160,13 @@ def make_plan(recipe: CorpusRecipe, known: Plan | None = None) -> Plan:
             plan.inputs[settings.called] = PlannedInput(kind=source.kind, own_splits=own, origin=source.origin())
             plan.parts.append(Part(input=settings.called))
         else:
-            _add_files(plan, settings, _local_files(settings, path, read_before))
-    for named in recipe.decontamination.sets:
-        if not (found := files_of(named.path)):
-            raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
-        entries = [checked_file(file, read_before) for file in found]
+            _add_files(plan, settings, _local_files(settings, path, checksums))
+    for named, found in zip(recipe.decontamination.sets, sets, strict=True):
+        entries = checksums.entries(found)
         plan.files += entries
         plan.checksums.setdefault("sets", {})[named.name] = _combined(named.path, entries)
-    for pictures in recipe.decontamination.picture_sets:
-        _add_set(plan, pictures, read_before)
+    for pictures, found in zip(recipe.decontamination.picture_sets, picture_sets, strict=True):
+        _add_set(plan, pictures, found, checksums.entries(found))
     return plan
 
 
@@ -208,17 +209,18 @@ class _Found:
     unreadable: str | None
 
 
-def _local_files(settings: InputSettings, path: Path, read_before: dict[str, InputFile]) -> list[_Found]:
+def _local_files(settings: InputSettings, path: Path, checksums: Checksums) -> list[_Found]:
     folder = path.parent if path.is_file() else path
-    found = []
-    for name in choose_files(settings, [file.relative_to(folder) for file in below(path)]):
-        file = folder / name
-        reason = unreadable_reason(folder, file)
-        unread = InputFile(path=str(file), bytes=0, modified_ns=0, sha256="")
-        found.append(_Found(name, unread if reason else checked_file(file, read_before), reason))
-    if not found:
+    names = choose_files(settings, [file.relative_to(folder) for file in below(path)])
+    if not names:
         raise UserError(f"{path}: expected pictures, or files {', '.join(FORMS)}")
-    return found
+    reasons = {name: unreadable_reason(folder, folder / name) for name in names}
+    read = [name for name, reason in reasons.items() if reason is None]
+    entries = dict(zip(read, checksums.entries([folder / name for name in read]), strict=True))
+    return [
+        _Found(name, entries.get(name, InputFile(path=str(folder / name), bytes=0, modified_ns=0, sha256="")), reason)
+        for name, reason in reasons.items()
+    ]
 
 
 def _remote_files(settings: InputSettings) -> list[_Found]:
@@ -292,13 +294,16 @@ def _kind_of(file: PurePath, settings: InputSettings) -> SourceKind:
     return "image_text" if has_pictures else "text"
 
 
-def _add_set(plan: Plan, named: NamedPictures, read_before: dict[str, InputFile]) -> None:
-    found = files_of(named.path, _SETS)
+def _files_of_pictures(named: NamedPictures) -> list[Path]:
     folder = named.path.parent if named.path.is_file() else named.path
-    if not (found := [file for file in found if unreadable_reason(folder, file) is None]):
+    found = [file for file in files_of(named.path, _SETS) if unreadable_reason(folder, file) is None]
+    if not found:
         raise UserError(f"decontamination.picture_sets: {named.path}: expected pictures, .parquet or .tar files")
+    return found
+
+
+def _add_set(plan: Plan, named: NamedPictures, found: list[Path], entries: list[InputFile]) -> None:
     plan.sets.append(named.name)
-    entries = [checked_file(file, read_before) for file in found]
     plan.checksums.setdefault("picture_sets", {})[named.name] = _combined(named.path, entries)
     pictures: list[int] = []
     for file, entry in zip(found, entries, strict=True):

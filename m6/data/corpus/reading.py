@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from m6.data.corpus.forms import ARCHIVES, TARS, TEXTS, files_of, suffix_of
+from m6.data.corpus.forms import ARCHIVES, TARS, TEXTS, files_of_set, suffix_of
 from m6.data.corpus.parquet import damaged, parquet_entries
 from m6.data.corpus.picture_reading import read_pictures, tar_rows
 from m6.data.corpus.plan import Part, Plan, open_source, options_columns, options_of
@@ -142,12 +142,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def read_set(named: NamedSet) -> Iterator[Row]:
-    """Yields the texts of a named set, as ``read_part`` does."""
+    """Yields the texts of a named set, as ``read_part`` does; UserError if it has no files."""
     settings = InputSettings(source=str(named.path), name=named.name, licence="private", text_column=named.text_column)
     recipe = CorpusRecipe(out=Path(), inputs=[settings])
     options = options_of(settings, recipe)
     folder = named.path if named.path.is_dir() else named.path.parent
-    for file in files_of(named.path):
+    for file in files_of_set(named):
         if suffix_of(file) in TEXTS:
             yield from Documents(named.name, folder, [file], options).rows()
         else:

@@ -1,5 +1,6 @@
 """The folder of a corpus that is being built: where each stage writes, and which units are complete.
 
+    OUT.work/checksums.jsonl              of inputs, one by one as they are made for the plan
     OUT.work/plan.json                    recipe, inputs and checksums
     OUT.work/STAGE/...                    what a stage writes
     OUT.work/done/STAGE/00003.json        unit 3 of a stage is complete; holds what it counted
