@@ -22,6 +22,9 @@ from m6.data.corpus.recipe import NearDuplicateSettings
 from m6.errors import UserError
 from m6.files import sync
 
+_FILES_OF_A_PART = 2  # that are open at once
+_OTHER_FILES = 100
+
 
 def require_datatrove() -> None:
     """Raises UserError if datatrove is not installed, or cannot hash."""
@@ -32,6 +35,22 @@ def require_datatrove() -> None:
         raise UserError(f'm6 data corpus needs datatrove ({error}): pip install "m6-recipes[corpus]"') from None
     if int(xxhash.VERSION.split(".")[0]) >= 4:
         raise UserError(f"datatrove cannot hash with xxhash {xxhash.VERSION}: pip install 'xxhash<4'")
+
+
+def open_many_files(num_parts: int) -> None:
+    """Lets this process open as many files as the signatures and clusters of some parts need.
+
+    Raises:
+        UserError: it may not.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_parts * _FILES_OF_A_PART + _OTHER_FILES
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise UserError(
+            f"a process may open {most:,} files (ulimit -Hn), and copies among {num_parts:,} parts with texts are "
+            f"found with {needed:,}; raise the limit, or join input files to fewer"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def write_signatures(texts: Iterable[str], folder: Path, part: int, settings: NearDuplicateSettings) -> None:
@@ -61,25 +80,40 @@ def write_signatures(texts: Iterable[str], folder: Path, part: int, settings: Ne
         step.run((Document(text=text, id="") for text in texts), rank=part)
 
 
-def write_pairs(signatures: Path, folder: Path, bucket: int, settings: NearDuplicateSettings) -> None:
-    """Writes the pairs of documents that agree in one bucket."""
-    _open_many_files()
+def write_pairs(signatures: Path, folder: Path, bucket: int, num_parts: int, settings: NearDuplicateSettings) -> None:
+    """Writes the pairs of documents that agree in one bucket.
+
+    Args:
+        signatures: folder of all signatures.
+        folder: folder of the pairs of all buckets.
+        bucket: number of the bucket.
+        num_parts: parts that have signatures.
+        settings: as for the signatures.
+
+    Raises:
+        UserError: as ``open_many_files``.
+    """
+    open_many_files(num_parts)
     with _renamed_when_complete(folder, f"bucket-{bucket}") as temporary:
         step = _datatrove().MinhashDedupBuckets(str(signatures), str(temporary), config=_config(settings))
         step.run(rank=bucket, world_size=settings.num_buckets)
 
 
-def find_clusters(pairs: Path, settings: NearDuplicateSettings) -> dict[int, NDArray[np.uint32]]:
+def find_clusters(pairs: Path, num_parts: int, settings: NearDuplicateSettings) -> dict[int, NDArray[np.uint32]]:
     """Joins all pairs to clusters.
 
     Args:
         pairs: folder of the pairs of all buckets.
+        num_parts: parts that have signatures.
         settings: as for the pairs.
 
     Returns:
         For each part with copies: uint32 [documents, 2], the number of the document and that of its cluster.
+
+    Raises:
+        UserError: as ``open_many_files``.
     """
-    _open_many_files()
+    open_many_files(num_parts)
     with tempfile.TemporaryDirectory(prefix="clusters-", dir=pairs.parent) as folder:
         step = _datatrove().MinhashDedupCluster(str(pairs), folder, config=_config(settings), save_cluster_id=True)
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
@@ -124,9 +158,3 @@ def _datatrove() -> Any:
 
     logger.disable("datatrove")  # it describes every step on stderr
     return minhash
-
-
-def _open_many_files() -> None:
-    # Up to three files for each part are open at once.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -143,7 +143,8 @@ def _clusters(work: Work, offsets: NDArray[np.int64], keys: NDArray[np.uint64]) 
     clusters = np.full(offsets[-1], _NO_CLUSTER, dtype=np.int64)
     kinds = work.plan.kinds()
     if "text" in kinds:
-        for part, found in find_clusters(work.folder / "pairs", work.recipe.near_duplicates).items():
+        pairs_of_texts = work.folder / "pairs"
+        for part, found in find_clusters(pairs_of_texts, work.num_text_parts, work.recipe.near_duplicates).items():
             clusters[offsets[part] + found[:, 0]] = 2 * found[:, 1].astype(np.int64)
     if "image_text" in kinds:
         pairs = picture_pairs(work.pictures, work.recipe.picture_buckets)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from m6.data.corpus.cleaning import clean_part
 from m6.data.corpus.matching import OpenScorer, score_part
-from m6.data.corpus.minhash import write_pairs
+from m6.data.corpus.minhash import open_many_files, write_pairs
 from m6.data.corpus.output import finish, index_held_out, join_index, write_part
 from m6.data.corpus.picture_cleaning import clean_pictures
 from m6.data.corpus.picture_copies import write_picture_pairs
@@ -41,6 +41,7 @@ class Stage:
 
 
 def _clean_part(work: Work, part: int) -> Tally:
+    open_many_files(work.num_text_parts)  # which the stages of pairs and clusters need, after hours
     is_text = work.plan.kind(work.plan.parts[part]) == "text"
     return clean_part(work, part) if is_text else clean_pictures(work, part)
 
@@ -57,7 +58,8 @@ def _buckets(work: Work) -> tuple[int, int]:
 def _write_pairs(work: Work, bucket: int) -> Tally:
     of_texts, of_pictures = _buckets(work)
     if bucket < of_texts:
-        write_pairs(work.folder / "signatures", work.folder / "pairs", bucket, work.recipe.near_duplicates)
+        folders = (work.folder / "signatures", work.folder / "pairs")
+        write_pairs(*folders, bucket, work.num_text_parts, work.recipe.near_duplicates)
     else:
         write_picture_pairs(work.pictures, work.num_parts, bucket - of_texts, of_pictures)
     return Tally()

@@ -49,6 +49,11 @@ class Work:
         """Number of parts."""
         return len(self.plan.parts)
 
+    @cached_property
+    def num_text_parts(self) -> int:
+        """Number of parts with texts."""
+        return sum(self.plan.kind(part) == "text" for part in self.plan.parts)
+
     def documents(self, part: int) -> Path:
         """The cleaned documents of a part."""
         return self.folder / "clean" / f"{part:05d}.parquet"

@@ -1,17 +1,21 @@
 """Copies and shared text: recall, and the choice of what is kept, against slow references."""
 
 import random
+import resource
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from m6.data.corpus.characters import compared_form, without_marks
 from m6.data.corpus.contamination import ngram_hashes, read_index, shares_ngram, write_index
 from m6.data.corpus.documents import Ranking
+from m6.data.corpus.launch import make_corpus
 from m6.data.corpus.minhash import find_clusters, write_pairs, write_signatures
 from m6.data.corpus.recipe import NearDuplicateSettings
 from m6.data.corpus.selection import EXACT, KEPT, NEAR, choose
-from tests.fixtures.corpus import text_of
+from m6.errors import UserError
+from tests.fixtures.corpus import own, recipe_of, text_of, write_lines
 
 
 def shingles(text: str, size: int = 5) -> set[str]:
@@ -36,8 +40,8 @@ def test_near_copies_are_found_and_others_are_not(tmp_path: Path):
         letters = (without_marks(compared_form(text)) for text in texts)
         write_signatures(letters, tmp_path / "signatures", part, settings)
     for bucket in range(settings.num_buckets):
-        write_pairs(tmp_path / "signatures", tmp_path / "pairs", bucket, settings)
-    clusters = find_clusters(tmp_path / "pairs", settings)
+        write_pairs(tmp_path / "signatures", tmp_path / "pairs", bucket, 3, settings)
+    clusters = find_clusters(tmp_path / "pairs", 3, settings)
     found = {(part, int(row)): int(cluster) for part, rows in clusters.items() for row, cluster in rows}
     for number, text in enumerate(originals):
         near, far = shingles(copies[0.95][number]), shingles(copies[0.3][number])
@@ -47,6 +51,28 @@ def test_near_copies_are_found_and_others_are_not(tmp_path: Path):
         assert found[0, number] == found[1, number]
     assert len(set(found.values())) == len(originals)
     assert sum(1 for part, _ in found if part == 2) <= 5
+
+
+@pytest.mark.parametrize("most", [103, 104])
+def test_a_limit_of_open_files_that_is_too_low_is_named_at_the_start(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    for number in range(2):
+        write_lines(tmp_path / "web" / f"{number}.jsonl", [text_of(number)])
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web"))
+    if most == 104:
+        make_corpus(recipe, "local", 1)
+        assert set(raised) == {(104, 104)}
+        return
+    message = (
+        r'stage "clean", unit 0: a process may open 103 files \(ulimit -Hn\), and copies among 2 parts with texts are '
+        "found with 104; raise the limit, or join input files to fewer"
+    )
+    with pytest.raises(UserError, match=message):
+        make_corpus(recipe, "local", 1)
 
 
 def test_the_kept_copy_is_the_one_of_a_slow_reference():
