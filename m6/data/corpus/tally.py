@@ -148,10 +148,6 @@ class Tally(BaseModel):
             self.samples.setdefault(name, []).extend(samples)
             _bound(self.samples[name])
 
-    def removed_total(self) -> int:
-        """Documents that were removed at any stage."""
-        return sum(sum(reasons.values()) for reasons in self.removed.values())
-
 
 def small_picture(picture: Image.Image | bytes) -> str:
     """Returns a small JPEG file of a picture or picture file, in base64."""

@@ -11,7 +11,7 @@ from warcio.warcwriter import WARCWriter
 from m6.data.corpus import web
 from m6.data.corpus.output import load_record
 from m6.data.corpus.web import read_archive
-from tests.fixtures.corpus import built, own, recipe_of, text_of
+from tests.fixtures.corpus import built, own, recipe_of, removed_from, text_of
 
 ARTICLE = "今天早上，公园里的花都开了，许多人带着孩子来看花，草地上有风筝，湖边有人唱歌。"
 ADVICE = "老师说，春天是一年的开始，大家应该多读书，多运动，也要多帮助别人，这样生活才有意思。"
@@ -119,5 +119,5 @@ def test_a_corpus_of_archives_counts_what_it_cannot_read(tmp_path: Path):
     (folder / "4.wet.gz").write_bytes(gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: x\r\n\r\n"))
     tally = load_record(built(recipe_of(tmp_path / "data", own("web", folder)))).inputs["web"]
     assert tally.kept == 5  # three of the first archive, and two of the second before the cut
-    assert tally.documents == tally.kept + tally.removed_total()
+    assert tally.documents == tally.kept + removed_from(tally)
     assert tally.removed["read"] == {"the file is damaged (ValueError)": 2, "empty text": 1}
