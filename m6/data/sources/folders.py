@@ -164,7 +164,8 @@ def json_entries(lines: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]
                 pass
             yield number, "line too long"
         elif line.strip():
-            yield number, parse_object(line.removeprefix(codecs.BOM_UTF8)) or "invalid JSON"
+            entry = parse_object(line.removeprefix(codecs.BOM_UTF8))
+            yield number, "invalid JSON" if entry is None else entry
 
 
 def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:

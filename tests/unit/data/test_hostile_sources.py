@@ -174,6 +174,11 @@ def test_a_bad_line_of_metadata_costs_one_row(folder: Path, line: bytes, problem
     assert problems(read(folder / "rows.jsonl")) == {"mine/0/0": None, "mine/rows.jsonl:3": problem}
 
 
+def test_an_empty_object_is_valid_json(folder: Path):
+    (folder / "rows.jsonl").write_bytes(GOOD + b"{}\n")
+    assert problems(read(folder / "rows.jsonl")) == {"mine/0/0": None, "mine/1": "the text is null"}
+
+
 def test_blank_lines_of_metadata_are_no_rows(folder: Path):
     (folder / "metadata.jsonl").write_bytes(GOOD + b"\n \r\n" + b"{torn\n\n")
     assert problems(read(folder)) == {"mine/good.png": None, "mine/metadata.jsonl:4": "invalid JSON"}
