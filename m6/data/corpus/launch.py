@@ -15,7 +15,7 @@ from m6.data.corpus.output import is_built
 from m6.data.corpus.plan import PLAN_NAME, load_plan, make_plan
 from m6.data.corpus.recipe import CorpusRecipe
 from m6.data.corpus.tally import Tally
-from m6.data.corpus.work import prepare, remove, work_folder
+from m6.data.corpus.work import is_finished, prepare, remove, work_folder
 from m6.lock import FolderLock
 
 Executor = Literal["local", "slurm"]
@@ -62,7 +62,8 @@ def make_corpus(
     recipe = recipe.model_copy(update={"out": out})
     folder = work_folder(out)
     with FolderLock(out.with_name(f"{out.name}.lock"), out):
-        check_jobs_ended(folder)
+        if not is_finished(folder):
+            check_jobs_ended(folder)
         for named in recipe.decontamination.sets:  # now, not after hours of work
             next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
         known = load_plan(folder / PLAN_NAME).files if (folder / PLAN_NAME).exists() else []

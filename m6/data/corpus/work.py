@@ -130,6 +130,11 @@ def work_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.work")
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether the last unit of the corpus with this work folder is marked: no job of it writes any more."""
+    return (folder / "done" / "finish" / "00000.json").exists()
+
+
 def prepare(folder: Path, plan: Plan, open_scorer: OpenScorer | None = None) -> Work:
     """Begins a work folder, or continues the one of the same plan.
 

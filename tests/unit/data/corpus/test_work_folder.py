@@ -34,7 +34,7 @@ def test_the_folder_of_a_finished_corpus_stays_while_its_last_job_ends(
     with pytest.raises(UserError, match="jobs 41 have not ended"):
         make_corpus(recipe, "local", 1)
     assert (work.folder / "plan.json").exists()
-    squeue.write_text("#!/bin/sh\n")
+    work.mark_done("finish", 0, Tally())  # then nobody needs to ask Slurm
     assert make_corpus(recipe, "local", 1).was_built
     assert not work.folder.exists()
 
