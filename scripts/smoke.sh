@@ -48,7 +48,7 @@ finished "$run/DONE"
 say "evaluation against n-gram models"
 m6 evaluate "$run"
 m6 plot "$run"
-picture="$run/samples/easy_vqa_0.png"
+picture="$run/report_samples/easy_vqa_0.png"
 
 say "a caption"
 m6 generate --checkpoint "$run" --image "$picture"

@@ -57,7 +57,7 @@ def classify(
     if not is_exported(run):
         settings = load_config(run / "config.json").m6
         length = settings.data.sequence_length  # to which its training cut texts
-        if settings.objectives.text_classification.with_context and not any(after for _, after in read):
+        if settings.objectives.text_classification.with_context and not (pictures or any(after for _, after in read)):
             print("warning: the model learned texts with a context, and none is given", file=sys.stderr)
     objective = "visual_question_answering" if pictures else "text_classification"
     room = max_text_tokens(objective, length, config.num_patches)

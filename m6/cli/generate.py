@@ -99,6 +99,8 @@ def generate(
             check_file(out, "the PNG")
             if out.suffix.lower() != ".png":
                 raise UserError(f"--out {out}: pictures are written as PNG; expected a name that ends in .png")
+            if out_dir is not None and out.parent.absolute() == out_dir.absolute() and out.stem.isdigit():
+                raise UserError(f"--out {out}: a picture of --out-dir may get this name; expected another one")
     elif not (prompt or image) or captions is not None or mask is not None:
         raise UserError(
             "generate: give a text to continue, or --image, with or without a question; to generate pictures, give "

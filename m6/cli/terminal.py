@@ -14,5 +14,5 @@ def keep_bars_out_of_logs() -> None:
 
 def print_any_name() -> None:
     """Lets stdout take the names of files that are not in UTF-8: as the bytes that they are."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # else the user chose
         sys.stdout.reconfigure(errors="surrogateescape")

@@ -88,6 +88,7 @@ def write_codes(
 
     Raises:
         UserError: a source is unknown or has no pictures, or too many of its pictures are bad.
+        StorageError: old codes cannot be read, and may be whole.
     """
     from m6.data.pictures import picture_sources
 
@@ -318,14 +319,15 @@ def _take_over(
     old_folder = codes_folder(manifest, existing.tokenizer)
     try:
         verify_shards(old_folder, entry.shards)
+        with files.reading(old_folder / SKIPPED_NAME):
+            listed = [json.loads(line) for line in (old_folder / SKIPPED_NAME).read_text(encoding="utf-8").splitlines()]
     except StorageError:  # new codes would be as hard to read
         raise
-    except UserError:  # missing or damaged
+    except (OSError, ValueError):  # missing or damaged
         return None
     for shard in entry.shards:
         (folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(old_folder / shard.file, folder / shard.file)
-    listed = map(json.loads, (old_folder / SKIPPED_NAME).read_text(encoding="utf-8").splitlines())
     return entry, [line for line in listed if (line["source"], line["split"]) == (source, split)]
 
 

@@ -101,7 +101,7 @@ def write_report(
         processor,
         data.manifest,
         data.sources,
-        out.parent / ("samples" if folder is None and split is None else f"{out.stem}_samples"),
+        out.parent / f"{out.stem}_samples",
         split or "test",
     )
     if samples:

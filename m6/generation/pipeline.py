@@ -126,7 +126,7 @@ class M6TextToImagePipeline:
         if num_candidates is not None and "image_captioning" not in self.model.learned_objectives:
             raise UserError(
                 "num_candidates: the model cannot choose among pictures: it does not say that it has learned "
-                "m6.objectives.image_captioning"
+                "m6.objectives.image_captioning; if it has, and an older version exported it, export it again"
             )
         if repaint is not None and sampling.decoding is None:
             sampling = replace(sampling, decoding="masked")  # the other way knows only what is above and to the left

@@ -36,7 +36,7 @@ class CaptionJob:
 class Captioning:
     """Captions pictures, and answers questions about them, by greedy decoding.
 
-    A job's length is its number of decoding steps. Questions, which make prompts longer, are left out: they are short.
+    A job's length is its number of decoding steps. The measured costs leave out questions, which make prompts longer.
 
     Args:
         model: in evaluation mode.

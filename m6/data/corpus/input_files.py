@@ -47,9 +47,10 @@ class InputFile(BaseModel):
         if self.name is not None:
             return
         path = Path(self.path)
-        with files.reading(path):
-            is_unchanged = path.exists() and _size_and_time(path) == (self.bytes, self.modified_ns)
-        if not is_unchanged:
+        found = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), files.reading(path):
+            found = _size_and_time(path)
+        if found != (self.bytes, self.modified_ns):
             raise UserError(f"{path} has changed since the corpus was begun")
 
 

@@ -11,7 +11,7 @@ from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import MAX_PICTURE_BYTES, PICTURE_SUFFIXES, TOO_LARGE
 from m6.data.sources.webdataset import WebDataset
-from m6.files import cache_folder
+from m6.files import cache_folder, reading
 
 
 def tar_rows(path: Path, folder: Path, name: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
@@ -44,10 +44,10 @@ def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
     """
     identity = f"{name}/{path.name}"
     if path.suffix.lower() in PICTURE_SUFFIXES:
-        is_large = path.stat().st_size > MAX_PICTURE_BYTES
-        yield Row(
-            identity, None, image=None if is_large else path.read_bytes(), problem=TOO_LARGE if is_large else None
-        )
+        with reading(path):
+            is_large = path.stat().st_size > MAX_PICTURE_BYTES
+            image = None if is_large else path.read_bytes()
+        yield Row(identity, None, image=image, problem=TOO_LARGE if is_large else None)
     elif path.suffix.lower() == ".tar":
         yield from tar_rows(path, path.parent, name, None, SourceOptions(cache=cache_folder(), licence="private"))
     else:

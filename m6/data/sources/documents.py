@@ -9,6 +9,7 @@ from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import LocalSource, group_of_text
 from m6.data.sources.split_names import split_folders, split_of_folder
 from m6.data.sources.text import passages
+from m6.files import reading
 
 MAX_DOCUMENT_BYTES = 256 << 20
 
@@ -52,7 +53,8 @@ class Documents(LocalSource):
                 yield Row(identity, identity, problem=f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
                 continue
             try:
-                text = file.read_text(encoding="utf-8-sig")
+                with reading(file):
+                    text = file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError:
                 yield Row(identity, identity, problem="not UTF-8")
                 continue

@@ -1,5 +1,6 @@
 """What the sources of the user's own files share: the licence, links that are refused, and columns."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -13,11 +14,13 @@ from m6.data.sources.base import SourceOptions
 from m6.data.sources.packages import combined_sha256
 from m6.data.sources.split_names import SPLIT_WORDS
 from m6.data.sources.text import text_key
-from m6.errors import UserError, nearest
+from m6.errors import StorageError, UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
 MAX_PICTURE_BYTES = 64 << 20  # a larger file or member of an archive is not read into memory
 TOO_LARGE = f"larger than {MAX_PICTURE_BYTES >> 20} MiB"
+# Errors of a file that is not there, or that nobody here may look for; others are those of a file server.
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES}
 
 
 class LocalSource:
@@ -102,6 +105,9 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
     """Returns why a file of a source is not read: it is missing, outside of the folder, no regular file, or too large.
 
     Only pictures are too large: other files are read by lines or rows.
+
+    Raises:
+        StorageError: the file system does not tell.
     """
     try:
         # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
@@ -109,7 +115,9 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
         if not resolved.is_relative_to(folder.resolve()):
             return "outside of the folder"
         status = path.stat()  # not of the resolved path, which leaves out "missing/.."
-    except (OSError, ValueError, RuntimeError):  # the name is too long or has a NUL, or links form a loop
+    except (OSError, ValueError, RuntimeError) as error:  # the name is too long or has a NUL, or links form a loop
+        if isinstance(error, OSError) and error.errno not in _ABSENT:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from None
         return "missing image" if path.suffix.lower() in PICTURE_SUFFIXES else "missing file"
     if not stat.S_ISREG(status.st_mode):
         return "not a regular file"

@@ -15,6 +15,7 @@ from m6.data.sources.local import (
     written,
 )
 from m6.data.sources.text import passages
+from m6.files import reading
 
 
 def picture_row(
@@ -83,7 +84,8 @@ def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | Non
     picture = None if folder is None else named_file(value, folder)
     if picture is not None and folder is not None:
         problem = unreadable_reason(folder, picture)
-        content = None if problem else picture.read_bytes()
+        with reading(picture):
+            content = None if problem else picture.read_bytes()
         return content, problem or (None if content else "missing image")
     if isinstance(value, dict):
         value = value.get("bytes")

@@ -209,9 +209,9 @@ class Activations:
         return self.batch.real * (_INT64 + output_size * self.precision.residual)
 
     def head(self) -> int:
-        """At labelled positions only: hidden states; log-probabilities in fp32; positions, labels, loss weights."""
+        """At labelled positions only: hidden states; log-probabilities and losses in fp32; positions, labels."""
         width, vocab_size = self.model.hidden_size, self.model.vocab_size
-        each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + 2 * FP32
+        each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + FP32
         return self.batch.targets * each + self.precision.weight_copies(vocab_size * width)
 
 

@@ -50,7 +50,7 @@ class Block:
         return sum(math.prod(shape) for shape in self.shapes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FoldedModel:
     """Distinct blocks, how often each is computed, and how often its weights are stored.
 

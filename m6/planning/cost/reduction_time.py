@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from m6.config.communication import CommunicationSettings
@@ -27,7 +28,6 @@ class ReductionTime:
 
     def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
         self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
-        self._tensors: dict[tuple[int, bool], list[GradientTensor]] = {}
 
     def __call__(self, layout: ParallelLayout, passes: int, counts: ParameterCounts | None = None) -> float:
         """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8).
@@ -64,7 +64,7 @@ class ReductionTime:
         if not settings.compresses:
             counts = counts or self._memory.counts(layout).divided(layout)
             return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, passes)
-        ranks, tensors = layout.dp_size, self._gradients_of(layout)
+        ranks, tensors = layout.dp_size, shared_gradients(self._memory.model, layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
         moved = sum(tensor.numel for tensor in tensors if is_compressed(tensor, settings))
         # An all-gather's output is the contributions of all ranks together.
@@ -80,12 +80,6 @@ class ReductionTime:
 
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self._nodes, self._profile) / core_share(self._nodes)
-
-    def _gradients_of(self, layout: ParallelLayout) -> list[GradientTensor]:
-        key = layout.ep_size, layout.stream_experts
-        if key not in self._tensors:
-            self._tensors[key] = shared_gradients(self._memory.model, layout)
-        return self._tensors[key]
 
 
 def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
@@ -103,6 +97,7 @@ def shared_gradients(model: FoldedModel, layout: ParallelLayout) -> list[Gradien
     return gradient_tensors(model, with_experts=layout.ep_size == 1 and not layout.stream_experts)
 
 
+@functools.cache  # a search asks for those of every layout
 def gradient_tensors(model: FoldedModel, with_experts: bool) -> list[GradientTensor]:
     """The gradients of a model, in the order of its blocks."""
     config = model.config

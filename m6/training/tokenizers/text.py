@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import re
@@ -114,13 +115,13 @@ def train_text_tokenizer(
                 "fingerprint": tokenizer.fingerprint,
             },
         )
-        with FolderLock(out_dir / "lock", out_dir):
-            # An old model goes first and the new one comes last: a folder without a model holds no tokenizer, where
-            # the files of two would be one with a wrong vocabulary.
+        # All files are copied before any gets its name: what was there stays if the disk is full. Then the old model
+        # goes first, and the new one, whose context was entered first, comes last: a folder without a model holds no
+        # tokenizer, where the files of two would be one with a wrong vocabulary.
+        with FolderLock(out_dir / "lock", out_dir), contextlib.ExitStack() as written:
+            for file in sorted(saved.iterdir(), key=lambda file: file.name != MODEL_FILE):
+                shutil.copyfile(file, written.enter_context(atomic_path(out_dir / file.name)))
             (out_dir / MODEL_FILE).unlink(missing_ok=True)
-            for file in sorted(saved.iterdir(), key=lambda file: file.name == MODEL_FILE):
-                with atomic_path(out_dir / file.name) as temporary:
-                    shutil.copyfile(file, temporary)
     return load_text_tokenizer(out_dir)
 
 

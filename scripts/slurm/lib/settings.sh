@@ -6,7 +6,7 @@ find_config() { # CONFIG is a file, or the name of a shipped one
     local shipped
     [[ ! -f $CONFIG ]] || return 0
     for shipped in "$M6_ROOT"/m6/configs/{,finetune/}"$CONFIG.json"; do
-        if [[ -f $shipped ]]; then
+        if [[ $CONFIG != */* && -f $shipped ]]; then
             CONFIG=$shipped
             return 0
         fi

@@ -37,6 +37,10 @@ from tests.fixtures.command import m6, user_error
         (["红", "--out", "grid.png", "--guidance", "inf"], "guidance_scale must be from 0 to 1000, found inf"),
         (["红", "--out", "grid.jpg"], "--out grid.jpg: pictures are written as PNG; expected a name that ends in .png"),
         (["红", "--out", "."], "--out .: is a folder; expected the PNG to write"),
+        (
+            ["红", "--out", "d/00000.png", "--out-dir", "d"],
+            "--out d/00000.png: a picture of --out-dir may get this name",
+        ),
         (["红", "--out", "grid.png", "--num-beams", "2"], "--num-beams is for texts"),
         (["今天", "--decoding", "masked"], "--decoding is for pictures, which --out and --out-dir draw"),
         (["今天", "--guidance", "2"], "--guidance is for pictures"),

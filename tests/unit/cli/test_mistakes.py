@@ -260,7 +260,9 @@ def test_plot_while_a_line_is_being_written(run: Path):
 def test_an_output_that_cannot_be_written(run: Path):
     write_metrics(run, [training_entry(1, {"language_modelling": 5.0})])
     file = run / "config.json"
-    assert f"{file / 'curves.png'} cannot be written" in user_error("plot", run, "--out", file / "curves.png")
+    assert f"{file / 'curves.png'}: cannot be written: {file} is a file" in user_error(
+        "plot", run, "--out", file / "curves.png"
+    )
 
 
 @pytest.mark.parametrize("command", ["evaluate", "downstream", "evaluate-tasks"])

@@ -104,6 +104,7 @@ def test_a_job_does_not_begin_again_at_every_attempt(tmp_path: Path):
         ("own.json", 0, "own.json"),
         ("m6_base", 0, f"{ROOT}/m6/configs/m6_base.json"),
         ("image_captioning", 0, f"{ROOT}/m6/configs/finetune/image_captioning.json"),
+        ("jobs/cpu_2x1", 2, "error: jobs/cpu_2x1: no such file, and no shipped configuration"),
         ("m6_bse", 2, "error: m6_bse: no such file, and no shipped configuration"),
     ],
 )

@@ -19,6 +19,7 @@ from m6.data.corpus.recipe import NamedSet
 from m6.data.corpus.stages import run_task
 from m6.data.corpus.work import prepare, work_folder
 from m6.data.sources.base import Row
+from m6.data.sources.local import unreadable_reason
 from m6.errors import StorageError, UserError
 from tests.fixtures.corpus import own, recipe_of, text_of, write_lines
 from tests.fixtures.photographs import file_of, photograph, write_pairs
@@ -63,9 +64,11 @@ def file_named(name: str, folder: Path) -> Path:
         ("a.warc", rows_of),
         ("a.parquet", rows_of),
         ("a.tar", rows_of),
+        ("a.txt", rows_of),
         ("a.jsonl", rows_of_set),
         ("a.parquet", rows_of_set),
         ("a.tar", rows_of_pictures),
+        ("a.png", rows_of_pictures),
         ("a.parquet", rows_of_pictures),
     ],
 )
@@ -88,10 +91,27 @@ def test_a_file_that_cannot_be_read_is_not_damaged(
 
     file = file_named(name, tmp_path)
     rows = read(file)  # an input was read for its checksum
-    monkeypatch.setattr(Path, "open", lambda *_: io.BufferedReader(Lost()))
+    monkeypatch.setattr(Path, "open", lambda *_, **__: io.BufferedReader(Lost()))
     monkeypatch.setattr(pq.ParquetFile, "__init__", fails)
     with pytest.raises(StorageError, match=rf"{name} cannot be read: {os.strerror(number)}$"):
         list(rows)
+
+
+def test_a_picture_that_a_table_names_is_not_missing_where_the_server_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.png").write_bytes(file_of(photograph(0)))
+    for number, message in ((errno.EIO, r"a\.png cannot be read: "), (errno.ESTALE, r"a\.png cannot be read: ")):
+
+        def fails(*_: object, number: int = number, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", fails)
+            with pytest.raises(StorageError, match=message):
+                unreadable_reason(tmp_path, tmp_path / "a.png")
+    assert unreadable_reason(tmp_path, tmp_path / "b.png") == "missing image"
+    assert unreadable_reason(tmp_path, tmp_path / f"{'b' * 300}.png") == "missing image"
 
 
 def test_a_tar_file_that_names_an_impossible_place_is_damaged(tmp_path: Path):
