@@ -1,6 +1,5 @@
 """Compiles one C++ file into a shared library in the user's cache folder, or finds it there."""
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -18,8 +17,9 @@ from pathlib import Path
 def load_library(source: Path, flags: Sequence[str], compilers: Sequence[str], without_it: str) -> ctypes.CDLL | None:
     """Loads the shared library of a C++ file, which is compiled if the cache does not have it.
 
-    The cache is ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``. Callers keep the result: each call asks the
-    compiler for its version. ``M6_RECIPES_BUILD=0`` in the environment forbids to compile, not to load from the cache.
+    The cache is ``$XDG_CACHE_HOME/m6-recipes/kernels`` or ``~/.cache/m6-recipes/kernels``. Callers keep the result:
+    each call asks the compiler for its version. ``M6_RECIPES_BUILD=0`` in the environment forbids to compile, not to
+    load from the cache.
 
     Args:
         source: the C++ file.
@@ -52,7 +52,7 @@ def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path
     identity = [source.read_text(encoding="utf-8"), *compiler, *flags, version]
     if "-march=native" in flags:
         identity.append(_processor())  # unlike machines may share a home directory
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes" / "kernels"
     checksum = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     library = cache / f"{source.stem}_{checksum}.so"
     if not library.exists():
@@ -63,10 +63,15 @@ def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path
             compiled = Path(folder) / library.name
             command = [*compiler, *flags, str(source), "-o", str(compiled)]
             subprocess.run(command, capture_output=True, text=True, check=True)
+            compiled.chmod(0o700)  # whatever the umask: what others may write is not loaded
             with compiled.open("rb") as file:
                 os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.link(compiled, library)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                os.replace(compiled, library)
     for path in (cache, library):
         _check_private(path)
     return library

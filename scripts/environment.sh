@@ -50,8 +50,8 @@ make_environment() { # make_environment EXTRA
     export PATH="$venv/bin:$PATH"
     # Some images forbid Python to keep what it compiled; each process would then compile thousands of modules, for seconds.
     unset PYTHONDONTWRITEBYTECODE
-    # Triton, inductor and DeepSpeed keep compiled code here: a private folder, because a build that was killed
-    # leaves a lock behind on which every later user of a shared one would wait.
+    # DeepSpeed keeps compiled code here: a build that was killed leaves a lock behind, on which every later user of the
+    # folder that all environments share would wait.
     export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
     # Tokenizers and data sets are local; nothing is looked up on the hub.
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false

@@ -42,7 +42,10 @@ if command -v nvidia-smi >/dev/null; then
     run_tests --numprocesses 4 -m "gpu$marks" "$@"
 fi
 [ -n "$fast" ] && exit
-wait "$slurm"
+if ! wait "$slurm"; then
+    echo "error: Slurm could not be installed, see above; --fast leaves out its tests" >&2
+    exit 1
+fi
 # By themselves: several nodes with real jobs leave no core to other tests.
 say "tests on a local Slurm cluster"
 run_tests -rs -m "slurm$marks" "${@:-tests/slurm}"

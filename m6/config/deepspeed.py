@@ -244,6 +244,8 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
     stage = zero_stage(settings.zero_optimization)
     sections = _deepspeed_sections(keys)
     precision = _precision(sections, stage, settings.optimizer.type)
+    if precision != "fp32" and keys.get("torch_autocast", {}).get("enabled", False):
+        raise UserError(f"torch_autocast: is for weights in fp32, and these are in {precision}; leave one of them out")
     optimizer_params = _optimizer_params(settings.optimizer, stage, precision)
     _check_aio(settings, sections["zero_optimization"])
     _check_values(settings, sections)

@@ -59,7 +59,7 @@ class ImageTokenizerOptimizer(Section):
     total_steps: PositiveInt = Field(le=10**12, description="optimizer steps of the whole run")
     batch_size: PositiveInt = Field(le=10**6, description="pictures per step")
     learning_rate: PositiveFloat = Field(description="peak learning rate")
-    warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up: 1 / n, 2 / n, ... of the peak")
     gradient_clipping: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     seed: int = Field(0, ge=0, description="determines initial weights, order of pictures and restarts of codes")
 

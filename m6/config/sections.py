@@ -66,7 +66,7 @@ class TrainingSettings(Section):
 class ScheduleSettings(Section):
     """The learning rate as a multiple of the optimizer's ``lr``; it depends only on the step."""
 
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up: 1 / n, 2 / n, ... of the peak")
     decay: Literal["constant", "cosine", "polynomial", "wsd"] = Field(
         "cosine", description="shape of the curve after the warm-up"
     )
@@ -141,7 +141,7 @@ class PseudoToRealSettings(Section):
     )
     learning_rate: Literal["continue", "rewarm"] = Field(
         "continue",
-        description="after delinking: continue follows the schedule; rewarm multiplies it by a linear warm-up from 0",
+        description="after delinking: continue follows the schedule; rewarm multiplies it by a linear warm-up",
     )
     rewarm_steps: int | None = Field(None, gt=0, description="rewarm: length of the warm-up in steps")
 
@@ -177,10 +177,16 @@ class SampleSettings(Section):
     captions: list[str] = Field(min_length=1, description="captions; each has one row of the grid")
     num_images: PositiveInt = Field(4, description="pictures per caption")
     guidance_scale: float = Field(
-        2.0, ge=0, description="classifier-free guidance; 1: none, a larger scale follows the caption more closely"
+        2.0,
+        ge=0,
+        le=1000,
+        description="classifier-free guidance; 1: none, a larger scale follows the caption more closely",
     )
-    temperature: PositiveFloat = Field(
-        1.0, description="sampling temperature; below 1 favours likely codes, above 1 makes codes more equally likely"
+    temperature: float = Field(
+        1.0,
+        ge=0.001,
+        le=1000,
+        description="sampling temperature; below 1 favours likely codes, above 1 makes codes more equally likely",
     )
     top_k: int | None = Field(None, gt=0, description="sample only from the k most likely codes")
     top_p: float | None = Field(

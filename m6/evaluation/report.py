@@ -17,10 +17,10 @@ from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.initial import ExportedWeights
 from m6.checkpoints.loading import (
     is_exported,
+    load_run_model,
     load_weights,
     open_newest_checkpoint,
     open_plain_model,
-    run_processor,
 )
 from m6.checkpoints.tokenizers import with_kept_tokenizers
 from m6.config.run import RunConfig, load_config
@@ -67,7 +67,6 @@ def write_report(
     """
     config = with_kept_tokenizers(run_dir, load_config(run_dir / "config.json"))
     reader = open_newest_checkpoint(run_dir)
-    processor = run_processor(run_dir, config, reader)
     data = open_held_out(run_dir, config, folder, split or "validation")
     num_batches = num_batches or config.m6.evaluation.num_batches
     device = default_device()
@@ -96,6 +95,9 @@ def write_report(
         "## Speed and size",
         markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
     ]
+    del model
+    # As m6 generate loads it: without a capacity, and knowing what it has learned.
+    model, processor = load_run_model(run_dir, device)
     samples = write_samples(
         model,
         processor,

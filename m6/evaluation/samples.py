@@ -62,7 +62,10 @@ def _captions(
 ) -> str:
     rows = list(_rows(manifest, source, split, PICTURES))
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
-    texts = caption(model, processor, pictures, num_beams=1, max_new_tokens=24, do_sample=False)
+    longest = max(len(processor.tokenizer.encode_ids(row["text"])) for row in rows)
+    # Room for the references, where the model has it.
+    most = min(max(24, longest + 1), model.config.max_position_embeddings)
+    texts = caption(model, processor, pictures, num_beams=1, max_new_tokens=most, do_sample=False)
     exact = sum(text == processor.tokenizer.writable(row["text"]) for text, row in zip(texts, rows, strict=True))
     lines = [
         f"**{source}**: {exact} of {len(rows)} {split} pictures are described with exactly the reference's words.",

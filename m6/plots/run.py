@@ -178,6 +178,8 @@ def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
     The window is cut at the ends of the curve.
     """
     array = np.asarray(values, dtype=np.float64)
+    if not len(array):
+        return array
     finite = np.isfinite(array)
     half = len(array) // 40
     kernel = np.hanning(2 * half + 3)[1:-1]

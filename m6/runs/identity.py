@@ -18,9 +18,11 @@ def identity(document: dict[str, Any]) -> dict[str, Any]:
     # Of these sections, only the keys that change the layout of the run and not its results may change.
     m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
     training = m6.get("training", {}).items()
-    layout = ("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once")
+    # A limit that ended a run may be raised to go on with it.
+    layout = ("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once", "max_skipped_steps")
     m6["training"] = {key: value for key, value in training if key not in layout}
-    m6["data"] = {key: value for key, value in m6.get("data", {}).items() if key != "num_workers"}
+    data = m6.get("data", {}).items()
+    m6["data"] = {key: value for key, value in data if key not in ("num_workers", "max_bad_row_share")}
     if m6.get("moe"):
         exchange = ("exchange", "ranks_per_node", "overlap_parts")
         m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in exchange}

@@ -26,7 +26,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.pictures import decode_picture
 from m6.tokenizers.processor import M6Processor
 
-CAPTION_TOKENS = 48
+CAPTION_TOKENS = 48  # that a model may write at least, and as many as the longest reference has
 THIS_MODEL = "this model"
 Scores = dict[str, dict[str, Estimate]]  # of each system, by metric
 
@@ -73,8 +73,10 @@ class Task:
 
 def _captioning(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
+    longest = max(len(subject.processor.tokenizer.encode_ids(row["text"])) for row in rows)
+    most = min(max(CAPTION_TOKENS, longest), subject.max_tokens("image_captioning"))
     generated = caption(
-        subject.model, subject.processor, pictures, num_beams=1, max_new_tokens=CAPTION_TOKENS, do_sample=False
+        subject.model, subject.processor, pictures, num_beams=1, max_new_tokens=most + 1, do_sample=False
     )
     systems = {
         THIS_MODEL: generated,
@@ -126,9 +128,11 @@ def _label_scores(predicted: Sequence[str], labels: Sequence[str]) -> dict[str, 
 
 
 def _matching(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
-    texts = sorted({row["text"] for row in rows})
-    # Several pictures can have the same caption; each of them is relevant to it.
-    relevant = np.array([[row["text"] == text for text in texts] for row in rows])
+    # A picture can have several captions, and a caption several pictures: all of their pairs are right.
+    pairs = {(row["image"], row["text"]) for row in rows}
+    rows = list({row["image"]: row for row in rows}.values())
+    texts = sorted({text for _, text in pairs})
+    relevant = np.array([[(row["image"], text) in pairs for text in texts] for row in rows])
     max_tokens = subject.max_tokens("image_text_matching")
     by_model = matching.match_by_model(subject.model, subject.processor, subject.pictures(rows), texts, max_tokens)
     by_neighbour = matching.match_by_neighbour(_neighbour_captions(rows, training), texts)

@@ -94,6 +94,7 @@ DEEP = [
     (keys(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale must be > 0"),
     (keys(comms_logger={"verbos": True}), 'comms_logger.verbos: unknown key; did you mean "verbose"?'),
     (keys(torch_autocast={"enabled": True}), "torch_autocast.dtype: missing"),
+    ({**zero(1), "bf16": {"enabled": True}, "torch_autocast": AUTOCAST}, "torch_autocast: is for weights in fp32, and"),
     (keys(torch_autocast={"enabled": True, "dtype": "float16"}), "torch_autocast.dtype: input should be 'bfloat16'"),
     (keys(optimizer={"type": "Adam", "params": {"lr": 1}}), "unknown optimizer 'Adam'; did you mean \"AdamW\"?"),
     (keys(optimizer={"type": "Adafactor", "params": {"lr": 1, "eps": 1}}), "optimizer.params.eps: unknown key"),

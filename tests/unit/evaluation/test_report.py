@@ -22,6 +22,7 @@ from m6.model import M6ForConditionalGeneration, initialize_parameters, num_para
 from m6.runs.data import open_data
 from m6.tokenizers.text import load_text_tokenizer
 from m6.training.tokenizers.text import train_text_tokenizer
+from moe import MoELayer
 from tests.fixtures.command import user_error
 from tests.fixtures.fabricated_run import change_state, run_document, training_entry, write_metrics, write_run
 from tests.fixtures.tiny_data import (
@@ -111,6 +112,18 @@ def test_losses_and_baselines(run):
         assert nats[2:] == [
             pytest.approx(baselines[objective][name], abs=6e-4) for name in ("unigram", "bigram", "5-gram")
         ]
+
+
+def test_samples_are_of_the_model_that_m6_generate_loads(run, monkeypatch):
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["moe"]["eval_capacity_factor"] = 2.0
+    (run / "config.json").write_text(json.dumps(document))
+    shown = []
+    monkeypatch.setattr("m6.evaluation.report.write_samples", lambda model, *_: shown.append(model) or "")
+    write_report(run, run / "report.md", num_batches=1)
+    [model] = shown
+    assert model.learned_objectives
+    assert all(layer.config.eval_capacity_factor is None for layer in model.modules() if isinstance(layer, MoELayer))
 
 
 def test_speed_and_size(run):

@@ -1,5 +1,7 @@
 """The build of C++ libraries: once, by processes side by side, and what happens where it fails."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +35,24 @@ def test_it_is_built_once(source: Path, tmp_path: Path) -> None:
     load(source)
     assert built.stat().st_mtime_ns == before
     assert sorted(path.name for path in built.parent.iterdir()) == [built.name], "temporary files are left"
+
+
+def test_a_users_group_is_no_obstacle(source: Path, tmp_path: Path) -> None:
+    """Debian gives each user a group of their own, and a umask by which that group may write."""
+    before = os.umask(0o002)
+    try:
+        (tmp_path / "cache" / "m6-recipes").mkdir(parents=True)  # by another part of the project
+        assert load(source).add(2, 3) == 5
+    finally:
+        os.umask(before)
+
+
+def test_a_file_system_without_links(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    assert load(source).add(2, 3) == 5
 
 
 @pytest.mark.parametrize("change", ["source", "flags", "compiler"])

@@ -92,6 +92,7 @@ def test_smoothing():
     with_gap[50] = math.nan
     assert np.isfinite(smoothed(with_gap)).all()
     assert smoothed([math.nan]).shape == (1,)
+    assert smoothed([]).shape == (0,)  # of a run that was never finite
 
 
 def test_the_switch_is_marked_on_every_clock(tmp_path, drawn, monkeypatch):

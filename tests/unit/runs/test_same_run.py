@@ -27,6 +27,8 @@ def run(tmp_path: Path) -> RunDirectory:
         {"m6__communication": {"gradients": "chunks", "density": 0.5}},
         {"m6__elastic": {"max_nodes": 4}},
         {"m6__training__ep_size": 2},
+        {"m6__training__max_skipped_steps": 50},
+        {"m6__data__max_bad_row_share": 0.5},
         {"zero_optimization": {"stage": 1}},
     ],
     ids=str,

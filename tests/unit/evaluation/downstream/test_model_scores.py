@@ -120,6 +120,34 @@ def test_captions_are_compared_as_a_model_can_write_them(folder: Path, judge, mo
     assert {system: own["equal to the reference"].value for system, own in scores.items()} == dict.fromkeys(scores, 1.0)
 
 
+def test_a_picture_may_have_several_captions_and_a_caption_several_pictures(folder: Path, judge, monkeypatch):
+    config = load_config(run_of(folder, "data", "image_text_matching") / "config.json")
+    subject = Subject(judge[0], judge[1], config, Manifest.load(folder / "data"), 6)
+    red, blue = (draw_shape(colour, "圆形", "大") for colour in ("红色", "蓝色"))
+    captions = {red: ["红", "圆"], blue: ["圆", "蓝"]}
+    rows = [{"text": text, "image": image} for image, texts in captions.items() for text in texts]
+    right = np.array([[text in texts for text in ("圆", "红", "蓝")] for texts in captions.values()], float)
+    monkeypatch.setattr("m6.evaluation.downstream.matching.match_by_model", lambda *_: right)
+    scores = TASKS["image_text_matching"].score(subject, "tiny_shapes", rows, rows)["this model"]
+    assert {name: each.value for name, each in scores.items()} == dict.fromkeys(scores, 1.0)
+
+
+def test_long_captions_have_room(folder: Path, judge, monkeypatch):
+    config = load_config(run_of(folder, "data", "image_captioning") / "config.json")
+    subject = Subject(None, judge[1], config, Manifest.load(folder / "data"), 6)
+    room = []
+    for text in ("圆形", "圆形" * 60):
+        rows = [{"text": text, "image": draw_shape("红色", "圆形", "大")}]
+        monkeypatch.setattr(
+            "m6.evaluation.downstream.tasks.caption",
+            lambda *_, **options: room.append(options["max_new_tokens"]) or [""],
+        )
+        TASKS["image_captioning"].score(subject, "tiny_shapes", rows, rows)
+    most = subject.max_tokens("image_captioning") + 1
+    assert room == [min(49, most), min(most, 1 + len(judge[1].tokenizer.encode_ids("圆形" * 60)))]
+    assert room[0] < room[1]
+
+
 def test_what_a_run_has_learned_from_other_data_is_said(folder: Path, tmp_path: Path):
     run = tmp_path / "run"
     shutil.copytree(run_of(folder, "data", "visual_question_answering"), run)
