@@ -41,11 +41,11 @@ class Subject:
     manifest: Manifest
     max_rows: int
 
-    def rows(self, source: str, split: str = "test") -> list[dict[str, Any]]:
-        """Returns the rows of a split; of the test split ``max_rows`` in a fixed random order."""
+    def rows(self, source: str, split: str = "test") -> Rows:
+        """Returns the rows of a split, read as they are asked for; of the test split ``max_rows`` in a random order."""
         data = open_split(self.manifest, source, split)
         if split != "test":
-            return list(data)
+            return data
         # The same rows for every model, so scores are comparable.
         return [data[permuted(index, len(data), key=0)] for index in range(min(self.max_rows, len(data)))]
 
@@ -219,7 +219,7 @@ def _continuation_example(subject: Subject, row: Mapping[str, Any], max_tokens: 
 
 
 def _neighbour_captions(rows: Rows, training: Rows) -> list[str]:
-    nearest = nearest_pictures([row["image"] for row in rows], [row["image"] for row in training])
+    nearest = nearest_pictures([row["image"] for row in rows], (row["image"] for row in training))
     return [training[index]["text"] for index in nearest.tolist()]
 
 

@@ -113,9 +113,12 @@ def test_chance_is_the_mean_over_all_orders():
         assert chance(relevant, k) == pytest.approx(np.mean(found))
 
 
-def test_the_nearest_picture_is_that_of_its_colour_and_size():
+@pytest.mark.parametrize("at_once", [1, 5, 100])
+def test_the_nearest_picture_is_that_of_its_colour_and_size(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("m6.evaluation.downstream.neighbours.AT_ONCE", at_once)
     training = [draw_shape(c, s, z) for c in ("红色", "绿色", "蓝色") for s in ("圆形", "方块") for z in ("大", "小")]
     assert nearest_pictures(training[::-1], training).tolist() == list(range(len(training)))[::-1]
+    assert nearest_pictures(training[:2], iter(training * 2)).tolist() == [0, 1], "the first of equal ones"
     query = draw_shape("蓝色", "三角形", "大")
     (nearest,) = nearest_pictures([query], training).tolist()
     assert training[nearest] in [draw_shape("蓝色", s, z) for s in ("圆形", "方块") for z in ("大", "小")]
