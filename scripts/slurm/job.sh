@@ -1,4 +1,5 @@
-# The body of every training job: `source` it, then `train CONFIG [OPTIONS OF m6 pretrain]`, or
+# The body of every training job: `source` it, then `train CONFIG [OPTIONS OF m6 pretrain]`, where CONFIG is a JSON or the
+# name of a shipped one, or
 # `M6_COMMAND=finetune train CONFIG --init RUN [OPTIONS OF m6 finetune]`.
 #
 # What an attempt came to is read from files, never from exit codes: srun reports the largest code of all ranks, which

@@ -203,11 +203,7 @@ class Engine:
             self.offloaded.runtime.use_late_gradients()
 
     def interval_metrics(self) -> dict[str, Any]:
-        """Metrics of this kind of engine since the last call, which every rank makes once in a log interval.
-
-        Returns:
-            the entries of the interval's line in metrics.jsonl, as JSON; by default none.
-        """
+        """Entries of metrics.jsonl since the last call, which every rank makes once in a log interval; here none."""
         return {}
 
     def measuring(self) -> AbstractContextManager[Any]:

@@ -90,10 +90,10 @@ async def until_waiting(client: httpx.AsyncClient, number: int) -> None:
     raise AssertionError(f"there are never {number} requests waiting")
 
 
-def reference(task: Captioning, picture: bytes, max_new_tokens: int) -> str:
+def reference(task: Captioning, picture: bytes, max_new_tokens: int, question: str = "") -> str:
     image = Image.open(io.BytesIO(picture))
     options = {"num_beams": 1, "max_new_tokens": max_new_tokens, "do_sample": False}
-    return caption(task.model, task.processor, [image], **options)[0]
+    return caption(task.model, task.processor, [image], [question] if question else None, **options)[0]
 
 
 def test_a_batch_of_different_lengths_equals_each_description_alone(captioning: Captioning):
@@ -107,16 +107,10 @@ def test_a_batch_of_different_lengths_equals_each_description_alone(captioning: 
 
 def test_questions_and_captions_share_a_batch(captioning: Captioning):
     questions = ["蓝色的圆形", "", "红"]
-    pictures = [Image.open(io.BytesIO(picture)) for picture in PICTURES]
-    options = {"num_beams": 1, "max_new_tokens": 9, "do_sample": False}
-    expected = [
-        caption(captioning.model, captioning.processor, [picture], [question] if question else None, **options)[0]
-        for picture, question in zip(pictures, questions, strict=True)
-    ]
-    assert (
-        captioning.run([captioning.job(p, 9, question) for p, question in zip(pictures, questions, strict=True)])
-        == expected
-    )
+    asked = list(zip(PICTURES, questions, strict=True))
+    expected = [reference(captioning, picture, 9, question) for picture, question in asked]
+    jobs = [captioning.job(Image.open(io.BytesIO(picture)), 9, question) for picture, question in asked]
+    assert captioning.run(jobs) == expected
 
     async def scenario(client: httpx.AsyncClient) -> None:
         query = {"question": questions[0], "max_new_tokens": 9}
