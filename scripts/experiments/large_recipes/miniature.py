@@ -1,0 +1,277 @@
+"""Small models of the large configurations, by rules of scale for widths and counts; every other value is the JSON's.
+
+A *recipe* is a shipped configuration. A *variant* changes it at full size: the planner prices the changed JSON, and the
+miniature of the changed JSON trains. So a comparison at equal cost uses the cost of the full size.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from m6.errors import UserError
+from m6.shipped import CONFIGS
+
+Document = dict[str, Any]
+
+# name -> the cluster that prices it, and how many of its devices
+RECIPES: dict[str, tuple[str, int]] = {
+    "m6_base": ("h100_x128", 8),
+    "m6_10b": ("h100_x128", 16),
+    "m6_100b": ("v100_32g_x128", 128),
+    "m6_1t": ("v100_32g_x480", 480),
+    "m6_10t": ("v100_32g_x512", 512),
+}
+STEPS = 4000
+BATCH = 32
+POSITIONS = 256
+TEXT_PIECES, IMAGE_CODES = 10_000, 1024  # of the tokenizer that README.md trains
+
+# Rules of scale: a width or a count of the full size is divided by these.
+HIDDEN = 16
+FFN = 64
+LAYERS = 16
+EXPERTS = 16
+PROTOTYPES_ABOVE = 8  # more prototypes than these are divided by 4
+FEWEST_LAYERS, FEWEST_EXPERTS = 2, 8  # of a model; of a layer
+MEAN_TOKENS = 64  # of a sample of data/real, without padding
+
+
+def shipped(recipe: str) -> Document:
+    """The JSON of a shipped configuration."""
+    return json.loads((CONFIGS / f"{recipe}.json").read_text(encoding="utf-8"))
+
+
+def miniature(full: Document, steps: int = STEPS, rate: float = 1.0) -> Document:
+    """The small run of a configuration.
+
+    Args:
+        full: the JSON of the full size.
+        steps: optimizer steps of the small run; the schedule and the Pseudo stage keep their shares of the run.
+        rate: factor of all learning rates, on top of the rule for the width.
+
+    Raises:
+        UserError: the small model cannot have the configuration's groups of experts.
+    """
+    small = copy.deepcopy(full)
+    m6 = small["m6"]
+    full_steps = m6["training"]["total_steps"]
+    ratio = tokens_per_choice(full)
+    _scale_model(m6["model"])
+    if m6.get("moe") is not None:
+        _scale_experts(m6["moe"])
+    small["train_batch_size"] = BATCH
+    small["train_micro_batch_size_per_gpu"] = _micro_batch(m6.get("moe"), ratio)
+    _scale_rates(small, rate)
+    m6["training"] |= {"total_steps": steps, "ep_size": 1, "activation_checkpointing": False}
+    m6["training"].pop("micro_batches_at_once", None)  # which says when an exchange runs, and changes no result
+    m6["schedule"]["warmup_steps"] = max(1, round(m6["schedule"]["warmup_steps"] * steps / full_steps))
+    if m6.get("pseudo_to_real") is not None:
+        switch = round(m6["pseudo_to_real"]["switch_step"] * steps / full_steps)
+        m6["pseudo_to_real"]["switch_step"] = min(steps - 1, max(1, switch))
+    if m6.get("offload") is not None:
+        # Places and threads change no result. A simulated device needs a number.
+        m6["offload"] |= {"num_threads": 1, "device_budget_mib": 100_000}
+    m6["data"] |= {"sequence_length": POSITIONS, "num_workers": 0}
+    m6["evaluation"]["interval_steps"] = max(1, steps // 4)
+    m6["checkpoint"]["interval_steps"] = max(1, steps // 8)
+    m6["checkpoint"] |= {"keep_last": 1, "async_save": False}
+    small["zero_optimization"] = {"stage": small["zero_optimization"]["stage"]}
+    return small
+
+
+def tokens_per_choice(full: Document) -> float:
+    """Tokens of a micro-batch of one rank over the experts of a prototype, of rows without padding.
+
+    It decides how many tokens find an expert free: with room for C tokens, the first C of those that choose an expert.
+    """
+    moe = full["m6"].get("moe")
+    tokens = full["train_micro_batch_size_per_gpu"] * full["m6"]["data"]["sequence_length"]
+    return math.inf if moe is None else tokens * moe.get("num_prototypes", 1) / moe["num_experts"]
+
+
+def _scale_model(model: Document) -> None:
+    model["text_vocab_size"], model["image_vocab_size"] = TEXT_PIECES, IMAGE_CODES
+    # A layer's output keeps its deviation: initial weights grow with the root of what the width shrinks by.
+    model["initializer_range"] *= math.sqrt(HIDDEN)
+    model["hidden_size"] //= HIDDEN
+    model["num_attention_heads"] = max(1, model["num_attention_heads"] // 4)
+    model["ffn_hidden_size"] = max(1, model["ffn_hidden_size"] // FFN)
+    model["num_layers"] = max(FEWEST_LAYERS, math.ceil(model["num_layers"] / LAYERS))
+    model["max_position_embeddings"] = POSITIONS
+    # As many patches as the full size has, of pictures of 64 pixels.
+    model["patch_size"] = model["patch_size"] * 64 // model["image_size"]
+    model["image_size"] = 64
+
+
+def _scale_experts(moe: Document) -> None:
+    prototypes, groups = moe.get("num_prototypes", 1), moe.get("num_groups", 1)
+    if prototypes > PROTOTYPES_ABOVE:
+        prototypes = moe["num_prototypes"] = prototypes // 4
+    if groups > 1:
+        groups = moe["num_groups"] = max(moe.get("groups_per_token", 1) + 1, groups // EXPERTS)
+    unit = prototypes * groups
+    wanted = max(FEWEST_EXPERTS, 2 * unit, moe["num_experts"] / EXPERTS, 2 * moe.get("top_k", 1))
+    moe["num_experts"] = unit * math.ceil(wanted / unit)
+    if moe.get("top_k", 1) > moe["num_experts"] // prototypes:
+        raise UserError(f"top_k {moe['top_k']} is more than the miniature's {moe['num_experts']} experts allow")
+
+
+def _micro_batch(moe: Document | None, ratio: float) -> int:
+    """Samples of a micro-batch, a power of two that nearly keeps ``tokens_per_choice``."""
+    if moe is None or moe.get("capacity_factor") is None:
+        return BATCH  # no token's room depends on the others
+    samples = ratio * moe["num_experts"] / moe.get("num_prototypes", 1) / MEAN_TOKENS
+    return min(BATCH, max(1, 2 ** round(math.log2(samples))))
+
+
+def _scale_rates(small: Document, rate: float) -> None:
+    """AdamW's rates grow as the width shrinks (Yang et al., arXiv 2203.03466, table 3), Muon's with the root of it
+    (scripts/experiments/recipe), Adafactor's are relative to the weights and stay."""
+    factors = {"AdamW": HIDDEN, "Adam": HIDDEN, "Muon": math.sqrt(HIDDEN), "Adafactor": 1.0}
+    optimizer = small["optimizer"]
+    parameters = optimizer["params"]
+    parameters["lr"] *= rate * factors[optimizer["type"]]
+    if "adamw_lr" in parameters:
+        parameters["adamw_lr"] *= rate * HIDDEN
+    experts = (small["m6"].get("offload") or {}).get("optimizer")
+    if experts is not None:
+        experts["lr"] *= rate * factors[experts["type"]]
+
+
+def digest(recipe: str) -> str:
+    """Changes whenever a change of the shipped JSON, or of the rules of scale, changes the experiment."""
+    text = json.dumps(miniature(shipped(recipe)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _without_capacity(moe: Document) -> None:
+    moe |= {"capacity_factor": None, "eval_capacity_factor": None, "capacity_rule": "k", "capacity_rounding": "up"}
+    moe["min_capacity"] = 4
+
+
+def _without_experts(full: Document) -> None:
+    m6 = full["m6"]
+    m6["moe"] = None
+    m6["training"]["ep_size"] = 1
+    m6["training"].pop("micro_batches_at_once", None)
+    for section in ("offload", "pseudo_to_real"):
+        m6.pop(section, None)
+
+
+def _recipe(full: Document) -> None:
+    """As it is shipped."""
+
+
+def _dense(full: Document) -> None:
+    """One feed-forward of the width of an expert, for every token."""
+    _without_experts(full)
+
+
+def _none(full: Document) -> None:
+    """No experts at all, and next to no feed-forward: attention and embeddings alone."""
+    _without_experts(full)
+    full["m6"]["model"]["ffn_hidden_size"] = 1
+
+
+def _top1(full: Document) -> None:
+    """Plain top-1 of the same experts, without drops."""
+    moe = full["m6"]["moe"]
+    moe |= {"num_prototypes": 1, "top_k": 1, "num_groups": 1, "groups_per_token": 1}
+    _without_capacity(moe)
+
+
+def _today(full: Document) -> None:
+    """Four times as many experts of a quarter of the width, eight a token, sigmoid gates divided by their sum, balanced
+    by biases, no drops (DeepSeek-V3, arXiv 2412.19437, section 2.1)."""
+    moe = full["m6"]["moe"]
+    moe |= {"num_experts": 4 * moe["num_experts"], "num_prototypes": 1, "top_k": 8, "num_groups": 1}
+    moe |= {"groups_per_token": 1, "gating": "sigmoid", "normalize_gates": True}
+    moe |= {"balance_bias_rate": 0.001, "aux_loss_weight": 0.0001}
+    full["m6"]["model"]["ffn_hidden_size"] //= 4
+    _without_capacity(moe)
+
+
+def _prototypes(number: int) -> Callable[[Document], None]:
+    def change(full: Document) -> None:
+        moe = full["m6"]["moe"]
+        moe |= {"num_prototypes": number, "top_k": 1, "num_groups": 1, "groups_per_token": 1}
+        moe |= {"capacity_rule": "k", "capacity_factor": 1.25, "capacity_rounding": "up", "min_capacity": 4}
+
+    change.__doc__ = f"{number} top-1 of the same experts, with room for every choice (rule k, factor 1.25)."
+    return change
+
+
+def _scratch(full: Document) -> None:
+    """The Real model from the first step on."""
+    full["m6"].pop("pseudo_to_real")
+
+
+def _never(full: Document) -> None:
+    """The Pseudo model to the last step but one."""
+    full["m6"]["pseudo_to_real"]["switch_step"] = full["m6"]["training"]["total_steps"] - 1
+
+
+def _small(full: Document) -> None:
+    """Real from the first step on, with as many parameters of experts as the Pseudo model holds."""
+    _scratch(full)
+    moe = full["m6"]["moe"]
+    prototypes = moe.get("num_prototypes", 1)
+    per_layer = moe["num_experts"] / full["m6"]["model"]["num_layers"]
+    moe["num_experts"] = prototypes * max(2, round(per_layer / prototypes))
+
+
+def _share(share: float) -> Callable[[Document], None]:
+    def change(full: Document) -> None:
+        full["m6"]["pseudo_to_real"]["switch_step"] = round(share * full["m6"]["training"]["total_steps"])
+
+    change.__doc__ = f"Shared for {share:.0%} of the steps, then unshared (arXiv 2110.03848)."
+    return change
+
+
+VARIANTS: dict[str, Callable[[Document], None]] = {
+    "recipe": _recipe,
+    "dense": _dense,
+    "top1": _top1,
+    "today": _today,
+    "none": _none,
+}
+PROTOTYPES = {f"{number} top-1": _prototypes(number) for number in (1, 2, 4, 8)}
+STAGES: dict[str, Callable[[Document], None]] = {
+    "never switching": _never,
+    "real from scratch": _scratch,
+    "small": _small,
+    "shared 10 %": _share(0.1),
+    "shared 50 %": _share(0.5),
+}
+ALL = VARIANTS | PROTOTYPES | STAGES
+
+
+def variants(recipe: str) -> list[str]:
+    """The variants that a recipe is compared with; those of stages are for Pseudo-to-Real runs."""
+    full = shipped(recipe)
+    found = list(VARIANTS)
+    if full["m6"]["moe"].get("capacity_rule") == "1":
+        found += list(PROTOTYPES)
+    if full["m6"].get("pseudo_to_real") is not None:
+        found += list(STAGES)
+    return found
+
+
+def changed(recipe: str, variant: str) -> Document:
+    """The JSON of the full size with the variant's change.
+
+    Raises:
+        UserError: there is no such recipe or variant.
+    """
+    if recipe not in RECIPES:
+        raise UserError(f"recipe {recipe!r} is unknown; expected {', '.join(RECIPES)}")
+    if variant not in ALL:
+        raise UserError(f"variant {variant!r} is unknown; expected {', '.join(ALL)}")
+    full = shipped(recipe)
+    ALL[variant](full)
+    return full

@@ -1,0 +1,325 @@
+"""Trains miniatures of the large configurations, and appends each finished run to results.csv.
+
+    python -m scripts.experiments.large_recipes.train                  # all that is missing, most important first
+    python -m scripts.experiments.large_recipes.train m6_10t --variants recipe dense --seeds 1 --untuned
+    python -m scripts.experiments.large_recipes.train ngrams           # n-gram models of the same data
+    python -m scripts.experiments.large_recipes.train --parallel 15    # on a GPU, under CUDA's MPS
+
+A run has a folder under ``--work``, from which it goes on after an interruption. On a GPU a run computes in the JSON's
+own precision. A CPU has no fp16 and takes bf16 instead, which rounds eight times as coarsely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m6.config.run import RunConfig, load_config, parse_config
+from m6.errors import UserError
+from m6.evaluation.baselines import compute_baselines
+from m6.files import write_json
+from m6.planning.booking import book_stage
+from m6.planning.machine.cluster import load_cluster
+from m6.planning.search.planner import Planner
+from m6.planning.search.stages import search_stages, training_stages
+from m6.runs.data import open_data
+from m6.runs.directory import RunDirectory
+from m6.runs.processes import Runtime, start
+from m6.training.loop import Trainer
+from moe import MoELayer
+from moe.dispatch import Dispatcher
+from moe.payload import CODECS, Codec
+from scripts.experiments.experiment import ResultTable, code_version
+from scripts.experiments.large_recipes.miniature import (
+    RECIPES,
+    STEPS,
+    Document,
+    changed,
+    digest,
+    miniature,
+    variants,
+)
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PRICES, NGRAMS = HERE / "results.csv", HERE / "prices.json", HERE / "ngrams.csv"
+KEY = ("recipe", "variant", "equal", "rate", "seed", "steps", "device")
+RATES = (0.33, 1.0, 3.0)
+LONGEST = 4  # times the recipe's steps; a variant whose steps are cheaper still is cut there
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the table.
+
+    Attributes:
+        equal: what it has as much of as the recipe's run: "cost", seconds of the planned full size, or "flops",
+            computed in the miniature.
+        rate: factor of the learning rates; 1 is the JSON's.
+    """
+
+    recipe: str
+    variant: str
+    equal: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}_{self.variant}_{self.equal}_{self.rate:g}_{self.seed}".replace(" ", "_").replace("%", "")
+
+
+class _Rounded(torch.autograd.Function):
+    """Rows as one codec leaves them; their gradients as another one does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, forward: Codec, backward: Codec) -> Tensor:
+        ctx.codec = backward
+        return forward.decode(forward.encode(rows), rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return ctx.codec.decode(ctx.codec.encode(gradient), gradient.dtype), None, None
+
+
+class RoundingDispatcher:
+    """Rounds tokens and outputs as an exchange between ranks would, where one rank has all experts.
+
+    A real exchange sums the outputs of a node's experts before it rounds them; here the sum of all is rounded once.
+    """
+
+    def __init__(self, inner: Dispatcher, payload: str) -> None:
+        self.inner = inner
+        self.to_experts, self.back = CODECS[payload]  # type: ignore[index]
+
+    def __call__(self, tokens: Tensor, *others: Any) -> Tensor:
+        rounded = _Rounded.apply(tokens, self.to_experts, self.back)
+        return _Rounded.apply(self.inner(rounded, *others), self.back, self.to_experts)
+
+
+class MiniatureTrainer(Trainer):
+    """The trainer, with the rounding of the exchange that one rank does not have."""
+
+    def _build_engine(self) -> None:
+        super()._build_engine()
+        for module in self.engine.module.modules():
+            if isinstance(module, MoELayer) and module.config.payload != "same":
+                module.dispatcher = RoundingDispatcher(module.dispatcher, module.config.payload)
+
+
+def document_of(case: Case, steps: int, data: Path, device: str) -> Document:
+    """The JSON that a case trains."""
+    small = miniature(changed(case.recipe, case.variant), steps, case.rate)
+    small["m6"]["data"] |= {"path": str(data), "tokenizer": str(data / "tokenizer")}
+    small["m6"]["training"]["seed"] = case.seed
+    small["m6"].setdefault("logging", {})["wandb"] = "off"
+    if device == "cpu" and small.get("fp16", {}).get("enabled"):
+        small["bf16"] = {"enabled": True}
+        del small["fp16"]
+    return small
+
+
+def days(recipe: str, variant: str) -> float:
+    """Days of the full size by its plan, kept in prices.json until the configuration changes."""
+    full = changed(recipe, variant)
+    cluster, world = RECIPES[recipe]
+    prices: dict[str, Any] = json.loads(PRICES.read_text(encoding="utf-8")) if PRICES.exists() else {}
+    name = f"{recipe}, {variant}"
+    known = prices.get(name)
+    if known is not None and known["digest"] == digest(recipe):
+        return known["days"]
+    planner = Planner(parse_config(full), load_cluster(Path(cluster)).scaled(world))
+    stages = training_stages(planner)
+    results = search_stages(stages)
+    if not all(result.plans for result in results):
+        raise UserError(f"{name}: no layout fits {world} devices of {cluster}")
+    booked = [book_stage(stage, result.best, 24 * 60) for stage, result in zip(stages, results, strict=True)]
+    price = sum(stage.steps * stage.step_s for stage in booked) / 86400
+    prices[name] = {"digest": digest(recipe), "cluster": cluster, "devices": world, "days": round(price, 4)}
+    write_json(PRICES, dict(sorted(prices.items())))
+    return price
+
+
+def steps_of(case: Case, table: ResultTable, base: int) -> int | None:
+    """Steps with which a case is equal to the recipe's run of ``base`` steps; None: a run that it needs is missing."""
+    if case.equal == "cost":
+        ratio = days(case.recipe, "recipe") / days(case.recipe, case.variant)
+    else:
+        per_step: dict[str, float] = {}
+        for row in table.rows():
+            if row["recipe"] == case.recipe and row["equal"] == "cost":
+                per_step[row["variant"]] = float(row["flops"]) / float(row["steps"])
+        if not {"recipe", case.variant} <= per_step.keys():
+            return None
+        ratio = per_step["recipe"] / per_step[case.variant]
+    return max(20, round(base * min(LONGEST, ratio)))
+
+
+def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dict[str, Any]:
+    """Trains a case, or goes on with it; returns its row."""
+    folder = work / f"{case.name}_{steps}"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.json"
+    write_json(file, document_of(case, steps, data, runtime.device.type))
+    config = load_config(file)
+    directory = RunDirectory(folder / "run")
+    directory.open(config, runtime.world_size)
+    trainer = MiniatureTrainer(config, directory, runtime)
+    begin = time.process_time()
+    if not trainer.train():
+        raise SystemExit(f"stopped by a signal in {folder}")
+    return {
+        **asdict(case),
+        "steps": steps,
+        "device": device_name(runtime),
+        "precision": config.deepspeed.precision,
+        "digest": digest(case.recipe),
+        "code": code_version(),
+        "days": f"{days(case.recipe, case.variant) * steps / STEPS:.3f}",
+        **summary(config, directory.read_metrics()),
+        "cpu_s": round(time.process_time() - begin),
+    }
+
+
+def device_name(runtime: Runtime) -> str:
+    """ "cpu", or the GPU's name."""
+    return torch.cuda.get_device_name() if runtime.device.type == "cuda" else "cpu"
+
+
+def summary(config: RunConfig, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a run: what was computed, and what was learned.
+
+    Shares of tokens and pairs are means over the layers in the last tenth of the training steps.
+    """
+    training = [entry for entry in metrics if "loss" in entry]
+    late = [entry["experts"] for entry in training[-max(1, len(training) // 10) :] if "experts" in entry]
+
+    def mean(name: str) -> str:
+        values = [value for entry in late for value in entry.get(name, ())]
+        return f"{statistics.fmean(values):.4f}" if values else ""
+
+    seconds = [entry["step_time_s"] for entry in training]
+    flops = sum(entry["model_flops_per_second"] * entry["step_time_s"] for entry in training) / len(seconds)
+    losses: dict[str, float] = next(entry["validation"] for entry in reversed(metrics) if "validation" in entry)
+    curve = {
+        entry["step"]: statistics.fmean(entry["validation"].values()) for entry in metrics if "validation" in entry
+    }
+    return {
+        "tokens": training[-1]["tokens_seen"],
+        "flops": f"{flops * config.m6.training.total_steps:.4g}",
+        "tokens_without_expert": mean("tokens_without_expert"),
+        "dropped_pairs": mean("dropped_fraction"),
+        "experts_per_token": mean("experts_per_token"),
+        "gate_sum": mean("gate_sum"),
+        "loss": f"{statistics.fmean(losses.values()):.4f}",
+        **{objective: f"{loss:.4f}" for objective, loss in losses.items()},
+        "curve": " ".join(f"{step}:{loss:.3f}" for step, loss in curve.items()),
+    }
+
+
+def cases(recipes: list[str], only: list[str] | None, seeds: int, tuned: bool, table: ResultTable) -> Iterator[Case]:
+    """What is to be trained: first all variants at the JSON's rate, then at other rates, then with more seeds."""
+    chosen = [
+        (recipe, variant) for recipe in recipes for variant in variants(recipe) if only is None or variant in only
+    ]
+    for recipe, variant in chosen:
+        yield Case(recipe, variant, "cost", 1.0, 0)
+    if tuned:
+        for recipe, variant in chosen:
+            for rate in RATES:
+                yield Case(recipe, variant, "cost", rate, 0)
+    for seed in range(seeds):
+        for recipe, variant in chosen:
+            for equal in ("cost", "flops"):
+                for rate in sorted({1.0, best_rate(table, recipe, variant) if tuned else 1.0}):
+                    yield Case(recipe, variant, equal, rate, seed)
+
+
+def best_rate(table: ResultTable, recipe: str, variant: str) -> float:
+    """The rate whose run of seed 0 ended lowest."""
+    ended = [
+        (float(row["loss"]), float(row["rate"]))
+        for row in table.rows()
+        if (row["recipe"], row["variant"], row["equal"], row["seed"]) == (recipe, variant, "cost", "0")
+    ]
+    return min(ended, default=(0.0, 1.0))[1]
+
+
+def train_all(arguments: argparse.Namespace) -> None:
+    """Trains what is missing; several processes of this function share the work through locks of the runs' folders."""
+    runtime, table = start(), ResultTable(RESULTS, KEY)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for case in cases(
+        arguments.recipes or list(RECIPES), arguments.variants, arguments.seeds, not arguments.untuned, table
+    ):
+        steps = steps_of(case, table, arguments.steps)
+        key = {**asdict(case), "steps": steps, "device": device_name(runtime)}
+        if steps is None or table.holds(key):
+            continue
+        with (arguments.work / f"{case.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # another process trains it
+            if table.holds(key):
+                continue
+            row = run(case, steps, arguments.data, arguments.work, runtime)
+            with (arguments.work / "results.lock").open("w") as results:
+                fcntl.flock(results, fcntl.LOCK_EX)
+                table.append(row)
+        print(f"{case.name}: {row['loss']} nats, {row['cpu_s']} CPU s", flush=True)
+
+
+def measure_ngrams(arguments: argparse.Namespace) -> None:
+    """Writes what n-gram models of the training text reach on the miniatures' validation rows."""
+    file = arguments.work / "ngrams.json"
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    write_json(file, document_of(Case("m6_base", "dense", "cost", 1.0, 0), STEPS, arguments.data, "cpu"))
+    config = load_config(file)
+    NGRAMS.unlink(missing_ok=True)
+    table = ResultTable(NGRAMS, ("objective", "model"))
+    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_batches).items():
+        for model, loss in losses.items():
+            table.append({"objective": objective, "model": model, "loss": f"{loss:.4f}"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"{', '.join(RECIPES)} (default: all), or ngrams")
+    parser.add_argument("--variants", nargs="+", help="default: all of the recipe")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the recipe's run; the variants' follow from it")
+    parser.add_argument("--untuned", action="store_true", help="the JSON's learning rates alone")
+    parser.add_argument("--parallel", type=int, default=1, help="processes")
+    parser.add_argument("--data", type=Path, default=Path("data/real"))
+    parser.add_argument("--work", type=Path, default=Path("runs/large_recipes"))
+    arguments = parser.parse_args()
+    if arguments.recipes == ["ngrams"]:
+        measure_ngrams(arguments)
+        return
+    unknown = [*(set(arguments.recipes) - RECIPES.keys())]
+    if unknown:
+        parser.error(f"unknown recipe {unknown[0]}; expected {', '.join(RECIPES)}")
+    if arguments.parallel > 1:
+        own = [argument for argument in sys.argv[1:]]
+        at = own.index("--parallel")
+        command = [sys.executable, "-m", "scripts.experiments.large_recipes.train", *own[:at], *own[at + 2 :]]
+        processes = [subprocess.Popen(command) for _ in range(arguments.parallel)]
+        sys.exit(max(process.wait() for process in processes))
+    train_all(arguments)
+
+
+if __name__ == "__main__":
+    main()
