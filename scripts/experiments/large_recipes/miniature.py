@@ -26,8 +26,9 @@ RECIPES: dict[str, tuple[str, int]] = {
     "m6_1t": ("v100_32g_x480", 480),
     "m6_10t": ("v100_32g_x512", 512),
 }
-STEPS = 4000
+STEPS = 2000
 BATCH = 32
+VALIDATION = 256  # samples of each objective
 POSITIONS = 256
 TEXT_PIECES, IMAGE_CODES = 10_000, 1024  # of the tokenizer that README.md trains
 
@@ -77,7 +78,9 @@ def miniature(full: Document, steps: int = STEPS, rate: float = 1.0) -> Document
         # Places and threads change no result. A simulated device needs a number.
         m6["offload"] |= {"num_threads": 1, "device_budget_mib": 100_000}
     m6["data"] |= {"sequence_length": POSITIONS, "num_workers": 0}
-    m6["evaluation"]["interval_steps"] = max(1, steps // 4)
+    # As many samples whatever the micro-batch is.
+    samples = max(1, VALIDATION // small["train_micro_batch_size_per_gpu"])
+    m6["evaluation"] |= {"interval_steps": max(1, steps // 4), "num_batches": samples}
     m6["checkpoint"]["interval_steps"] = max(1, steps // 8)
     m6["checkpoint"] |= {"keep_last": 1, "async_save": False}
     small["zero_optimization"] = {"stage": small["zero_optimization"]["stage"]}

@@ -127,6 +127,8 @@ def report(rows: list[Row]) -> str:
         own = [row for row in rows if row["recipe"] == recipe]
         if not own:
             continue
+        longest = max(int(row["base"]) for row in own)
+        own = [row for row in own if int(row["base"]) == longest]
         said.append(f"## {recipe}")
         for equal in ("cost", "flops"):
             at_json = [row for row in own if row["equal"] == equal and float(row["rate"]) == 1]

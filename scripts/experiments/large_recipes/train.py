@@ -54,7 +54,7 @@ from scripts.experiments.large_recipes.miniature import (
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PRICES, NGRAMS = HERE / "results.csv", HERE / "prices.json", HERE / "ngrams.csv"
-KEY = ("recipe", "variant", "equal", "rate", "seed", "steps", "device")
+KEY = ("recipe", "variant", "equal", "rate", "seed", "base", "device")
 RATES = (0.33, 1.0, 3.0)
 LONGEST = 4  # times the recipe's steps; a variant whose steps are cheaper still is cut there
 
@@ -67,6 +67,7 @@ class Case:
         equal: what it has as much of as the recipe's run: "cost", seconds of the planned full size, or "flops",
             computed in the miniature.
         rate: factor of the learning rates; 1 is the JSON's.
+        base: steps of the recipe's run.
     """
 
     recipe: str
@@ -74,10 +75,13 @@ class Case:
     equal: str
     rate: float
     seed: int
+    base: int = STEPS
 
     @property
     def name(self) -> str:
-        return f"{self.recipe}_{self.variant}_{self.equal}_{self.rate:g}_{self.seed}".replace(" ", "_").replace("%", "")
+        return f"{self.recipe}_{self.variant}_{self.equal}_{self.rate:g}_{self.seed}_{self.base}".replace(
+            " ", "_"
+        ).replace("%", "")
 
 
 class _Rounded(torch.autograd.Function):
@@ -152,8 +156,8 @@ def days(recipe: str, variant: str) -> float:
     return price
 
 
-def steps_of(case: Case, table: ResultTable, base: int) -> int | None:
-    """Steps with which a case is equal to the recipe's run of ``base`` steps; None: a run that it needs is missing."""
+def steps_of(case: Case, table: ResultTable) -> int | None:
+    """Steps with which a case is equal to the recipe's run; None: a run that it needs is missing."""
     if case.equal == "cost":
         ratio = days(case.recipe, "recipe") / days(case.recipe, case.variant)
     else:
@@ -164,12 +168,12 @@ def steps_of(case: Case, table: ResultTable, base: int) -> int | None:
         if not {"recipe", case.variant} <= per_step.keys():
             return None
         ratio = per_step["recipe"] / per_step[case.variant]
-    return max(20, round(base * min(LONGEST, ratio)))
+    return max(20, round(case.base * min(LONGEST, ratio)))
 
 
 def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dict[str, Any]:
     """Trains a case, or goes on with it; returns its row."""
-    folder = work / f"{case.name}_{steps}"
+    folder = work / case.name
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.json"
     write_json(file, document_of(case, steps, data, runtime.device.type))
@@ -187,7 +191,8 @@ def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dic
         "precision": config.deepspeed.precision,
         "digest": digest(case.recipe),
         "code": code_version(),
-        "days": f"{days(case.recipe, case.variant) * steps / STEPS:.3f}",
+        # Of the full size, if it is cut or made longer as the miniature is.
+        "days": f"{days(case.recipe, case.variant) * steps / case.base:.3f}",
         **summary(config, directory.read_metrics()),
         "cpu_s": round(time.process_time() - begin),
     }
@@ -229,30 +234,29 @@ def summary(config: RunConfig, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cases(recipes: list[str], only: list[str] | None, seeds: int, tuned: bool, table: ResultTable) -> Iterator[Case]:
+def cases(arguments: argparse.Namespace, table: ResultTable) -> Iterator[Case]:
     """What is to be trained: first all variants at the JSON's rate, then at other rates, then with more seeds."""
-    chosen = [
-        (recipe, variant) for recipe in recipes for variant in variants(recipe) if only is None or variant in only
-    ]
-    for recipe, variant in chosen:
-        yield Case(recipe, variant, "cost", 1.0, 0)
-    if tuned:
+    recipes, only, base = arguments.recipes or list(RECIPES), arguments.variants, arguments.steps
+    chosen = [(recipe, name) for recipe in recipes for name in variants(recipe) if only is None or name in only]
+    rates = (1.0,) if arguments.untuned else (1.0, *RATES)
+    for rate in rates:
         for recipe, variant in chosen:
-            for rate in RATES:
-                yield Case(recipe, variant, "cost", rate, 0)
-    for seed in range(seeds):
+            yield Case(recipe, variant, "cost", rate, 0, base)
+    for seed in range(arguments.seeds):
         for recipe, variant in chosen:
+            best = 1.0 if arguments.untuned else best_rate(table, recipe, variant, base)
             for equal in ("cost", "flops"):
-                for rate in sorted({1.0, best_rate(table, recipe, variant) if tuned else 1.0}):
-                    yield Case(recipe, variant, equal, rate, seed)
+                for rate in sorted({1.0, best}):
+                    yield Case(recipe, variant, equal, rate, seed, base)
 
 
-def best_rate(table: ResultTable, recipe: str, variant: str) -> float:
+def best_rate(table: ResultTable, recipe: str, variant: str, base: int) -> float:
     """The rate whose run of seed 0 ended lowest."""
     ended = [
         (float(row["loss"]), float(row["rate"]))
         for row in table.rows()
-        if (row["recipe"], row["variant"], row["equal"], row["seed"]) == (recipe, variant, "cost", "0")
+        if tuple(row[name] for name in ("recipe", "variant", "equal", "seed", "base"))
+        == (recipe, variant, "cost", "0", str(base))
     ]
     return min(ended, default=(0.0, 1.0))[1]
 
@@ -261,11 +265,9 @@ def train_all(arguments: argparse.Namespace) -> None:
     """Trains what is missing; several processes of this function share the work through locks of the runs' folders."""
     runtime, table = start(), ResultTable(RESULTS, KEY)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    for case in cases(
-        arguments.recipes or list(RECIPES), arguments.variants, arguments.seeds, not arguments.untuned, table
-    ):
-        steps = steps_of(case, table, arguments.steps)
-        key = {**asdict(case), "steps": steps, "device": device_name(runtime)}
+    for case in cases(arguments, table):
+        steps = steps_of(case, table)
+        key = {**asdict(case), "device": device_name(runtime)}
         if steps is None or table.holds(key):
             continue
         with (arguments.work / f"{case.name}.lock").open("w") as lock:
