@@ -28,12 +28,13 @@ from m6.data.manifest import (
     SplitEntry,
 )
 from m6.data.overlap import count_groups
-from m6.data.sources.base import Row, Source
+from m6.data.sources.base import Row, Source, count_unread
 from m6.data.splitting import Grouping, SplitRules, split_rows
 from m6.data.writing import SplitWriters, describe_source
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
+_LISTED_UNREAD = 8  # kinds of members that a message names
 NAMED_SKIPS = 3  # rows of each reason that a message names
 CHUNK_ROWS = 32  # rows sent to a worker process at once, which amortises the cost of pickling
 
@@ -160,10 +161,12 @@ def _build_source(
     )
 
     cut = 0
+    unread: collections.Counter[str] = collections.Counter()
 
     def usable_rows() -> Iterator[Row]:
         nonlocal cut
         for row, problem in _checked(stream, source.kind, settings, workers):
+            count_unread(unread, row.unread)
             if not problem:
                 cut += row.cut
                 yield row
@@ -196,6 +199,10 @@ def _build_source(
         )
     if skipped:
         _warn(f"{source.name}: skipped {skipped.total()} rows ({reasons})")
+    if unread:
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in unread.most_common(_LISTED_UNREAD))
+        more = f" and {len(unread) - _LISTED_UNREAD} others" if len(unread) > _LISTED_UNREAD else ""
+        _warn(f"{source.name}: {unread.total()} members of its samples are not read ({kinds}{more})")
     if cut:
         _warn(
             f"{source.name}: {cut:,} labelled texts or contexts were cut to {settings.passage_chars} characters "
@@ -203,7 +210,7 @@ def _build_source(
         )
     contents = writers.contents
     groups = count_groups(contents.values())
-    entry = describe_source(source.kind, source.own_splits, origin, writers.splits, contents, groups, skipped)
+    entry = describe_source(source.kind, source.own_splits, origin, writers.splits, contents, groups, skipped, unread)
     _warn_of_splits(source, entry.splits, grouping, settings)
     return entry
 

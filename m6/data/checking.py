@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import unicodedata
 
 from m6.data.manifest import SourceKind
 from m6.data.sources.base import Row
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
+
+# Unicode's normal forms sort combining marks in quadratic time: 100,000 in a row take 8 s. Texts have at most a few.
+_MAX_MARKS = 1000
+_NO_LETTERS = re.compile(r"[^\w\s]+")
 
 
 def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 64) -> tuple[Row, str | None]:
@@ -40,6 +46,8 @@ def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 6
             return row, problem
     if len(row.text) > max_chars:
         return row, "text too long"
+    if _has_many_marks(row.text):
+        return row, f"more than {_MAX_MARKS} combining marks in a row"
     if kind == "labelled_text" and not row.answer:
         return row, "no label"
     if kind in ("text", "labelled_text"):
@@ -50,6 +58,11 @@ def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 6
         return dataclasses.replace(row, image=encode(row.image, image_size)), None
     except BadPicture as problem:
         return row, str(problem)
+
+
+def _has_many_marks(text: str) -> bool:
+    runs = (run for run in _NO_LETTERS.findall(text) if len(run) > _MAX_MARKS) if len(text) > _MAX_MARKS else ()
+    return any(sum(unicodedata.combining(char) > 0 for char in run) > _MAX_MARKS for run in runs)
 
 
 def _clean_or_none(text: str | None) -> str | None:

@@ -123,6 +123,7 @@ class SourceEntry(_Entry):
         groups: the number of groups; rows of a group are in one split, unless the source defined its splits.
         splits: the shards.
         skipped: skipped rows by reason.
+        unread: what belongs to the rows and was not read, such as ".seg.png" of tars; None if there is nothing.
     """
 
     kind: SourceKind
@@ -132,6 +133,7 @@ class SourceEntry(_Entry):
     groups: int | None = None
     splits: dict[Split, SplitEntry]
     skipped: dict[str, int] = {}
+    unread: dict[str, int] | None = None
 
 
 class Manifest(_Entry):

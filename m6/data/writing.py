@@ -62,6 +62,7 @@ def describe_source(
     contents: Mapping[Split, Contents],
     groups: int,
     skipped: Mapping[str, int],
+    unread: Mapping[str, int],
 ) -> SourceEntry:
     """Returns the manifest's entry of a source, with what its held-out splits share with training.
 
@@ -73,6 +74,7 @@ def describe_source(
         contents: what each split holds; of training at least what the others share with it.
         groups: number of groups of all splits.
         skipped: rows that were left out, by reason.
+        unread: what of the rows is not read, by kind.
     """
     for split in ("validation", "test"):
         if splits[split].rows:
@@ -84,5 +86,10 @@ def describe_source(
         own_splits=[split for split in SPLITS if split in own_splits],
         groups=groups,
         splits=splits,
-        skipped=dict(sorted(skipped.items(), key=lambda entry: -entry[1])),
+        skipped=_sorted(skipped),
+        unread=_sorted(unread) or None,
     )
+
+
+def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda entry: -entry[1]))

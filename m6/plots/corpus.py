@@ -97,10 +97,12 @@ def _characters(tallies: Mapping[str, Tally]) -> str:
 
 
 def _changed(tallies: Mapping[str, Tally]) -> str:
-    kinds = sorted({kind for tally in tallies.values() for kind in tally.changed})
-    return markdown_table(
-        ["", *tallies], [[kind, *(_number(tally.changed[kind]) for tally in tallies.values())] for kind in kinds]
-    )
+    counts = [
+        tally.changed + Counter({f"members not read: {kind}": number for kind, number in tally.unread.items()})
+        for tally in tallies.values()
+    ]
+    kinds = sorted({kind for each in counts for kind in each})
+    return markdown_table(["", *tallies], [[kind, *(_number(each[kind]) for each in counts)] for kind in kinds])
 
 
 def _pairs(samples: list[Sample]) -> str:

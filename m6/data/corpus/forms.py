@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from m6.data.corpus.recipe import InputSettings, NamedSet
-from m6.data.sources.local import PICTURE_SUFFIXES
+from m6.data.sources.local import PICTURE_SUFFIXES, unreadable_reason
 from m6.errors import UserError
 
 TABLES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -36,10 +36,25 @@ def files_of(path: Path, suffixes: tuple[str, ...] = DOCUMENTS) -> list[Path]:
 
 
 def files_of_set(named: NamedSet) -> list[Path]:
-    """Returns the files of a named set of texts in order; UserError if there are none."""
+    """Returns the files of a named set of texts in order; UserError if there are none, or one is not to be read."""
     if not (found := files_of(named.path)):
         raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
+    check_readable("decontamination.sets", named.path, found)
     return found
+
+
+def check_readable(key: str, path: Path, found: Iterable[Path]) -> None:
+    """Raises UserError for a file of a named set that is not read: what it holds would not be kept out of the corpus.
+
+    Args:
+        key: of the recipe.
+        path: the set's file or folder.
+        found: its files.
+    """
+    folder = path.parent if path.is_file() else path
+    for file in found:
+        if problem := unreadable_reason(folder, file):
+            raise UserError(f"{key}: {file} is not read ({problem}); remove it, or name what it points to as a set")
 
 
 def choose_files(settings: InputSettings, names: Iterable[PurePath]) -> list[PurePath]:

@@ -236,7 +236,9 @@ def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEn
     splits = {split: SplitEntry.of(found) for split, found in shards.items()}
     planned = work.plan.inputs[name]
     skipped = Counter({f"{stage}: {why}": n for stage, reasons in tally.removed.items() for why, n in reasons.items()})
-    return describe_source(planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped)
+    return describe_source(
+        planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped, tally.unread
+    )
 
 
 def _state(work: Work, part: int, split: Split) -> dict[str, NDArray[Any]]:

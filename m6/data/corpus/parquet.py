@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from m6 import files
-
-_BATCH_ROWS = 64  # at a time: documents of 100,000 characters still fit into memory
+from m6.data.sources.columnar import Columnar
+from m6.errors import UserError
 
 
 def parquet_entries(path: Path, columns: list[str]) -> Iterator[dict[str, Any] | str]:
@@ -19,15 +19,15 @@ def parquet_entries(path: Path, columns: list[str]) -> Iterator[dict[str, Any] |
         StorageError: as ``damaged``.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            if missing := [column for column in columns if column not in file.schema_arrow.names]:
-                yield f'no column "{missing[0]}"'
-                return
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-                yield from _entries(batch)
+        file = Columnar.open(path)
+        if missing := [column for column in columns if column not in file.columns]:
+            yield f'no column "{missing[0]}"'
+            return
+        yield from file.entries(columns)
+    except UserError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         yield damaged(path, error)
 
@@ -45,12 +45,3 @@ def damaged(path: Path, error: Exception) -> str:
             raise error
     # Not its message: a message has offsets, and each would be a reason of its own.
     return f"the file is damaged ({type(error).__name__})"
-
-
-def _entries(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """The rows of a batch one by one: bytes that are not UTF-8 cost their row only."""
-    for number in range(batch.num_rows):
-        try:
-            yield batch.slice(number, 1).to_pylist()[0]
-        except UnicodeDecodeError:
-            yield "not UTF-8"

@@ -17,7 +17,7 @@ from m6.data.corpus.reading import read_part
 from m6.data.corpus.recipe import CorpusRecipe, PictureFilterSettings
 from m6.data.corpus.tally import Tally
 from m6.data.corpus.work import Work
-from m6.data.sources.base import Row
+from m6.data.sources.base import Row, count_unread
 from m6.data.sources.local import group_of_text
 from m6.data.sources.pictures import BadPicture, Decoded, decode, on_white, square
 
@@ -53,6 +53,7 @@ def _clean(
 ) -> tuple[Row, Decoded] | None:
     """Returns a row with its caption in its stored form and its picture, or None if it was removed."""
     tally.documents += 1
+    count_unread(tally.unread, row.unread)
     row, problem = check_row(row, "text", max_chars=recipe.document_chars)
     if filters is None and problem == "empty text":
         problem = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from m6.data.corpus.parquet import damaged, parquet_entries
@@ -49,7 +50,10 @@ def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
             image = None if is_large else path.read_bytes()
         yield Row(identity, None, image=image, problem=TOO_LARGE if is_large else None)
     elif path.suffix.lower() == ".tar":
-        yield from tar_rows(path, path.parent, name, None, SourceOptions(cache=cache_folder(), licence="private"))
+        options = SourceOptions(cache=cache_folder(), licence="private")
+        for row in tar_rows(path, path.parent, name, None, options):
+            # Pictures need no captions here, so what is wrong with one does not matter.
+            yield row if row.image is None else replace(row, problem=None)
     else:
         for number, entry in enumerate(parquet_entries(path, [image_column]), start=1):
             if isinstance(entry, str):

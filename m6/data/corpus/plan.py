@@ -20,6 +20,7 @@ from m6.data.corpus.forms import (
     TARS,
     TEXTS,
     below,
+    check_readable,
     choose_files,
     files_of,
     files_of_set,
@@ -295,10 +296,9 @@ def _kind_of(file: PurePath, settings: InputSettings) -> SourceKind:
 
 
 def _files_of_pictures(named: NamedPictures) -> list[Path]:
-    folder = named.path.parent if named.path.is_file() else named.path
-    found = [file for file in files_of(named.path, _SETS) if unreadable_reason(folder, file) is None]
-    if not found:
+    if not (found := files_of(named.path, _SETS)):
         raise UserError(f"decontamination.picture_sets: {named.path}: expected pictures, .parquet or .tar files")
+    check_readable("decontamination.picture_sets", named.path, found)
     return found
 
 

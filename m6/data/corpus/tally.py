@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from m6.data.corpus.characters import digest
 from m6.data.corpus.quality import chinese_share
+from m6.data.sources.base import count_unread
 from m6.data.sources.pictures import on_white
 
 SAMPLES = 10  # of each reason
@@ -77,6 +78,7 @@ class Tally(BaseModel):
         removed: removed documents by stage and reason.
         removed_characters: their characters by stage.
         changed: replaced personal data by kind, and removed lines.
+        unread: what belongs to the documents and is not read, such as ".seg.png" of tars.
         kept: documents that were written.
         kept_characters: their characters.
         rows: the passages that they were cut to.
@@ -92,6 +94,7 @@ class Tally(BaseModel):
     removed: dict[str, Counter[str]] = {}
     removed_characters: Counter[str] = Counter()
     changed: Counter[str] = Counter()
+    unread: Counter[str] = Counter()
     kept: int = 0
     kept_characters: int = 0
     rows: int = 0
@@ -140,6 +143,7 @@ class Tally(BaseModel):
             self.removed.setdefault(stage, Counter()).update(reasons)
         self.removed_characters.update(other.removed_characters)
         self.changed.update(other.changed)
+        count_unread(self.unread, other.unread.items())
         for name, histogram in other.histograms.items():
             mine = self.histograms.setdefault(name, Histogram())
             for field in Histogram.model_fields:

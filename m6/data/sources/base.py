@@ -1,7 +1,8 @@
 """The interface of a source: a name, a kind, its origin, and a stream of rows."""
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -9,6 +10,13 @@ from typing import Protocol, TypeVar
 from m6.data.manifest import Origin, SourceKind, Split
 
 T = TypeVar("T")
+_KINDS_UNREAD = 100  # that are told apart: names of members may be as many as there are members
+
+
+def count_unread(counts: Counter[str], unread: Iterable[tuple[str, int]]) -> None:
+    """Adds what is not read to bounded counts: of too many kinds the rest is "others"."""
+    for kind, number in unread:
+        counts[kind if kind in counts or len(counts) < _KINDS_UNREAD else "others"] += number
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class Row:
         split: set only if the source defines its own split.
         problem: why the row cannot be used, if the source itself found a problem.
         cut: whether a labelled text or its context was longer than a passage; the build counts such rows.
+        unread: what belongs to the row and is not read, such as ".seg.png", with its number; the build counts it.
     """
 
     id: str
@@ -39,6 +48,7 @@ class Row:
     split: Split | None = None
     problem: str | None = None
     cut: bool = False
+    unread: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from m6.data.manifest import SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.local import LocalSource, group_of_text
+from m6.data.sources.local import LocalSource
 from m6.data.sources.split_names import split_folders, split_of_folder
-from m6.data.sources.text import passages
+from m6.data.sources.table_rows import passage_rows
 from m6.files import reading
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -58,8 +58,4 @@ class Documents(LocalSource):
             except UnicodeDecodeError:
                 yield Row(identity, identity, problem="not UTF-8")
                 continue
-            cut = list(passages(text, self._options.passage_chars))
-            if not cut:
-                yield Row(identity, identity, problem="empty text")
-            for number, passage in enumerate(cut):
-                yield Row(f"{identity}/{number}", group_of_text(text), passage, split=split)
+            yield from passage_rows(text, identity, None, split, self._options)

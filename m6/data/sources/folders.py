@@ -7,6 +7,7 @@ reading, and links may lead out of the folder.
 import codecs
 import csv
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,15 @@ from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import (
     PICTURE_SUFFIXES,
     LocalSource,
+    entry_of,
     group_of_row,
+    kind_of,
     label_of_row,
+    note_unread_columns,
     picture_kind,
     require_column,
     split_of_row,
+    text_problem,
     unreadable_reason,
     written,
 )
@@ -29,6 +34,7 @@ from m6.errors import UserError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 MAX_LINE_BYTES = 8 << 20  # of JSONL; a longer line is skipped without being held
+MAX_CAPTION_BYTES = 8 << 20  # of a .txt beside a picture
 
 
 class PictureFolder(LocalSource):
@@ -92,8 +98,12 @@ class PictureFolder(LocalSource):
 
     def _caption(self, file: Path) -> tuple[str, str | None]:
         """The text of a caption's file, and why there is none."""
+        if unreadable_reason(self._folder, file):
+            return "", "no caption"
+        if file.stat().st_size > MAX_CAPTION_BYTES:
+            return "", f"caption larger than {MAX_CAPTION_BYTES >> 20} MiB"
         try:
-            text = "" if unreadable_reason(self._folder, file) else file.read_text(encoding="utf-8-sig")
+            text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             return "", "not UTF-8"
         return text, None if text.strip() else "no caption"
@@ -109,20 +119,29 @@ class PictureFolder(LocalSource):
                 checked = True
                 for role, column in (("", "file_name"), *self.columns.items()):
                     require_column(column, entry, metadata, role)
-            file_name = (parent / str(entry.get("file_name"))).as_posix()
+                note_unread_columns(self.name, entry, ("file_name", *self.columns.values()))
+            value = entry.get("file_name")
+            if not isinstance(value, str):
+                line = f"{(parent / metadata.name).as_posix()}:{number}"
+                yield self._bad(line, f"the file_name is {kind_of(value)}")
+                continue
+            file_name = (parent / value).as_posix()
+            # A picture may have several questions or captions.
+            is_again = self._options.question_column or self._folder / file_name in named
             named.add(self._folder / file_name)
-            # A picture may have several questions.
-            identity = f"{file_name}:{number}" if self._options.question_column else file_name
-            yield self._row(file_name, entry.get(self._options.written_column), entry, identity)
+            identity = f"{file_name}:{number}" if is_again else file_name
+            text: Any = entry.get(self._options.written_column)
+            problem = text_problem(text, self._options)
+            yield self._row(file_name, text, entry, identity) if problem is None else self._bad(identity, problem)
 
-    def _row(self, file_name: str, text: object, entry: dict[str, Any], identity: str | None = None) -> Row:
+    def _row(self, file_name: str, text: str, entry: dict[str, Any], identity: str | None = None) -> Row:
         identity = identity or file_name
         picture = self._folder / file_name
         split, problem = split_of_row(entry, self._options)
         problem = unreadable_reason(self._folder, picture) or problem
         if problem is not None:
             return self._bad(identity, problem)
-        field = written(text if isinstance(text, str) else "", self._options)
+        field = written(text, self._options)
         answer = picture.parent.name if self._classes else label_of_row(entry, self._options)
         group = group_of_row(entry, self._options)
         split = split or split_of_folder(Path(file_name), self._splits)
@@ -134,9 +153,9 @@ class PictureFolder(LocalSource):
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """Parses a JSON object; None if the bytes are anything else."""
+    """Parses a JSON object; None if the bytes are anything else. The value of a key that is there twice says so."""
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=entry_of)
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return None
     return entry if isinstance(entry, dict) else None
@@ -173,12 +192,14 @@ def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:
     try:
         # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            for entry in csv.DictReader(lines):
-                # Fields beyond the header are under the key None.
-                if None in entry:
+            rows = csv.reader(lines)
+            header = next(rows, [])
+            for fields in rows:
+                if len(fields) > len(header):
                     yield "more fields than columns"
-                else:
-                    yield {column: value or None for column, value in entry.items()}
+                elif fields:  # not a blank line
+                    values = itertools.chain((value or None for value in fields), itertools.repeat(None))
+                    yield entry_of(list(zip(header, values, strict=False)))
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8") from None
     except csv.Error as error:

@@ -1,12 +1,19 @@
 """What the sources of the user's own files share: the licence, links that are refused, and columns."""
 
 import errno
+import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import UUID
 
 from m6 import files
 from m6.data.manifest import Origin, SourceKind, Split
@@ -19,7 +26,10 @@ from m6.errors import StorageError, UserError, nearest
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
 MAX_PICTURE_BYTES = 64 << 20  # a larger file or member of an archive is not read into memory
 TOO_LARGE = f"larger than {MAX_PICTURE_BYTES >> 20} MiB"
+_LISTED_COLUMNS = 8  # in a note
 # Errors of a file that is not there, or that nobody here may look for; others are those of a file server.
+# What is written as a text where a row needs no text of its own; a time of day too, but no list, object or bytes.
+_WRITTEN = (str, int, float, Decimal, date, time, timedelta, UUID)
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES}
 
 
@@ -81,13 +91,57 @@ def split_of_row(entry: Mapping[str, Any], options: SourceOptions) -> tuple[Spli
         return None, problem
     value = entry.get(options.split_column)
     split = SPLIT_WORDS.get(value.lower()) if isinstance(value, str) else None
+    if not isinstance(value, str | None):
+        return None, f"the split is {kind_of(value)}"
     return split, None if split else f"unknown split {str(value)[:20]!r}"
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for the value of a cell that cannot be read; ``str`` of it is the reason."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+GIVEN_TWICE = Unreadable("given twice")
+
+
+def entry_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the values of a row by their columns; that of a column that is there twice is ``GIVEN_TWICE``."""
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        entry |= {name: GIVEN_TWICE for name, number in names.items() if number > 1}
+    return entry
+
+
+def kind_of(value: object) -> str:
+    """Returns what a value is, for a reason: "null", "list", or why it cannot be read."""
+    if isinstance(value, Unreadable) or _is_no_number(value):
+        return str(value)
+    return "null" if value is None else type(value).__name__
+
+
+def _is_no_number(value: object) -> bool:
+    """Whether a value is NaN or infinite, which Python reads from JSON."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def column_problem(entry: Mapping[str, Any], role: str, column: str | None) -> str | None:
     """Returns why what a row holds in a column cannot be written as a text; None if it can, or is no value."""
     value = entry.get(column) if column is not None else None
-    return f"the {role} is {type(value).__name__}" if isinstance(value, list | dict | bytes) else None
+    if value is None or (isinstance(value, _WRITTEN) and not _is_no_number(value)):
+        return None
+    return f"the {role} is {kind_of(value)}"
+
+
+def text_problem(value: object, options: SourceOptions) -> str | None:
+    """Returns why a value is no caption, question or document, which have to be texts; None if it is one."""
+    role = "question" if options.question_column else "text"
+    return None if isinstance(value, str) else f"the {role} is {kind_of(value)}"
 
 
 def group_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
@@ -110,11 +164,10 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
         StorageError: the file system does not tell.
     """
     try:
-        # Resolved first: "..", absolute names and symbolic links must not lead out of the folder.
-        resolved = path.resolve()
-        if not resolved.is_relative_to(folder.resolve()):
+        # Resolved: "..", absolute names and symbolic links may lead out of the folder.
+        if not path.resolve().is_relative_to(folder.resolve()):
             return "outside of the folder"
-        status = path.stat()  # not of the resolved path, which leaves out "missing/.."
+        status = path.stat()  # as the file will be opened: a resolved path leaves out "missing/.."
     except (OSError, ValueError, RuntimeError) as error:  # the name is too long or has a NUL, or links form a loop
         if isinstance(error, OSError) and error.errno not in _ABSENT:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from None
@@ -148,8 +201,18 @@ def context_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | No
 def _text_of(entry: Mapping[str, Any], column: str | None) -> str | None:
     """What a row holds in a column; blanks are no value, as in CSV."""
     value = entry.get(column) if column is not None else None
-    text = "" if value is None else str(value)
+    text = "" if value is None else _written(value)
     return text if text.strip() else None
+
+
+def _written(value: object) -> str:
+    """The text of a value. Equal numbers have equal texts, as 1, 1.0 and true: JSON does not tell 1 from 1.0."""
+    if isinstance(value, int | float | Decimal) and not _is_no_number(value):
+        if value == int(value):
+            return str(int(value))
+        # The digits of a decimal without the zeros of its column's scale.
+        return f"{value:f}".rstrip("0") if isinstance(value, Decimal) else str(value)
+    return str(value)
 
 
 def require_column(column: str, columns: Iterable[str], where: object, role: str = "") -> None:
@@ -166,3 +229,10 @@ def require_column(column: str, columns: Iterable[str], where: object, role: str
         # Other columns than this one are only read where the user named them.
         remedy = "; name another by --text-column" if (role, column) == ("text", SourceOptions.text_column) else ""
         raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}{remedy}')
+
+
+def note_unread_columns(name: str, columns: Iterable[str], read: Iterable[str]) -> None:
+    """Prints which columns of a source are not read."""
+    if unread := sorted(set(columns) - set(read)):
+        listed = ", ".join(map(repr, unread[:_LISTED_COLUMNS])) + (", ..." if len(unread) > _LISTED_COLUMNS else "")
+        print(f'note: "{name}": {len(unread)} columns are not read: {listed}', file=sys.stderr)

@@ -12,18 +12,24 @@ from m6.data.sources.base import Source, SourceOptions
 from m6.data.sources.documents import Documents
 from m6.data.sources.folders import METADATA, PictureFolder
 from m6.data.sources.local import PICTURE_SUFFIXES, unreadable_reason
+from m6.data.sources.saved import DICT_NAME, STATE_NAME, is_saved
 from m6.data.sources.tables import LocalTable, SavedDataset
 from m6.data.sources.webdataset import WebDataset
 from m6.errors import UserError
 
-_SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk of Hugging Face Datasets writes
 _FORMATS = (".tar", *LocalTable.FORMATS, *Documents.FORMATS)
 _OTHERS = "files of other forms"
+# What is left over of a form that is read.
+_LEFT_OVER = {
+    ".txt": " without a picture",
+    "pictures": " that no row names",
+    ".arrow": " that no state.json names",
+}
 _LISTED_FORMS = 8  # of these
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _NO_DATA = re.compile(
     r"(licen[cs]e|copying|notice|readme|changelog|citation|authors|(md5|sha\d+)sums?|checksums?)([-.]\w+)?"
-    r"|.+\.(md5|sha\d+|sig|asc)|thumbs\.db|desktop\.ini|_success",
+    r"|.+\.(md5|sha\d+|sig|asc)|thumbs\.db|desktop\.ini|_success|cache-\w+\.arrow",
     re.IGNORECASE,
 )
 
@@ -44,13 +50,15 @@ def open_path(name: str, path: Path, options: SourceOptions) -> Source:
         if forms.keys().isdisjoint(_FORMATS):
             raise UserError(f"{path}: expected a folder or a file {', '.join(_FORMATS)}")
         return _source(name, path.parent, forms, options)[0]
-    if any((path / file).is_file() for file in _SAVED):
-        _refuse_links(path, sorted(path.rglob("*.arrow")))
-        return SavedDataset(name, path, options)
     forms = {}
     for file in sorted(path.rglob("*")):
         if file.is_symlink() or not file.is_dir():
             forms.setdefault(_form(file), []).append(file)
+    if is_saved(path):
+        saved = SavedDataset(name, path, options)
+        described = [file for file in forms[".json"] if file.name in (DICT_NAME, STATE_NAME, "dataset_info.json")]
+        _note_unread(name, path, forms, {".arrow": saved.files, ".json": described})
+        return saved
     source, read = _source(name, path, forms, options)
     _note_unread(name, path, forms, read)
     return source
@@ -66,6 +74,7 @@ def _source(
 
     tables = of(*LocalTable.FORMATS)
     if "metadata" in forms or ("pictures" in forms and ".tar" not in forms and not tables):
+        _refuse_links(folder, forms.get("metadata", []))
         read = of("pictures", "metadata")
         if "metadata" not in forms:
             beside = {picture.with_suffix(".txt") for picture in forms["pictures"]}
@@ -80,7 +89,7 @@ def _source(
         _refuse_links(folder, files)
         table = LocalTable(name, folder, files, options)
         # Rows may name pictures by their path.
-        return table, tables | (of("pictures") if table.kind in ("image_text", "vqa") else {})
+        return table, tables | ({"pictures": table.picture_files} if "pictures" in forms else {})
     if documents := of(*Documents.FORMATS):
         files = sorted(file for each in documents.values() for file in each)
         _refuse_links(folder, files)
@@ -101,21 +110,21 @@ def _form(file: Path) -> str:
 def _note_unread(name: str, folder: Path, forms: Mapping[str, list[Path]], read: Mapping[str, list[Path]]) -> None:
     """Prints which files of a folder are not read, but for names that hold no data."""
     files_read = {file for files in read.values() for file in files}
-    titles = {form: f"{form} files" if form.startswith(".") else form for form in (*_FORMATS, "pictures", "metadata")}
+    named = (*_FORMATS, ".arrow", "pictures", "metadata")
+    titles = {form: f"{form} files" if form.startswith(".") else form for form in named}
     unread: dict[str, list[Path]] = {}
     others: Counter[str] = Counter()
     for form, files in forms.items():
         left = [file for file in files if file not in files_read and not _holds_no_data(file.relative_to(folder))]
         if left and form not in titles:
             others[form] = len(left)
-        # Of a form that is read, only captions can be left over.
-        title = titles.get(form, _OTHERS) + (" without a picture" if form in read else "")
+        title = titles.get(form, _OTHERS) + (_LEFT_OVER.get(form, "") if form in read else "")
         unread.setdefault(title, []).extend(left)
     listed = ", ".join(f"{count} {form}" for form, count in others.most_common(_LISTED_FORMS))
     for title, files in unread.items():
         if files:
             print(
-                f'note: "{name}" is read from {" and ".join(titles[form] for form in read)}; '
+                f'note: "{name}" is read from {" and ".join(titles[form] for form in read if form in titles)}; '
                 f"{len(files)} {title} are not read, such as {files[0].relative_to(folder)}"
                 + (f" ({listed})" if title == _OTHERS else ""),
                 file=sys.stderr,

@@ -5,26 +5,53 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from m6.colours import to_rgba
+from m6.data.sources.decoder import TOO_MUCH_MEMORY, DecoderEnded, ask
 from m6.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 50_000_000  # 200 MB when decoded; a larger picture is taken for a decompression bomb
 MAX_SIDE = 65_535  # JPEG's limit. Decoders take memory and time for each row, so a picture of 1 x 50,000,000 costs 1 GB
-# An element that others refer to is drawn again for each of them, and references may nest. In a drawing without
-# references cairosvg makes about 300 calls for an element, and 3 for a byte of the file.
-_CALLS, _CALLS_PER_BYTE = 1_000_000, 10
+# Of a drawing: about 10 s. cairosvg makes 200 calls for an element and 70 for a letter, and as many again for each
+# reference to them, which may nest.
+MAX_CALLS = 10_000_000
+_SMALL_DRAWING_BYTES = 100_000  # makes fewer calls, without references and rules of style
+# Of a bitmap that is decoded in this process: seconds at most, whatever is in it.
+_QUICK_BYTES, _QUICK_SCANS = 1 << 20, 64
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # a tag of EXIF, and its values that exchange width and height
 _QUALITIES = (95, 90, 85, 75, 60, 40, 20)
 _WEBP_HEADER = 1 << 16  # bytes; the name of the first chunk of pixels is in them, also after a colour profile
-_REFERENCES = re.compile(rb"href|url|&|\\|@import")  # also as they may be written with entities and escapes
+# References and rules of style, also as they may be written with entities and escapes.
+_REFERENCES = re.compile(rb"href|url|&|\\|style[\s>]")
+_TIFF = (b"II", b"MM")
+_JPEG = b"\xff\xd8"
+_SCAN = re.compile(rb"\xff\xda")  # how one of a JPEG begins; each may visit all its pixels
+# How other formats begin, which are no damaged pictures.
+_OTHERS = (
+    (0, b"\x1f\x8b", "gzip"),
+    (0, b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG 2000"),
+    (0, b"\xffO\xffQ", "JPEG 2000"),
+    (0, b"\x00\x00\x00\x0cJXL \r\n\x87\n", "JPEG XL"),
+    (0, b"\xff\n", "JPEG XL"),
+    (4, b"ftypavif", "AVIF"),
+    (4, b"ftyp", "HEIF"),
+    (0, b"\x00\x00\x01\x00", "ICO"),
+    (0, b"8BPS", "PSD"),
+    (0, b"%PDF", "PDF"),
+    (0, b"%!PS", "PostScript"),
+    (0, b"v/1\x01", "OpenEXR"),
+    (0, b"qoif", "QOI"),
+)
+# What Pillow says of files that may be whole.
+_NOT_READ = re.compile(r"unsupported|not supported|unknown|not available|cannot handle|precision", re.IGNORECASE)
+_UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 
 
 class BadPicture(Exception):
@@ -68,18 +95,77 @@ def encode(data: bytes, image_size: int) -> bytes:
 
 def encode_bitmap(data: bytes, image_size: int) -> bytes:
     """Like ``encode``, for bitmaps only: an SVG drawing raises BadPicture."""
-    return square(_decode_bitmap(data, image_size))
+    if _drawing(data) is not None:
+        raise BadPicture("corrupt image")
+    return encode(data, image_size)
 
 
 def decode(data: bytes, image_size: int) -> Decoded:
     """Decodes a picture file and shrinks it; the first half of ``encode``.
 
+    What may take long is decoded in another process with a limit of time, whose start takes a second.
+
     Raises:
-        BadPicture: the file is damaged, too large, or no picture.
+        BadPicture: the file is damaged, too large, takes too long, or is no picture.
     """
-    if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
-        data = _render(data, image_size)
-    return _decode_bitmap(data, image_size)
+    if _is_quick(data):
+        return decode_here(data, image_size)
+    try:
+        described, pixels, rendered = ask(data, image_size)
+    except DecoderEnded as error:
+        raise BadPicture(str(error)) from None
+    if (problem := described.pop("problem", None)) is not None:
+        raise BadPicture(problem)
+    if (mistake := described.pop("mistake", None)) is not None:
+        raise UserError(mistake)
+    picture = Image.frombytes(described.pop("mode"), tuple(described.pop("size")), pixels)
+    return Decoded(picture=picture, data=rendered or data, **described)
+
+
+def answer(data: bytes, image_size: int) -> tuple[dict[str, Any], bytes, bytes]:
+    """Decodes a picture for ``decode`` in another process.
+
+    Returns:
+        What there is to say of the picture, or why there is none; its pixels; and of a drawing its rendering.
+    """
+    try:
+        decoded = decode_here(data, image_size)
+    except BadPicture as problem:
+        return {"problem": str(problem)}, b"", b""
+    except UserError as mistake:
+        return {"mistake": str(mistake)}, b"", b""
+    described = {name: getattr(decoded, name) for name in ("width", "height", "is_animated", "kind", "fits")}
+    described |= {"mode": decoded.picture.mode, "size": decoded.picture.size}
+    return described, decoded.picture.tobytes(), b"" if decoded.data is data else decoded.data
+
+
+def decode_here(data: bytes, image_size: int) -> Decoded:
+    """Decodes a picture in this process, however long it takes."""
+    try:
+        if (drawing := _drawing(data)) is not None:
+            data = _render(drawing, image_size)
+        return _decode_bitmap(data, image_size)
+    except MemoryError:
+        raise BadPicture(TOO_MUCH_MEMORY) from None
+
+
+def _drawing(data: bytes) -> bytes | None:
+    """The text of a drawing in UTF-8, or in the encoding that it names; None for a bitmap."""
+    if (encoding := _UTF_16.get(data[:2])) is not None:
+        text = data[2:].decode(encoding, "replace")
+        # Its bytes are other ones now than its declaration says.
+        data = re.sub(r"^\s*<\?xml.*?\?>", "", text, count=1, flags=re.DOTALL).encode("utf-8", "replace")
+    return data if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<") else None
+
+
+def _is_quick(data: bytes) -> bool:
+    """Whether a picture is decoded in seconds, whatever is in it.
+
+    A JPEG of a million bytes can have 10,000 scans of all its pixels, and a TIFF as many pages, which are counted.
+    """
+    if len(data) > _QUICK_BYTES or data.startswith(_TIFF) or _drawing(data) is not None:
+        return False
+    return not data.startswith(_JPEG) or len(_SCAN.findall(data)) <= _QUICK_SCANS
 
 
 def _decode_bitmap(data: bytes, image_size: int) -> Decoded:
@@ -89,11 +175,29 @@ def _decode_bitmap(data: bytes, image_size: int) -> Decoded:
             return _decode(data, image_size)
     except Image.DecompressionBombError:
         raise BadPicture("image too large") from None
-    except BadPicture:
+    except (BadPicture, MemoryError):
         raise
-    except Exception:
+    except Exception as error:
         # Pillow raises exceptions of many types for damaged files, such as IndexError for a PNG's empty colour profile.
-        raise BadPicture("corrupt image") from None
+        raise BadPicture(_why_not_read(data, error)) from None
+
+
+def _why_not_read(data: bytes, error: Exception) -> str:
+    """Why a bitmap cannot be opened: it is damaged, or of a kind that is not read."""
+    for place, beginning, name in _OTHERS:
+        if data.startswith(beginning, place):
+            return f"a format that is not read ({name})"
+    if isinstance(error, UnidentifiedImageError):  # asked again, for a reason
+        for name in FORMATS:
+            open_as, accepts = Image.OPEN[name]
+            if accepts is None or accepts(data[:16]) is True:
+                try:
+                    open_as(io.BytesIO(data), "")
+                except Exception as reason:
+                    error = reason
+    if "too large" in str(error) or "Too much memory" in str(error):  # texts and profiles of PNG
+        return "image with more than 1 MiB of metadata"
+    return "an image of a kind that is not read" if _NOT_READ.search(str(error)) else "corrupt image"
 
 
 def _decode(data: bytes, image_size: int) -> Decoded:
@@ -114,10 +218,18 @@ def _decode(data: bytes, image_size: int) -> Decoded:
             width, height = height, width
         # A copy of a large picture is avoided where its colours can be resized as they are.
         as_it_is = image.mode in ("RGB", "RGBA") and "transparency" not in image.info
-        picture: Image.Image = image if as_it_is else to_rgba(image)
+        picture: Image.Image = image if as_it_is else _in_colours(image)
         # Of Pillow's filters for shrinking it takes the least time but for BOX, which is coarse: half that of LANCZOS.
         picture.thumbnail((image_size, image_size), Image.Resampling.HAMMING)
         return Decoded(picture, width, height, is_animated, kind, data, fits)
+
+
+def _in_colours(image: Image.Image) -> Image.Image:
+    try:
+        return to_rgba(image)
+    except ValueError:
+        colours = {"I": "whole numbers of 32 bits", "F": "fractions of 32 bits"}.get(image.mode, image.mode)
+        raise BadPicture(f"an image of colours that are not read ({colours})") from None
 
 
 def _turn_upright(image: Image.Image) -> tuple[bool, bool]:
@@ -187,18 +299,33 @@ def _render(svg: bytes, size: int) -> bytes:
         raise UserError("cairosvg needs the cairo library: apt-get install libcairo2") from None
 
     options = {"output_width": size, "output_height": size, "background_color": "white"}
+    is_small = len(svg) <= _SMALL_DRAWING_BYTES and not _REFERENCES.search(svg)
     try:  # without unsafe=True, cairosvg opens no other files or URLs and expands no XML entities
-        if not _REFERENCES.search(svg):
+        with nullcontext() if is_small else _limited_calls(MAX_CALLS):
             png: bytes = cairosvg.svg2png(bytestring=svg, **options)
-            return png
-        with _limited_calls(_CALLS + _CALLS_PER_BYTE * len(svg)):
-            png = cairosvg.svg2png(bytestring=svg, **options)
-    except _TooManyCalls:
+        return png
+    except (_TooManyCalls, RecursionError):
         raise BadPicture("drawing too complex") from None
-    except Exception:
-        # cairosvg has no exception type of its own: bad XML, numbers and sizes raise different types.
-        raise BadPicture("corrupt image") from None
-    return png
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadPicture(_why_not_drawn(svg, error)) from None
+
+
+def _why_not_drawn(svg: bytes, error: Exception) -> str:
+    """Why a drawing cannot be rendered; cairosvg has no type of exceptions of its own."""
+    from defusedxml import DefusedXmlException
+    from defusedxml.ElementTree import ParseError, fromstring
+
+    if isinstance(error, DefusedXmlException):
+        return "drawing with entities, which are not read"
+    if "NO_MEMORY" in str(error) or "out of memory" in str(error):
+        return TOO_MUCH_MEMORY
+    try:
+        root = fromstring(svg)
+    except (ParseError, ValueError, LookupError):
+        return "corrupt image"
+    return "drawing that cairosvg cannot draw" if root.tag.rpartition("}")[2] == "svg" else "corrupt image"
 
 
 class _TooManyCalls(BaseException):

@@ -9,8 +9,10 @@ from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import (
     group_of_row,
     group_of_text,
+    kind_of,
     label_of_row,
     split_of_row,
+    text_problem,
     unreadable_reason,
     written,
 )
@@ -59,23 +61,26 @@ def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, opti
         yield Row(identity, identity, problem=problem)
         return
     text = entry[options.text_column]
-    cut = list(passages(text, options.passage_chars))
-    if not cut:
+    yield from passage_rows(text, identity, group_of_row(entry, options), split, options)
+
+
+def passage_rows(
+    text: str, identity: str, group: str | None, split: Split | None, options: SourceOptions
+) -> Iterator[Row]:
+    """Yields the passages of a text, or one row that says that it is empty; equal texts are a group by themselves."""
+    group, number = group or group_of_text(text), 0
+    for number, passage in enumerate(passages(text, options.passage_chars), start=1):
+        yield Row(f"{identity}/{number - 1}", group, passage, split=split)
+    if not number:
         yield Row(identity, identity, problem="empty text")
-    group = group_of_row(entry, options) or group_of_text(text)
-    for index, passage in enumerate(cut):
-        yield Row(f"{identity}/{index}", group, passage, split=split)
 
 
 def split_or_problem(
     entry: Mapping[str, Any], column: str, split: Split | None, options: SourceOptions
 ) -> tuple[Split | None, str | None]:
     """Returns the split of an entry, and why it cannot be used: its ``column`` has no text, or an unknown split."""
-    text = entry.get(column)
-    if not isinstance(text, str):
-        return None, f"the text is {'null' if text is None else type(text).__name__}"
     named, problem = split_of_row(entry, options)
-    return named or split, problem
+    return named or split, text_problem(entry.get(column), options) or problem
 
 
 def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | None, str | None]:
@@ -86,14 +91,18 @@ def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | Non
         problem = unreadable_reason(folder, picture)
         with reading(picture):
             content = None if problem else picture.read_bytes()
-        return content, problem or (None if content else "missing image")
+        return content, problem
     if isinstance(value, dict):
-        value = value.get("bytes")
-    return (value, None) if isinstance(value, bytes) and value else (None, "missing image")
+        value = value.get("bytes") or value.get("path")
+    if not value:
+        return None, "missing image"
+    if isinstance(value, bytes):
+        return value, None
+    return None, "the image is a path" if isinstance(value, str) else f"the image is {kind_of(value)}"
 
 
 def named_file(value: object, folder: Path) -> Path | None:
     """Returns the file that the cell of a picture names; None if the cell holds the picture itself, or nothing."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
-    return folder / value if isinstance(value, str) else None
+    return folder / value if isinstance(value, str) and value else None

@@ -1,7 +1,8 @@
 """Tables with a text column and optional pictures or labels: local files, saved data sets, and the Hub.
 
-Hugging Face Datasets streams Parquet, saved data sets and the Hub. No loading scripts are run, and pictures are not
-decoded. JSONL and CSV are read here: one bad line costs one row, and a cell of CSV is the text that it was written as.
+Files are read here and not by Hugging Face Datasets, which streams the Hub: one bad line of JSONL costs one row, a cell
+of CSV is the text that it was written as, and no name inside of a file is followed out of its folder. No loading
+scripts are run, and pictures are not decoded.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.columnar import Columnar, class_name
 from m6.data.sources.folders import file_entries
 from m6.data.sources.local import (
     LocalSource,
@@ -21,10 +23,12 @@ from m6.data.sources.local import (
     group_of_row,
     group_of_text,
     label_of_row,
+    note_unread_columns,
     picture_kind,
     require_column,
     unreadable_reason,
 )
+from m6.data.sources.saved import arrow_files
 from m6.data.sources.split_names import own_splits, split_meant, splits_of_files, splits_of_hub
 from m6.data.sources.table_rows import named_file, picture_row, split_or_problem, text_rows
 from m6.errors import UserError
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
 
 # What Hugging Face Datasets lets through of damaged files: features that are not an object end in TypeError.
 _READ_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, StopIteration, RecursionError)
-_BATCH_ROWS = 256  # of Parquet; the default is the first row group, which may be empty
 _ROWS_FOR_COLUMNS = 1000  # JSONL has no schema: its columns are those of so many rows
 
 
@@ -61,17 +64,17 @@ class LocalTable(LocalSource):
         splits = splits_of_files(name, [file.relative_to(folder) for file in files])
         for file in files:
             together.setdefault((splits[file.relative_to(folder)], file.parent), []).append(file)
-        read = self._parquet if forms == [".parquet"] else self._text_files
-        parts = [read(split, parent, group) for (split, parent), group in together.items()]
+        parts: list[_Part] = []
+        for (split, parent), group in together.items():
+            if forms == [".parquet"]:
+                parts += [_columnar(name, split, parent, file) for file in group]
+            else:
+                parts.append(self._text_files(split, parent, group))
         if all(next(part.entries(part.columns[:1]), None) is None for part in parts):
             raise UserError(f'"{name}" is empty: {files[0]} has no rows')
         self._table = _Table(name, parts, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, (part.split for part in parts))
         self.columns = self._table.columns
-
-    def _parquet(self, split: Split | None, folder: Path, files: list[Path]) -> "_Part":
-        data = _load(self.name, "parquet", data_files=list(map(str, files)), split="train", batch_size=_BATCH_ROWS)
-        return _streamed(self.name, split, folder, data)
 
     def _text_files(self, split: Split | None, folder: Path, files: list[Path]) -> "_Part":
         def entries(columns: list[str]) -> Iterator[dict[str, Any] | Row]:
@@ -88,7 +91,12 @@ class LocalTable(LocalSource):
         return _Part(split, folder, list(columns), entries)
 
     def _files_read(self) -> Iterable[Path]:
-        return [*self._paths, *self._table.picture_files()]
+        return [*self._paths, *self.picture_files]
+
+    @functools.cached_property
+    def picture_files(self) -> list[Path]:
+        """The files that the column of pictures names, of those that are read."""
+        return self._table.picture_files()
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of all files in order; documents are cut into passages."""
@@ -99,26 +107,28 @@ class SavedDataset(LocalSource):
     """A folder that ``save_to_disk`` of Hugging Face Datasets wrote, with its splits.
 
     Raises:
-        UserError: the folder cannot be read, or a column is missing.
+        UserError: the folder cannot be read, names files outside of it, or holds no rows; or a column is missing.
     """
 
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
-        import datasets
-
-        super().__init__(name, folder, sorted(folder.rglob("*.arrow")), options)
-        try:
-            saved = datasets.load_from_disk(str(folder))
-        except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
-            raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
-        parts = saved.items() if isinstance(saved, datasets.DatasetDict) else [("", saved)]
+        named = arrow_files(folder)
+        super().__init__(name, folder, sorted({file for files in named.values() for file in files}), options)
         # These names are of splits alone, so a word of them, as in validation_matched, is no chance.
-        splits = {split_meant(str(split)) for split, _ in parts}
-        if len(splits) < len(parts):
-            raise UserError(f"{folder}: of its splits {', '.join(map(str, saved))} two have the same meaning")
-        tables = [_streamed(name, split_meant(str(split)), None, data.to_iterable_dataset()) for split, data in parts]
+        meant = {split: split_meant(split) for split in named}
+        splits = set(meant.values())
+        if len(splits) < len(named):
+            raise UserError(f"{folder}: of its splits {', '.join(named)} two have the same meaning")
+        tables = [_columnar(name, meant[split], None, file) for split, files in named.items() for file in files]
+        if all(next(table.entries(table.columns[:1]), None) is None for table in tables):
+            raise UserError(f'"{name}" is empty: {folder} has no rows')
         self._table = _Table(name, tables, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, splits)
         self.columns = self._table.columns
+
+    @property
+    def files(self) -> list[Path]:
+        """The Arrow files that are read."""
+        return self._paths
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows of all splits; documents are cut into passages."""
@@ -158,7 +168,7 @@ class HubTable:
             splits = splits_of_hub(name, split.split("+"))
         # Pinned to the commit, so that the manifest names exactly what is read.
         load = functools.partial(_load, f"hf:{dataset}", dataset, revision=info.sha)
-        parts = [_streamed(name, meant, None, load(split=part)) for part, meant in splits.items()]
+        parts = [_streamed(name, meant, load(split=part)) for part, meant in splits.items()]
         self._table = _Table(name, parts, options)
         self.kind, self.own_splits = self._table.kind, own_splits(options, splits.values())
         self.columns = self._table.columns
@@ -203,8 +213,32 @@ class _Part:
     entries: Callable[[list[str]], Iterator[dict[str, Any] | Row]]
 
 
-def _streamed(name: str, split: Split | None, folder: Path | None, table: "datasets.IterableDataset") -> _Part:
-    return _Part(split, folder, list(table.features), functools.partial(_stream, name, table))
+def _columnar(name: str, split: Split | None, folder: Path | None, path: Path) -> _Part:
+    """The part of a Parquet or Arrow file."""
+    try:
+        file = Columnar.open(path)
+    except UserError:
+        raise
+    except _READ_ERRORS as error:
+        raise UserError(f"{name} cannot be opened: {path}: {_first_line(error)}") from None
+
+    def entries(columns: list[str]) -> Iterator[dict[str, Any] | Row]:
+        number = 0
+        try:
+            for entry in file.entries(columns):
+                yield entry
+                number += 1
+        except UserError:
+            raise
+        except _READ_ERRORS as error:
+            raise UserError(f"{path}: reading stopped at row {number}: {_first_line(error)}") from None
+
+    return _Part(split, folder, file.columns, entries)
+
+
+def _streamed(name: str, split: Split | None, table: "datasets.IterableDataset") -> _Part:
+    # Undecoded: a picture that cannot be decoded must cost one row, not end the stream, and may name a file here.
+    return _Part(split, None, list(table.features), functools.partial(_stream, name, table.decode(False)))
 
 
 def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -212,10 +246,6 @@ def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) ->
 
     features: dict[str, Any] = table.features
     table = table.select_columns([column for column in columns if column in features])
-    for column in columns:
-        if isinstance(features.get(column), datasets.Image):
-            # Undecoded: a picture that cannot be decoded must cost one row, not end the stream.
-            table = table.cast_column(column, datasets.Image(decode=False))
     classes = {
         column: features[column].names for column in columns if isinstance(features.get(column), datasets.ClassLabel)
     }
@@ -227,12 +257,7 @@ def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) ->
             raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
         if entry is None:
             return
-        yield entry | {column: _class_name(entry[column], names) for column, names in classes.items()}
-
-
-def _class_name(number: int | None, names: list[str]) -> str | None:
-    """The name of a class; None for -1, by which Hugging Face Datasets marks a row without one, and unknown numbers."""
-    return names[number] if number is not None and 0 <= number < len(names) else None
+        yield entry | {column: class_name(entry[column], names) for column, names in classes.items()}
 
 
 class _Table:
@@ -270,6 +295,7 @@ class _Table:
                     require_column(column, part.columns, name, role)
         if self._image_column:
             self.columns["image"] = self._image_column
+        note_unread_columns(name, {column for part in parts for column in part.columns}, self.columns.values())
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows; documents are cut into passages."""

@@ -30,7 +30,8 @@ def passages(document: str, limit: int) -> Iterator[str]:
     the limit, or else at the limit. Passages without a letter or digit are left out.
     """
     passage = ""
-    for sentence in _SENTENCE.findall(clean(document)):
+    for match in _SENTENCE.finditer(clean(document)):
+        sentence = match[0]
         if len(passage) + len(sentence.rstrip()) > limit:
             yield from _unless_only_marks(passage)
             passage = ""

@@ -2,12 +2,13 @@
 
 import itertools
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from m6.data.manifest import Split
-from m6.data.sources.base import Row, SourceOptions
+from m6.data.sources.base import Row, SourceOptions, count_unread
 from m6.data.sources.folders import parse_object
 from m6.data.sources.local import (
     MAX_PICTURE_BYTES,
@@ -16,21 +17,29 @@ from m6.data.sources.local import (
     LocalSource,
     group_of_row,
     label_of_row,
+    note_unread_columns,
     picture_kind,
     require_column,
     split_of_row,
+    text_problem,
     written,
 )
 from m6.data.sources.split_names import own_splits, splits_of_files
+from m6.data.sources.text import clean
 from m6.errors import UserError
+
+_TWO_PICTURES = "two pictures, such as KEY.jpg and KEY.png"
+_TWO_MEMBERS = "two members of one name"
 
 
 class WebDataset(LocalSource):
     """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
 
-    Other members are not read; in particular, nothing is unpickled. No member is written to disk or followed: a row of
-    a link, of a name outside of the archive, or of a very large file has a problem. Questions, labels, splits and
-    groups are those of ``key.json``.
+    The key is the name up to its first dot. A sample has one picture: with two, such as ``key.jpg`` and ``key.png``,
+    or two members of one name, it is a bad row. The caption is ``key.txt``, or else that of ``key.json``. Other
+    members, such as ``key.seg.png`` and ``key.pkl``, are counted and not read; in particular, nothing is unpickled. No
+    member is written to disk or followed: a row of a link, of a name outside of the archive, or of a very large file
+    has a problem. Questions, labels, splits and groups are those of ``key.json``.
     A tar file, or else its folder, may also be named after its split, such as ``train-0000.tar``.
 
     Args:
@@ -57,6 +66,8 @@ class WebDataset(LocalSource):
         self.own_splits = own_splits(options, self._splits.values())
         self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
         self.kind = picture_kind(options)
+        # With a column of questions no captions are read.
+        self._read = PICTURE_SUFFIXES | {".json"} | (set() if options.question_column else {".txt"})
         self._must_check = False
 
     def rows(self) -> Iterator[Row]:
@@ -80,49 +91,105 @@ class WebDataset(LocalSource):
         """
         name = f"{self.name}/{path.relative_to(self._folder).as_posix()}"
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for key, group in itertools.groupby((member for member in tar if not member.isdir()), _key):
-                identity, parts, problem = f"{name}/{key}", {}, None
-                for member in group:
-                    suffix = Path(member.name).suffix.lower()
-                    if suffix in PICTURE_SUFFIXES or suffix in (".txt", ".json"):
-                        problem = problem or _problem_of(member)
-                        if problem is None:
-                            parts[suffix] = _read(tar, member)
-                if problem:
-                    yield Row(identity, None, problem=problem)
-                else:
-                    yield self._row(identity, parts, self._splits[path])
+            members = (member for member in tar if not member.isdir() and not _is_hidden(member))
+            for key, group in itertools.groupby(members, _key):
+                yield self._row(f"{name}/{key}", _Sample(tar, group, self._read), self._splits[path])
             _check_end(file, tar.offset)
 
-    def _row(self, identity: str, parts: dict[str, bytes], split: Split | None) -> Row:
-        images = [content for suffix, content in parts.items() if suffix in PICTURE_SUFFIXES]
-        entry = parse_object(parts[".json"]) if ".json" in parts else {}
-        if entry is None:
-            return Row(identity, None, problem="invalid JSON")
-        if ".json" in parts and self._must_check:
-            self._must_check = False
-            for role, column in self.columns.items():
-                if role != "text" or ".txt" not in parts:
-                    require_column(column, entry, f"{identity}.json", role)
+    def _row(self, identity: str, sample: "_Sample", split: Split | None) -> Row:
+        entry: dict[str, Any] = {}
+        problem, text, named = sample.problem, "", split
+        if problem is None and ".json" in sample.parts:
+            parsed = parse_object(sample.parts[".json"])
+            entry, problem = parsed or {}, "invalid JSON" if parsed is None else None
+            if parsed is not None and self._must_check:
+                self._check_columns(f"{identity}.json", entry, has_text=".txt" in sample.parts)
+        if problem is None:
+            text, problem = self._text(sample, entry)
+        if problem is None:
+            named, problem = split_of_row(entry, self._options)
+        unread = tuple(sample.unread.items())
+        if problem is not None or sample.image is None:
+            # The picture stays, for those who need no caption.
+            return Row(identity, None, image=sample.image, problem=problem or sample.why_no_image(), unread=unread)
+        group, label = group_of_row(entry, self._options), label_of_row(entry, self._options)
+        field = written(text, self._options)
+        return Row(identity, group, image=sample.image, answer=label, split=named or split, unread=unread, **field)
+
+    def _check_columns(self, where: str, entry: dict[str, Any], has_text: bool) -> None:
+        self._must_check = False
+        for role, column in self.columns.items():
+            if role != "text" or not has_text:
+                require_column(column, entry, where, role)
+        note_unread_columns(f"{self.name}: .json", entry, self.columns.values())
+
+    def _text(self, sample: "_Sample", entry: dict[str, Any]) -> tuple[str, str | None]:
+        """The caption or question, and why it cannot be read; a text that another goes before is counted as unread."""
+        value = entry.get(self._options.written_column)
         try:
-            caption = b"" if self._options.question_column else parts.get(".txt", b"")
-            text = caption.decode("utf-8-sig") or entry.get(self._options.written_column)
+            caption = sample.parts.get(".txt", b"").decode("utf-8-sig")
         except UnicodeDecodeError:
-            return Row(identity, None, problem="not UTF-8")
-        named, problem = split_of_row(entry, self._options)
-        if not images:
-            problem = "missing image"
-        if problem:
-            return Row(identity, None, problem=problem)
-        group = group_of_row(entry, self._options)
-        field = written(text if isinstance(text, str) else "", self._options)
-        label = label_of_row(entry, self._options)
-        return Row(identity, group, image=images[0], answer=label, split=named or split, **field)
+            return "", "not UTF-8"
+        if caption.strip():
+            if value is not None and (not isinstance(value, str) or clean(value) != clean(caption)):
+                count_unread(sample.unread, [(f"{self._options.text_column!r} of .json", 1)])
+            return caption, None
+        return ("", None) if value is None else (value, text_problem(value, self._options))
+
+
+class _Sample:
+    """The members of a key: the contents of those that are read, and the names of the others.
+
+    Attributes:
+        parts: contents by suffix.
+        image: contents of the picture.
+        unread: number of members that are not read, by their names after the key.
+        problem: why the sample cannot be used.
+    """
+
+    def __init__(self, tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], read: Collection[str]) -> None:
+        self.parts: dict[str, bytes] = {}
+        self.image: bytes | None = None
+        self.unread: Counter[str] = Counter()
+        self.problem: str | None = None
+        for member in members:
+            suffix = _suffix(member)
+            if suffix not in read:
+                count_unread(self.unread, [(suffix or "without a suffix", 1)])
+                continue
+            self.problem = self.problem or _problem_of(member) or self._repeated(suffix)
+            if self.problem is None:
+                content = _read(tar, member)
+                if suffix in PICTURE_SUFFIXES:
+                    self.image = content
+                self.parts[suffix] = content
+        if self.problem in (_TWO_PICTURES, _TWO_MEMBERS):
+            self.image = None  # either might be meant
+
+    def _repeated(self, suffix: str) -> str | None:
+        if suffix in self.parts:
+            return _TWO_MEMBERS
+        return _TWO_PICTURES if suffix in PICTURE_SUFFIXES and self.image is not None else None
+
+    def why_no_image(self) -> str:
+        """Why there is no picture."""
+        is_named_longer = any(PurePosixPath(name).suffix in PICTURE_SUFFIXES for name in self.unread)
+        return "missing image (its pictures have longer names, as KEY.seg.png)" if is_named_longer else "missing image"
 
 
 def _key(member: tarfile.TarInfo) -> str:
     folder, _, name = member.name.rpartition("/")
     return f"{folder}/{name.split('.')[0]}".lstrip("/")
+
+
+def _suffix(member: tarfile.TarInfo) -> str:
+    _, dot, suffix = member.name.rpartition("/")[2].partition(".")
+    return dot + suffix.lower()
+
+
+def _is_hidden(member: tarfile.TarInfo) -> bool:
+    """Whether a member is no data, such as the ``._a.jpg`` that macOS writes before an ``a.jpg``."""
+    return member.name.rpartition("/")[2].startswith(".")
 
 
 def _problem_of(member: tarfile.TarInfo) -> str | None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from m6.data.build import BuildSettings, build
+from m6.data.checking import check_row
 from m6.data.sources import Row, SourceOptions, find_source
 from m6.data.sources.text import _SENTENCE, _unless_only_marks, clean, passages
 from m6.errors import UserError
@@ -277,3 +278,43 @@ def test_names_that_are_not_utf_8_are_listed(folder: Path, tmp_path: Path):
     assert manifest.sources["mine"].skipped == {"no caption": 1}
     [listed] = (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()
     assert json.loads(listed)["id"] == "mine/\\udcff\\udcfe.png"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["txt", "md", "parquet"])
+def test_a_document_of_one_long_line_is_hashed_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """For each passage, the whole document was hashed: quadratic time."""
+    calls = []
+    monkeypatch.setattr("m6.data.sources.table_rows.group_of_text", lambda text: calls.append(len(text)) or "group")
+    text = "字 " * 100_000
+    file = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(pa.table({"text": [text]}), file)
+    else:
+        file.write_text(text)
+    rows = read(file)
+    assert len(rows) > 700
+    assert {row.group for row in rows} == {"group"}
+    assert calls == [len(text)]
+
+
+def test_many_combining_marks_are_refused():
+    """They are sorted in quadratic time by Unicode's normal forms, which a corpus uses."""
+    long, usual = "a" + "\u0301\u0316" * 501, ("a" + "\u0301" * 40 + "!" * 1200) * 30
+    row = Row("a", None, text=long)
+    assert check_row(row, "text", max_chars=100_000)[1] == "more than 1000 combining marks in a row"
+    assert check_row(Row("a", None, text=usual), "text", max_chars=100_000)[1] is None
+
+
+def test_a_very_large_caption_is_not_read(folder: Path):
+    with (folder / "good.txt").open("wb") as file:
+        file.truncate(9 << 20)
+    assert list(problems(read(folder)).values()) == ["caption larger than 8 MiB"]
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_linked_metadata_is_named(folder: Path, name: str):
+    (folder.parent / "elsewhere").write_text("file_name,text\ngood.png,secret\n")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(UserError, match=rf"{name} is not read \(outside of the folder\)"):
+        read(folder)

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from m6.data.corpus.picture_rules import problem_of_picture
 from m6.data.corpus.recipe import PictureFilterSettings
@@ -70,10 +70,52 @@ def test_grey_of_16_bits_keeps_its_levels():
         assert image.getcolors() == [(64 * 64, (128, 128, 128))]
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_grey_without_a_greatest_level_is_refused(mode):
-    with pytest.raises(BadPicture, match="corrupt image"):
-        encode(picture(colour=300, mode=mode, kind="TIFF"), 64)
+@pytest.mark.parametrize(("mode", "colour"), [("I", 300), ("F", 300)])
+def test_colours_that_are_not_read_are_not_called_corrupt(mode, colour):
+    with pytest.raises(BadPicture, match="an image of colours that are not read"):
+        encode(picture(colour=colour, mode=mode, kind="TIFF"), 64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "kind", "rgb"),
+    [
+        ("1", 1, "PNG", (255, 255, 255)),
+        ("L", 9, "PNG", (9, 9, 9)),
+        ("I;16B", 0x80FF, "TIFF", (128, 128, 128)),
+        ("CMYK", (0, 0, 0, 0), "JPEG", (255, 255, 255)),
+        ("CMYK", (0, 0, 0, 255), "TIFF", (0, 0, 0)),
+        ("YCbCr", (255, 128, 128), "TIFF", (255, 255, 255)),
+        ("P", 0, "GIF", (0, 0, 0)),
+        ("LA", (9, 255), "TIFF", (9, 9, 9)),
+    ],
+)
+def test_colours_of_all_other_modes_are_read(mode, colour, kind, rgb):
+    image = Image.new(mode, (64, 64), colour)
+    image = decoded(encode(file_of(image, kind), 64)).convert("RGB")
+    assert np.abs(np.subtract(image.getpixel((9, 9)), rgb)).max() <= 2  # JPEG is lossy
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO"])
+def test_a_picture_of_another_format_is_not_called_corrupt(kind):
+    if kind not in Image.SAVE and Image.init() and kind not in Image.SAVE:
+        pytest.skip(f"Pillow here writes no {kind}")
+    with pytest.raises(BadPicture, match="a format that is not read"):
+        encode(file_of(Image.new("RGB", (64, 64)), kind), 64)
+
+
+def test_a_kind_of_tiff_that_is_not_read_is_not_called_corrupt():
+    data = file_of(Image.new("F", (16, 16)), "TIFF")
+    # 64 bits for each fraction: the tag of BitsPerSample is 0x0102, a short.
+    data = data.replace(struct.pack("<HHII", 0x0102, 3, 1, 32), struct.pack("<HHII", 0x0102, 3, 1, 64))
+    with pytest.raises(BadPicture, match="an image of a kind that is not read"):
+        encode(data, 64)
+
+
+def test_a_picture_with_much_metadata_is_not_called_corrupt():
+    text = PngImagePlugin.PngInfo()
+    text.add_text("a", "b" * (2 << 20), zip=True)
+    with pytest.raises(BadPicture, match="more than 1 MiB of metadata"):
+        encode(file_of(Image.new("RGB", (16, 16)), "PNG", pnginfo=text), 64)
 
 
 def test_a_photograph_stays_jpeg_and_is_turned_upright():
@@ -144,7 +186,7 @@ def test_a_drawing_reads_no_other_file(tmp_path):
     image = decoded(encode(svg.format(f'<image href="file://{secret}" width="8" height="8"/>').encode(), 32))
     assert image.getcolors() == [(32 * 32, (255, 255, 255))]
     entity = f'<!DOCTYPE svg [<!ENTITY secret SYSTEM "file://{secret}">]>'
-    with pytest.raises(BadPicture, match="corrupt image"):
+    with pytest.raises(BadPicture, match="drawing with entities"):
         encode((entity + svg.format("<text>&secret;</text>")).encode(), 32)
     with pytest.raises(BadPicture, match="corrupt image"):
         encode(svg.format("<rect").encode(), 32)

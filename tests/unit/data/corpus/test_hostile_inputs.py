@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
         "the file is damaged (BadGzipFile)": 1,
         "the file is damaged (ArrowInvalid)": 1,
         'no column "text"': 1,
-        "not UTF-8": 1,
+        "the text is not UTF-8": 1,
         "outside of the folder": 1,
         "not a regular file": 1,
     }

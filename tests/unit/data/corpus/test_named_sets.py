@@ -89,3 +89,18 @@ def test_a_finished_corpus_is_another_one_when_a_set_has_changed(tmp_path: Path,
     (folder / "b.png").write_bytes(file_of(photograph(1)))
     with pytest.raises(UserError, match="data is not empty and is not this corpus"):
         make_corpus(recipe, "local", 1)
+
+
+@pytest.mark.parametrize(("key", "name"), [("sets", "rows.jsonl"), ("picture_sets", "a.png")])
+def test_a_set_with_a_link_to_elsewhere_is_refused(key: str, name: str, tmp_path: Path):
+    """It is not read, as nothing outside of a folder is; and what it holds would not be kept out."""
+    write_lines(tmp_path / "web.jsonl", [text_of(n) for n in range(5)])
+    (tmp_path / "set").mkdir()
+    write_lines(tmp_path / "set" / "b.jsonl", [text_of(9)])
+    (tmp_path / "set" / "b.png").write_bytes(file_of(photograph(1), "PNG"))
+    (tmp_path / "elsewhere").write_text("")
+    (tmp_path / "set" / name).symlink_to(tmp_path / "elsewhere")
+    named = {key: [{"name": "held", "path": str(tmp_path / "set")}]}
+    recipe = recipe_of(tmp_path / "data", own("web", tmp_path / "web.jsonl"), decontamination=named)
+    with pytest.raises(UserError, match=rf"decontamination\.{key}: .*{name} is not read \(outside of the folder\)"):
+        make_plan(recipe)

@@ -1,0 +1,145 @@
+"""Rows of Parquet and Arrow files, read by pyarrow alone: no picture is decoded, and no path in them is followed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m6.data.sources.local import Unreadable, entry_of
+from m6.files import reading
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BATCH_ROWS = 64  # at a time: documents of 100,000 characters and photographs still fit into memory
+_HUGGING_FACE = b"huggingface"  # the key of the schema under which Hugging Face Datasets keeps its features
+
+
+@dataclass(frozen=True)
+class Columnar:
+    """A Parquet file, or an Arrow file as Hugging Face Datasets saves them.
+
+    Attributes:
+        path: the file.
+        columns: names of its columns.
+        classes: names of the classes of each column that Hugging Face Datasets calls a ``ClassLabel``.
+    """
+
+    path: Path
+    columns: list[str]
+    classes: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> Columnar:
+        """Reads the names of the columns.
+
+        Raises:
+            StorageError: the file cannot be read, and may be whole.
+            pa.ArrowException, OSError, ValueError: the file, or the features that Hugging Face Datasets wrote, are
+                damaged.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with reading(path):
+            if _is_parquet(path):
+                schema = pq.read_schema(path)
+            else:
+                with pa.OSFile(str(path)) as source:
+                    schema = pa.ipc.open_stream(source).schema
+        return cls(path, schema.names, _classes(schema.metadata or {}))
+
+    def entries(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Yields the values of some columns of each row, of which the file may lack some.
+
+        Raises:
+            StorageError: the file cannot be read, and may be whole.
+            pa.ArrowException, OSError: the rest of the file is damaged.
+        """
+        wanted = [column for column in columns if column in self.columns]
+        for batch in self._batches(wanted):
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                yield from self._entries(batch.slice(start, _BATCH_ROWS))
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with reading(self.path):
+            if _is_parquet(self.path):
+                with pq.ParquetFile(self.path) as file:
+                    for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+                        # A name stands for the columns inside of it too, so others may be among these.
+                        yield _selected(batch, columns)
+            else:
+                with pa.OSFile(str(self.path)) as source:
+                    for batch in pa.ipc.open_stream(source):
+                        batch.validate(full=True)  # offsets of a damaged file lead out of its memory
+                        yield _selected(batch, columns)
+
+    def _entries(self, batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+        names = batch.schema.names
+        columns = [list(self._values(name, values)) for name, values in zip(names, batch.columns, strict=True)]
+        for row in range(batch.num_rows):
+            yield entry_of([(name, values[row]) for name, values in zip(names, columns, strict=True)])
+
+    def _values(self, name: str, values: pa.Array) -> Iterable[Any]:
+        try:
+            read = values.to_pylist()
+        except Exception:  # by its type a cell may have no value in Python, such as a date after the year 9999
+            read = [_value(cell) for cell in values]
+        classes = self.classes.get(name)
+        return read if classes is None else (class_name(number, classes) for number in read)
+
+
+def class_name(value: object, names: list[str]) -> object:
+    """Returns the name of a class; None for -1, by which Hugging Face Datasets marks a row without one.
+
+    A number without a name, and what is no number, are no values that can be read.
+    """
+    if not isinstance(value, int):
+        return value
+    if value == -1:
+        return None
+    return names[value] if 0 <= value < len(names) else Unreadable(f"number {value} of {len(names)} classes")
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
+
+
+def _selected(batch: pa.RecordBatch, columns: list[str]) -> pa.RecordBatch:
+    """The columns of these names, also where two have one name."""
+    import pyarrow as pa
+
+    places = [place for place, name in enumerate(batch.schema.names) if name in columns]
+    if not places:  # keeps the number of rows
+        return batch.select([])
+    return pa.RecordBatch.from_arrays(
+        [batch.column(place) for place in places], schema=pa.schema([batch.schema.field(place) for place in places])
+    )
+
+
+def _value(cell: pa.Scalar) -> object:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        return Unreadable("not UTF-8")
+    except Exception as error:  # pyarrow and libraries of dates raise many types
+        return Unreadable(f"a {cell.type} without a value ({type(error).__name__})")
+
+
+def _classes(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
+    """The names of classes that Hugging Face Datasets keeps in the metadata of a schema."""
+    try:
+        features = ((json.loads(metadata.get(_HUGGING_FACE, b"{}")).get("info") or {}).get("features") or {}).items()
+        return {
+            column: [str(name) for name in feature["names"]]
+            for column, feature in features
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and "names" in feature
+        }
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        raise ValueError("its features of Hugging Face Datasets are damaged") from None
