@@ -1,6 +1,17 @@
-"""The ways to draw image codes."""
+"""The ways to draw image codes, and the temperature."""
 
 from typing import Literal
 
 Decoding = Literal["masked", "left_to_right"]
 """All codes at once in several passes, or one after the other."""
+TEMPERATURE = 0.9
+"""Of drawing, unless a model or a caller names another; that of all published drawings."""
+_LARGEST = 1000.0  # divided by less than its inverse, logits could overflow
+
+
+def temperature_refusal(value: object) -> str | None:
+    """Why a value is no temperature to draw with; None if it is one."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and (value == 0 or 1 / _LARGEST <= value <= _LARGEST):
+        return None
+    return f"must be 0, or {1 / _LARGEST:g} to {_LARGEST:g}, found {value}"

@@ -38,7 +38,8 @@ class MoEConfig:
 
     Attributes:
         num_experts: E, the number of experts of the layer.
-        num_prototypes: Z; has to divide E.
+        num_prototypes: Z; has to divide E. As many experts by top-k learned as much or more in our runs, see
+            moe/README.md.
         top_k: the number of experts that a token is sent to in each prototype.
         num_groups: G groups of experts, each with an equal part of every prototype. The experts of a group have
             consecutive numbers, so that ranks of a node can hold whole groups. Has to divide M.

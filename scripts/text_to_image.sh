@@ -72,7 +72,7 @@ build() {
 }
 
 draw() { # draw CAPTIONS NUMBER OPTIONS...
-    m6 generate --checkpoint "$out/finetuned" --captions "$1" --num "$2" --temperature 0.9 --batch-size 64 "${@:3}"
+    m6 generate --checkpoint "$out/finetuned" --captions "$1" --num "$2" --batch-size 64 "${@:3}"
 }
 
 draw_all() { # draw_all NAME OPTIONS...: pictures of the captions that training showed and of held-out combinations

@@ -20,7 +20,7 @@ from m6.config.run import load_config
 from m6.errors import UserError
 from m6.files import sync, sync_folder, write_text
 from m6.lock import FolderLock
-from m6.runs.directory import INITIAL, LAST_CHECKPOINT, SOURCES, RunDirectory
+from m6.runs.directory import CAPTIONS, INITIAL, LAST_CHECKPOINT, SOURCES, RunDirectory
 from m6.runs.processes import Runtime, on_main_rank
 
 # Shards and pieces into which the weights and moments of one layer are divided. The shard that is collected, the copy
@@ -70,7 +70,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         write_text(temporary.root / LAST_CHECKPOINT, folder.name + "\n")
         temporary.open(config, runtime.world_size)  # the new run records this command as its first attempt
         copy_kept_tokenizers(run_dir, temporary.root)
-        for record in (SOURCES, INITIAL):
+        for record in (SOURCES, INITIAL, CAPTIONS):
             if (run_dir / record).exists():
                 shutil.copyfile(run_dir / record, temporary.root / record)
         source = RunDirectory(run_dir)

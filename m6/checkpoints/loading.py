@@ -18,7 +18,7 @@ from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
-from m6.decoding import Decoding
+from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
 from m6.errors import UserError, nearest
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.runs.directory import RunDirectory
@@ -62,6 +62,8 @@ def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
     """Tells a model what its run trained it for."""
     objectives = config.m6.objectives
     model.decodings, model.learned_objectives = objectives.decodings, objectives.active
+    if objectives.decodings:
+        model.code_temperature = TEMPERATURE
 
 
 def without_capacity(config: M6Config) -> M6Config:
@@ -97,6 +99,8 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
             raise UserError(
                 f'{folder / "generation_config.json"}: unknown way to draw "{way}"{nearest(str(way), valid)}'
             )
+    if (refusal := temperature_refusal(model.code_temperature)) is not None:
+        raise UserError(f"{folder / 'generation_config.json'}: code_temperature {refusal}")
     tokenizer = load_text_tokenizer(folder)
     for name, file in (("text_vocab_size", MODEL_FILE), ("image_vocab_size", "tokenizer_config.json")):
         actual, expected = getattr(tokenizer, name), getattr(model.config, name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from m6.cli.options import DecodingWay, Passes, check_file, check_utf8, open_picture, refuse_options
+from m6.decoding import TEMPERATURE
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines, why_unwritable
 from m6.generation.folder import CAPTIONS_NAME, write_pictures
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from m6.generation.sampling import Sampling
 
 _FOR_PICTURES = ("num", "candidates", "guidance", "decoding", "passes", "batch_size")
+_SHOWN_WARNINGS = 8  # of captions that the model does not know
 _FOR_TEXTS = ("max_new_tokens", "num_beams")
 
 
@@ -68,7 +70,7 @@ def generate(
     num_beams: Annotated[int, typer.Option(min=1, help="beams for a text; 1: greedy")] = 1,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="0: deterministic; default: 0 for texts, 1 for pictures"),
+        typer.Option(min=0.0, help=f"0: deterministic; default: 0 for texts; for pictures the model's, {TEMPERATURE}"),
     ] = None,
     seed: int = 0,
 ) -> None:
@@ -113,7 +115,7 @@ def generate(
     from m6.runs.processes import default_device
 
     device = default_device()
-    temperature = float(is_text_to_image) if temperature is None else temperature
+    temperature = 0.0 if temperature is None and not is_text_to_image else temperature
     sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     if not is_text_to_image:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, sampling, seed)
@@ -121,18 +123,11 @@ def generate(
     equal = num * max(Counter(texts).values())
     if temperature == 0 and equal > 1:
         print(f"warning: with --temperature 0 the {equal} pictures of a caption are equal", file=sys.stderr)
-    from m6.config.checks import unknown_characters
     from m6.generation.pipeline import M6TextToImagePipeline
     from m6.generation.repaint import Repaint
 
     repaint = None if box is None else Repaint(pictures[0], box)
     pipeline = M6TextToImagePipeline.from_pretrained(run, device)
-    for text in texts:
-        if unknown := unknown_characters(pipeline.processor.tokenizer, text):
-            print(
-                f'warning: the caption "{text}" has characters that the tokenizer does not know: {unknown}',
-                file=sys.stderr,
-            )
     generated = pipeline(
         texts,
         num_images=num,
@@ -142,6 +137,10 @@ def generate(
         seed=seed,
         batch_size=batch_size,
     )
+    for warning in generated.warnings[:_SHOWN_WARNINGS]:
+        print(f"warning: {warning}", file=sys.stderr)
+    if len(generated.warnings) > _SHOWN_WARNINGS:
+        print(f"warning: and {len(generated.warnings) - _SHOWN_WARNINGS} more of this kind", file=sys.stderr)
     if out_dir is not None:  # before the grid, which may lie in it
         write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)
         print(out_dir)
@@ -195,9 +194,9 @@ def _write_texts(
     model, processor = load_run_model(run, device)
     torch.manual_seed(seed % 2**64)  # the range that PyTorch takes; pictures take any integer, too
     options: dict[str, Any] = {"num_beams": num_beams, "max_new_tokens": max_new_tokens, "do_sample": False}
-    if sampling.temperature > 0:
+    if sampling.effective_temperature > 0:
         # 0 is all tokens; without a value transformers draws from the 50 most likely ones.
-        options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        options |= {"do_sample": True, "temperature": sampling.effective_temperature, "top_k": sampling.top_k or 0}
         options |= {"top_p": sampling.top_p} if sampling.top_p else {}
     if pictures:
         objective, written = ("visual_question_answering", "answers") if prompt else ("image_captioning", "captions")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from m6.cli.options import DecodingWay, Passes, refuse_options
+from m6.decoding import TEMPERATURE
 from m6.errors import UserError
 
 _LONGEST_DEADLINE = 86_400.0  # a day
@@ -26,7 +27,10 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest caption in tokens")] = 48,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: PyTorch's choice")] = None,
     guidance: Annotated[float, typer.Option(min=0.0, help="pictures: classifier-free guidance; 1: none")] = 2.0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="pictures: 0 is deterministic")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help=f"pictures: 0 is deterministic; default: the model's, {TEMPERATURE}"),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
     top_p: Annotated[
         float | None,

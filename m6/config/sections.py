@@ -17,6 +17,7 @@ from m6.config.offload import OffloadSettings
 from m6.config.pipeline import ParallelSettings
 from m6.data.objective_settings import ObjectivesSettings
 from m6.data.settings import DataSettings
+from m6.decoding import TEMPERATURE
 from m6.validation import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -183,7 +184,7 @@ class SampleSettings(Section):
         description="classifier-free guidance; 1: none, a larger scale follows the caption more closely",
     )
     temperature: float = Field(
-        1.0,
+        TEMPERATURE,
         ge=0.001,
         le=1000,
         description="sampling temperature; below 1 favours likely codes, above 1 makes codes more equally likely",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from m6.data.captions import SeenCaptions, describe_captions
 from m6.data.codes import Codes, CodesManifest, load_codes_manifest
 from m6.data.collate import Collator, MicroBatch
 from m6.data.manifest import SPLITS, Manifest
@@ -25,6 +26,7 @@ from m6.data.objectives import (
     max_text_tokens,
     pair,
     reads_codes,
+    source_kind,
     target_ids,
     text_to_read,
 )
@@ -195,6 +197,24 @@ class PretrainingData:
         rows = Rows(self.manifest.folder, self.manifest.split(source, "train").shards, names, self._cache)
         texts = (text_to_read(objective, Sample(**values)) for values in itertools.islice(rows, num_rows))
         return [len(self.tokenizer.encode_ids(text)) for text in texts], self._max_tokens[objective]
+
+    def seen_captions(self, max_rows: int) -> SeenCaptions | None:
+        """Describes the training captions that are learned to be drawn; None without any, or with over ``max_rows``."""
+        objective = next((name for name in self.active_objectives if reads_codes(name)), None)
+        if objective is None:
+            return None
+        splits = {
+            name: self.manifest.split(name, "train")
+            for name in self.sources
+            if self.manifest.sources[name].kind == source_kind(objective)
+        }
+        if sum(split.rows for split in splits.values()) > max_rows:
+            return None
+        texts = {
+            name: Rows(self.manifest.folder, split.shards, ["text"], self._cache).column("text")
+            for name, split in splits.items()
+        }
+        return describe_captions(self.tokenizer, texts, self._max_tokens[objective])
 
     def micro_batch(self, index: int) -> MicroBatch:
         """Returns the micro-batch with a global index, counted from 0.

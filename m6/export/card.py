@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ from m6.config.run import RunConfig
 from m6.data.manifest import SPLITS, Manifest
 from m6.data.overlap import describe_shared
 from m6.data.sources import BUILT_IN
+from m6.decoding import TEMPERATURE
 from m6.formatting import markdown_table, perplexity
 from m6.model import num_parameters
 from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
+
+_DRAWING = (
+    f"Unless told otherwise it draws at temperature {TEMPERATURE}, the `code_temperature` of `generation_config.json`. "
+    "Captions with words, or an order of them, that no training caption has get a warning by `captions.json`."
+)
 
 
 def model_card(
@@ -96,7 +103,7 @@ print(describe(images=Image.open("picture.png"), text="", max_new_tokens=16, ret
     if config.m6.objectives.decodings:
         text += (
             " Drawing pictures needs m6-recipes: `M6TextToImagePipeline.from_pretrained(FOLDER)`, or "
-            "`m6 generate --checkpoint FOLDER --captions captions.txt --out grid.png`."
+            f"`m6 generate --checkpoint FOLDER --captions captions.txt --out grid.png`. {_DRAWING}"
         )
     return text
 
@@ -263,6 +270,12 @@ def _limits(config: RunConfig, sources: Manifest | None) -> str:
         "A prompt holds at most one picture, then text, then `<bos>`; there is no chat format.",
         f"Text and target have at most {model.max_position_embeddings} tokens each.",
     ]
+    if config.m6.objectives.decodings:
+        guess = math.log(model.image_vocab_size // model.codes_per_place)
+        lines.append(
+            "It draws what its training captions name. A code that is guessed costs "
+            f"{guess:.2f} nats: a source whose loss of drawing, above, is near that has concepts that it cannot draw."
+        )
     validation = [sources.split(name, "validation").shared for name in sources.sources] if sources else []
     if any(shared and shared.rows for shared in validation):
         lines.append("Some validation rows are also in training, as counted above: the losses measure memory in part.")

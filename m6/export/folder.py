@@ -26,6 +26,7 @@ from m6.export.weights import write_weights
 from m6.files import write_json
 from m6.lock import new_folder
 from m6.model import M6ForConditionalGeneration
+from m6.runs.data import kept_captions, write_captions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CARD = "README.md"
@@ -73,6 +74,8 @@ def export_hf(
             write_code(temporary)
             _set_auto_maps(temporary)
             write_record(temporary, initial_record(run_dir, reader.state))
+            if (seen := kept_captions(run_dir)) is not None:
+                write_captions(temporary, seen)
             model_card(run_dir, config, reader, dtype, licence).save(temporary / CARD)
             if reader.state.get("image_tokenizer") is not None:
                 load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)

@@ -34,8 +34,8 @@ class Draft:
     index: int = 0
 
 
-def resolve_decoding(model: M6ForConditionalGeneration, sampling: Sampling) -> Sampling:
-    """Fills in ``sampling.decoding`` by what the model was trained for.
+def resolve_sampling(model: M6ForConditionalGeneration, sampling: Sampling) -> Sampling:
+    """Fills in ``sampling.decoding`` by what the model was trained for, and its temperature.
 
     Raises:
         UserError: the model was not trained for the decoding that is asked for, or draws only left to right, and passes
@@ -44,6 +44,8 @@ def resolve_decoding(model: M6ForConditionalGeneration, sampling: Sampling) -> S
     trained = model.decodings
     if not trained:
         raise UserError("the model has not been trained to draw, with m6.objectives.image_code_denoising for example")
+    if sampling.temperature is None:
+        sampling = replace(sampling, temperature=model.code_temperature)
     if sampling.decoding is None:
         return replace(sampling, decoding=trained[0])
     if sampling.decoding not in trained:
@@ -56,7 +58,7 @@ def resolve_decoding(model: M6ForConditionalGeneration, sampling: Sampling) -> S
 
 
 def num_steps(grid: CodeGrid, sampling: Sampling) -> int:
-    """Returns the passes of the model for a batch, with the decoding of ``resolve_decoding``."""
+    """Returns the passes of the model for a batch, with the decoding of ``resolve_sampling``."""
     return sampling.num_passes if sampling.decoding == "masked" else grid.num_codes
 
 
@@ -77,7 +79,7 @@ def draw_codes(
         processor: processor of the model.
         drafts: B pictures to draw.
         grid: the image tokenizer, whose N codes are drawn.
-        sampling: how codes are drawn, with the decoding of ``resolve_decoding``.
+        sampling: how codes are drawn, as ``resolve_sampling`` returns it.
         known: codes that stay as they are, see ``draw_masked``; only with "masked".
         on_step: called after each pass of the model.
 

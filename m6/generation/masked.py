@@ -92,7 +92,7 @@ def draw_masked(
         certainty = likelihoods.gather(1, drawn.unsqueeze(1)).log().view(codes.shape)
         noise = -(-numbers[:, step, 1].clamp(min=torch.finfo(torch.float32).tiny).log()).log()  # Gumbel
         done = (step + 1) / sampling.num_passes
-        certainty = certainty + _CHOICE_TEMPERATURE * (1 - done) * (sampling.temperature > 0) * noise
+        certainty = certainty + _CHOICE_TEMPERATURE * (1 - done) * (sampling.effective_temperature > 0) * noise
         codes = torch.where(hidden, drawn.view(codes.shape) + books * book_size, codes)
         # What was kept stays; of the rest, the least certain are hidden again.
         rank = certainty.masked_fill(~hidden, math.inf).argsort(dim=1, stable=True).argsort(dim=1)

@@ -16,13 +16,15 @@ from tqdm import tqdm
 
 from m6.checkpoints.loading import load_run_image_tokenizer, load_run_model
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
-from m6.config.checks import check_captions, check_codes_fit
+from m6.config.checks import check_captions, check_codes_fit, unknown_characters
+from m6.data.captions import SeenCaptions
 from m6.data.pictures import to_bytes
 from m6.errors import UserError
-from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_decoding
+from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_sampling
 from m6.generation.likelihood import caption_scores
 from m6.generation.repaint import Repaint
 from m6.generation.sampling import Sampling
+from m6.runs.data import kept_captions, write_captions
 from m6.tokenizers.image import ImageTokenizer
 
 if TYPE_CHECKING:
@@ -39,11 +41,13 @@ class TextToImageOutput:
         codes: int64 [B * num_images, N], the image codes of the pictures.
         scores: fp64 [B * num_images], mean log-likelihood of the caption given the picture, in nats. The pictures of a
             caption are sorted by it, best first. None without ``num_candidates``.
+        warnings: what of the captions the model does not know, see ``M6TextToImagePipeline.caption_warnings``.
     """
 
     images: list[Image.Image]
     codes: Tensor
     scores: Tensor | None
+    warnings: list[str]
 
 
 class M6TextToImagePipeline:
@@ -53,18 +57,23 @@ class M6TextToImagePipeline:
         model: fine-tuned on the objective image_code_denoising or text_to_image.
         processor: processor of the model.
         image_tokenizer: the image tokenizer that made the codes of the model's training data.
+        seen: of what the captions of its training are made; None: unknown.
 
     Raises:
         UserError: the model's vocabulary has too few image codes for the image tokenizer.
     """
 
     def __init__(
-        self, model: M6ForConditionalGeneration, processor: M6Processor, image_tokenizer: ImageTokenizer
+        self,
+        model: M6ForConditionalGeneration,
+        processor: M6Processor,
+        image_tokenizer: ImageTokenizer,
+        seen: SeenCaptions | None = None,
     ) -> None:
         check_codes_fit(
             model.config, image_tokenizer.codebook_size, image_tokenizer.num_codes, image_tokenizer.codes_per_place
         )
-        self.model, self.processor = model.eval(), processor
+        self.model, self.processor, self.seen = model.eval(), processor, seen
         self.image_tokenizer = image_tokenizer.to(model.device).eval()
 
     @classmethod
@@ -76,13 +85,26 @@ class M6TextToImagePipeline:
         """
         folder = Path(folder)
         image_tokenizer = load_run_image_tokenizer(folder)
-        return cls(*load_run_model(folder, torch.device(device)), image_tokenizer)
+        return cls(*load_run_model(folder, torch.device(device)), image_tokenizer, kept_captions(folder))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes model, processor and image tokenizer in the format of ``from_pretrained``."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
         self.image_tokenizer.save_pretrained(Path(folder, IMAGE_TOKENIZER))
+        if self.seen is not None:
+            write_captions(Path(folder), self.seen)
+
+    def caption_warnings(self, caption: str) -> list[str]:
+        """Says what of a caption the model does not know: characters without a piece, and what no training caption has.
+
+        The latter is in a record beside the weights; without it only the former is known.
+        """
+        tokenizer, warnings = self.processor.tokenizer, []
+        if unknown := unknown_characters(tokenizer, caption):
+            warnings.append(f'the caption "{caption}" has characters that the tokenizer does not know: {unknown}')
+        new = None if self.seen is None else self.seen.warning(tokenizer, caption)
+        return warnings if new is None else [*warnings, new]
 
     def __call__(
         self,
@@ -130,7 +152,7 @@ class M6TextToImagePipeline:
             )
         if repaint is not None and sampling.decoding is None:
             sampling = replace(sampling, decoding="masked")  # the other way knows only what is above and to the left
-        sampling = resolve_decoding(self.model, sampling)
+        sampling = resolve_sampling(self.model, sampling)
         if repaint is not None and sampling.decoding != "masked":
             raise UserError(f'repainting needs the decoding "masked", found "{sampling.decoding}"')
         grid = self.image_tokenizer
@@ -142,6 +164,7 @@ class M6TextToImagePipeline:
             grid.num_codes,
             as_targets=num_candidates is not None,
         )
+        warnings = [each for text in dict.fromkeys(texts) for each in self.caption_warnings(text)]
         known = None if repaint is None else repaint.known_codes(grid)
         # A caption that is given again goes on in the count, because its pictures would be the same ones.
         counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -167,12 +190,13 @@ class M6TextToImagePipeline:
                     batch_captions = [draft.caption for draft in batch]
                     scores.append(caption_scores(self.model, self.processor, images[-len(batch) :], batch_captions))
         if num_candidates is None:
-            return TextToImageOutput(images, torch.cat(codes), None)
+            return TextToImageOutput(images, torch.cat(codes), None, warnings)
         # Codes, images and scores are ordered by caption, then by candidate.
         # The sort is stable, so that equal scores keep the order of the candidates on every device.
         ranking = torch.cat(scores).view(len(texts), num_drawn).argsort(dim=1, descending=True, stable=True)
         best = (ranking[:, :num_images] + torch.arange(len(texts)).unsqueeze(1) * num_drawn).flatten()
-        return TextToImageOutput([images[i] for i in best.tolist()], torch.cat(codes)[best], torch.cat(scores)[best])
+        chosen = [images[i] for i in best.tolist()]
+        return TextToImageOutput(chosen, torch.cat(codes)[best], torch.cat(scores)[best], warnings)
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from m6.decoding import Decoding
+from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
 from m6.errors import UserError, nearest
 
-_LARGEST = 1000.0  # with larger guidance, or divided by less than its inverse, logits could overflow
+_LARGEST = 1000.0  # with larger guidance logits could overflow
 
 
 class CodeGrid(Protocol):
@@ -33,7 +33,8 @@ class Sampling:
     Attributes:
         guidance_scale: g in ``unconditional + g * (conditional - unconditional)``, classifier-free guidance (arXiv
             2207.12598). 1 is no guidance, and no unconditional logits are computed.
-        temperature: divides the logits; 0 takes the most likely code.
+        temperature: divides the logits; 0 takes the most likely code. None: that of the model, see
+            ``resolve_sampling``, or else ``m6.decoding.TEMPERATURE``.
         top_k: draw from the k most likely codes; None: from all.
         top_p: draw from the fewest codes whose probabilities sum to p; None: from all.
         decoding: "masked": all codes at once, in several passes; "left_to_right": one after the other. None: as the
@@ -45,7 +46,7 @@ class Sampling:
     """
 
     guidance_scale: float = 2.0
-    temperature: float = 1.0
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     decoding: Decoding | None = None
@@ -54,8 +55,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.guidance_scale <= _LARGEST:
             raise UserError(f"guidance_scale must be from 0 to {_LARGEST:g}, found {self.guidance_scale}")
-        if self.temperature != 0 and not 1 / _LARGEST <= self.temperature <= _LARGEST:
-            raise UserError(f"temperature must be 0, or {1 / _LARGEST:g} to {_LARGEST:g}, found {self.temperature}")
+        if (refusal := temperature_refusal(self.effective_temperature)) is not None:
+            raise UserError(f"temperature {refusal}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k must be at least 1, found {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -73,6 +74,11 @@ class Sampling:
     def num_passes(self) -> int:
         """Passes of the model for a picture with "masked"."""
         return 12 if self.passes is None else self.passes
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature that codes are drawn with."""
+        return TEMPERATURE if self.temperature is None else self.temperature
 
     @property
     def is_guided(self) -> bool:
@@ -93,12 +99,12 @@ class Sampling:
     def tempered(self, scores: Tensor) -> Tensor:
         """Divides logits by the temperature, in fp64; at temperature 0 they stay as they are."""
         # fp64, so that rounding of the cumulative sums in draw_by_numbers hardly ever changes a code.
-        return scores.double() / (self.temperature or 1)
+        return scores.double() / (self.effective_temperature or 1)
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""
         scores = self.tempered(scores)
-        if self.temperature == 0:
+        if self.effective_temperature == 0:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
         ids = torch.empty(0, device=scores.device)  # an argument that these warpers require but do not use
         scores = TopKLogitsWarper(self.top_k)(ids, scores) if self.top_k is not None else scores

@@ -8,11 +8,11 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from m6.architecture.configuration import M6Config
-from m6.decoding import Decoding
+from m6.decoding import TEMPERATURE, Decoding
 from m6.errors import UserError
 from m6.model.inputs import derive_position_ids, derive_token_type_ids
 
-_DECODINGS = "code_decodings"
+_DECODINGS, _TEMPERATURE = "code_decodings", "code_temperature"
 _OBJECTIVES = "learned_objectives"
 
 
@@ -35,6 +35,18 @@ class M6GenerationMixin(GenerationMixin):
     @decodings.setter
     def decodings(self, value: list[Decoding]) -> None:
         self._keep(_DECODINGS, value)
+
+    @property
+    def code_temperature(self) -> float:
+        """The temperature of drawing, unless a caller names another; saved beside ``decodings``.
+
+        It is not transformers' ``temperature``, which would change how texts are sampled.
+        """
+        return getattr(self.generation_config, _TEMPERATURE, TEMPERATURE)
+
+    @code_temperature.setter
+    def code_temperature(self, value: float) -> None:
+        self._keep(_TEMPERATURE, value)
 
     @property
     def learned_objectives(self) -> list[str]:

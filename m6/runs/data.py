@@ -10,14 +10,17 @@ from pydantic import ValidationError
 
 from m6.config.checks import check_captions, check_codes_fit, check_tokenizer
 from m6.config.run import RunConfig
+from m6.data.captions import SeenCaptions
 from m6.data.manifest import Manifest
 from m6.data.objectives import reads_pixels, source_kind
 from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
 from m6.files import write_json
-from m6.runs.directory import SOURCES
+from m6.runs.directory import CAPTIONS, SOURCES
+from m6.validation import read_model
 
 _LOOKED_AT = 200  # training rows of a source
+_MAX_CAPTIONS = 1_000_000  # reading more would delay the start of a run by more than half a minute
 
 
 def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
@@ -104,6 +107,40 @@ def kept_sources(root: Path) -> Manifest | None:
         return Manifest.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise UserError(f"{file}: corrupt: {error.errors()[0]['msg']}") from None
+
+
+def keep_captions(root: Path, data: PretrainingData, init: Path | None) -> None:
+    """Writes RUN/captions.json if a run learns to draw and the file is not there: its captions, and those of ``init``.
+
+    Args:
+        root: the run.
+        data: of the run; its training rows cannot change while it is trained.
+        init: the run or the exported model of the initial weights.
+    """
+    if (root / CAPTIONS).exists() or (seen := data.seen_captions(_MAX_CAPTIONS)) is None:
+        return
+    before = None if init is None else kept_captions(init)
+    write_captions(root, seen if before is None else seen.with_those_of(before))
+
+
+def write_captions(folder: Path, seen: SeenCaptions) -> None:
+    """Writes the record to the folder of a run or of an exported model."""
+    write_json(folder / CAPTIONS, seen.model_dump())
+
+
+def kept_captions(folder: Path) -> SeenCaptions | None:
+    """The record of a run or of an exported model; None if it has none: it does not draw, or is older.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = folder / CAPTIONS
+    if not file.exists():
+        return None
+    try:
+        return read_model(SeenCaptions, file)
+    except UserError as error:
+        raise UserError(f"{error}; restore it, or remove it to draw without warnings of unknown captions") from None
 
 
 def check_sources_unchanged(root: Path, data: PretrainingData) -> None:

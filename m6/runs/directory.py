@@ -4,6 +4,7 @@ RUN/config.json      the JSON of the run, as validated
 RUN/provenance/      one folder per attempt: git commit and patch, command, hardware, environment, package versions
 RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
 RUN/initial.json     the run that the initial weights come from, see m6/checkpoints/ancestry.py
+RUN/captions.json    of what the captions are made that a run learns to draw, see m6/data/captions.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/bad_rows_rank_*  rows of the data that could not be used, by step; also without duplicates and gaps
 RUN/samples/         pictures of fixed captions, by step
@@ -47,8 +48,9 @@ PROGRESS = "progress"
 """The file that shows that a run is alive."""
 LOADING = "loading"
 """The file that shows that an attempt reads its checkpoint, which may take longer than any step."""
-SOURCES, INITIAL = "sources.json", "initial.json"
-"""The files in a run's folder that name the sources of its data, and the run that its initial weights come from."""
+SOURCES, INITIAL, CAPTIONS = "sources.json", "initial.json", "captions.json"
+"""The files in a run's folder that name the sources of its data, the run that its initial weights come from, and what
+its captions are made of."""
 SAMPLES, OFFLOAD, NONFINITE = "samples", "offload", "nonfinite"
 """The folders in a run's folder with pictures of steps, the memory of offloaded experts, and batches not finite."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
@@ -159,7 +161,7 @@ class RunDirectory:
         may be others from now on, so their records go with the steps that they belong to.
         """
         of_steps = (PROGRESS, "DONE", LAST_CHECKPOINT, SAMPLES, OFFLOAD, NONFINITE)
-        others = (*of_steps, SOURCES, INITIAL, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
+        others = (*of_steps, SOURCES, INITIAL, CAPTIONS, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
         kept = (self.metrics, self.checkpoints, *(self.root / name for name in others), *self.root.glob(_BAD_ROWS))
         folder = _next_folder(self.root, "before_restart_")
         with self._writing():

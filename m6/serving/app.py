@@ -12,10 +12,12 @@
 
 import asyncio
 import io
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -40,6 +42,7 @@ from m6.serving.tasks import Captioning, CaptionJob, Drawing, DrawJob
 from m6.validation import describe
 
 MAX_TEXT_BYTES = 64 << 10
+WARNINGS = "M6-Warnings"
 
 Result = TypeVar("Result")
 
@@ -156,7 +159,10 @@ def create_app(
 
     @app.post("/generate", response_class=Response)
     async def generate(request: Request, deadline: Deadline = deadline_s) -> Response:
-        """Generates a picture of the ``text`` in the JSON body. The response is a PNG file."""
+        """Generates a picture of the ``text`` in the JSON body. The response is a PNG file.
+
+        The header M6-Warnings says what of the text the model does not know: a JSON list in percent-encoding.
+        """
         if drawing is None:
             raise CannotDraw(
                 f"{model_name} does not draw: it was trained without m6.objectives.image_code_denoising or "
@@ -164,13 +170,16 @@ def create_app(
             )
         check_parameters(request, "deadline_s")
 
-        async def answer() -> bytes:
+        async def answer() -> Response:
             async with intake.body(request, MAX_TEXT_BYTES) as body:
                 # Before the job is queued, so that a bad one cannot fail a batch.
                 job = await intake.run(read_drawing, drawing, body)
-            return await result_of(request, "generate", job)
+            picture = await result_of(request, "generate", job)
+            # Headers are ASCII, so the JSON is in percent-encoding.
+            headers = {WARNINGS: quote(json.dumps(job.warnings, ensure_ascii=False))} if job.warnings else {}
+            return Response(picture, media_type="image/png", headers=headers)
 
-        return Response(await within(deadline, answer()), media_type="image/png")
+        return await within(deadline, answer())
 
     statuses = {
         ClientDisconnect: 400,  # nobody reads the answer

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from m6.config.checks import check_captions
 from m6.errors import UserError
 from m6.generation.captioning import caption
-from m6.generation.drawing import Draft, draw_codes, resolve_decoding
+from m6.generation.drawing import Draft, draw_codes, resolve_sampling
 from m6.generation.pipeline import M6TextToImagePipeline, paint
 from m6.generation.sampling import Sampling
 
@@ -124,6 +124,8 @@ class DrawJob:
     index: int
     num_tokens: int
     """tokens of the text"""
+    warnings: tuple[str, ...] = ()
+    """what of the text the model does not know"""
 
 
 class Drawing:
@@ -140,7 +142,7 @@ class Drawing:
     """
 
     def __init__(self, pipeline: M6TextToImagePipeline, sampling: Sampling) -> None:
-        self.pipeline, self.sampling = pipeline, resolve_decoding(pipeline.model, sampling)
+        self.pipeline, self.sampling = pipeline, resolve_sampling(pipeline.model, sampling)
 
     @property
     def max_length(self) -> int:
@@ -162,7 +164,7 @@ class Drawing:
         """Returns the job of a text; UserError if the text is empty or too long for the model."""
         tokenizer, num_codes = self.pipeline.processor.tokenizer, self.pipeline.image_tokenizer.num_codes
         check_captions(self.pipeline.model.config, tokenizer, [text], num_codes)
-        return DrawJob(text, seed, index, len(tokenizer.encode_ids(text)))
+        return DrawJob(text, seed, index, len(tokenizer.encode_ids(text)), (*self.pipeline.caption_warnings(text),))
 
     def length(self, job: DrawJob) -> int:
         """Returns the tokens of a job's text."""

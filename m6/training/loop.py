@@ -24,7 +24,7 @@ from m6.errors import StorageError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import outcome_line
-from m6.runs.data import check_sources_unchanged, keep_sources, open_data
+from m6.runs.data import check_sources_unchanged, keep_captions, keep_sources, open_data
 from m6.runs.directory import SAMPLES, RunDirectory
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
@@ -224,6 +224,7 @@ class Trainer:
         keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
         keep_sources(self.run.root, self.data)
         keep_initial(self.run.root, self.settings.init)
+        keep_captions(self.run.root, self.data, self.settings.init)
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         self.run.cut_bad_rows_after(self.step)
         damaged = self.run.cut_metrics_after(self.step)

@@ -149,7 +149,8 @@ def main() -> None:
     notes = (
         f"{len(texts):,} documents of inews, {size / 1e6:.1f} MB in {FILES} files, {chosen.rounds} rounds after one "
         f"that does not count. The pipeline costs {ratios[0]} times datatrove's search for copies, and {ratios[1]} "
-        f"times its blocks with filters; at this rate {GIGABYTES} GB take {hours:.0f} core-hours."
+        f"times its blocks with filters. Extrapolated {GIGABYTES * 1e9 / size:,.0f} times at this rate, {GIGABYTES} GB "
+        f"take {hours:.0f} core-hours; nothing of that size has run."
     )
     numbers: dict[str, Any] = {"bytes": size, "documents": len(texts), "measured": measured}
     recorder.write(["pipeline", "stage", "CPU seconds", "MB a CPU second"], rows, notes, numbers)

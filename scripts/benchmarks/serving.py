@@ -122,7 +122,8 @@ def main() -> None:
         f"Medians over {arguments.rounds} rounds of {arguments.requests} requests, with the 10th and 90th percentile. "
         f"A request is a picture to describe with the untrained model of {arguments.config} in exactly as many tokens "
         f"as it asks for: four of five ask for 4 to 12, the others for 36 to {LONGEST}. At most {MAX_BATCH_SIZE} "
-        "requests make a batch. Costs were measured in the same process before the rounds.",
+        "requests make a batch. Costs were measured in the same process before the rounds. All requests wait at the "
+        "start, and their lengths are known: a model that ends its texts itself makes them upper bounds.",
         {"costs": {"lengths": costs.lengths, "batch_sizes": costs.batch_sizes, "seconds": costs.seconds.tolist()}}
         | {"results": results},
     )

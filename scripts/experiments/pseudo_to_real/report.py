@@ -5,6 +5,7 @@ python scripts/experiments/pseudo_to_real/report.py
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import statistics
@@ -17,7 +18,9 @@ from m6.formatting import markdown_table
 HERE = Path(__file__).parent
 RATIOS = (1, 2, 4.4, 5, 10, 20, math.inf)
 """What a Real step costs in Pseudo steps: 1 is setting (a), the others are setting (b); 4.4 is the plan of m6_10t."""
+PLANNED_RATIO = 4.4
 DRAWN_RATIO = 10
+SEEDS = (0, 1, 2)
 _COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
 
@@ -36,6 +39,13 @@ class Run:
         """What ``step`` steps cost, in Pseudo steps; in Real steps if one costs infinitely many Pseudo steps."""
         pseudo, real = min(step, self.switch), max(0.0, step - self.switch)
         return real if math.isinf(ratio) else pseudo + ratio * real
+
+    def before_switch(self) -> Run:
+        """The run up to its switch, as one that never switches."""
+        own = copy.copy(self)
+        number = sum(step <= self.switch for step in self.steps)
+        own.steps, own.losses = self.steps[:number], self.losses[:number]
+        return own
 
     def step_at(self, loss: float) -> float:
         """The first step at which the loss is ``loss``, between two validations by a straight line; or infinity."""
@@ -77,6 +87,25 @@ def table(runs: list[Run]) -> str:
     return markdown_table(header, lines)
 
 
+def never_switching(runs: list[Run]) -> str:
+    """The losses of each seed beside what the steps cost at the plan's ratio, of Pseudo alone first."""
+    lines = []
+    for recipe, title in (("recipe", "the recipe"), ("", "AdamW, cosine")):
+        own = [run for run in runs if run.recipe == recipe]
+        groups = {"long Pseudo, before its switch": [r.before_switch() for r in own if r.change == "long Pseudo"]}
+        for change in ("Pseudo alone", "switch 50 %", "switch 75 %", "long Pseudo", "short Real", "real"):
+            groups[change] = [run for run in own if run.change == change]
+        for name, members in groups.items():
+            if members:
+                last = members[0].steps[-1]
+                pseudo = min(last, members[0].switch)
+                losses = {run.seed: f"{run.losses[-1]:.3f}" for run in members}
+                cost = f"{members[0].cost(last, PLANNED_RATIO):,.0f}"
+                lines.append([title, name, str(pseudo), str(last - pseudo), cost, *(losses.get(s, "") for s in SEEDS)])
+    header = ["", "run", "Pseudo steps", "Real steps", f"cost at r = {PLANNED_RATIO}", *(f"seed {s}" for s in SEEDS)]
+    return markdown_table(header, lines, align="llrrrrrr")
+
+
 def spread(values: list[float], digits: int) -> str:
     """The median, with least and most where there are several."""
     middle = f"{statistics.median(values):.{digits}f}"
@@ -85,7 +114,8 @@ def spread(values: list[float], digits: int) -> str:
 
 def step_times(runs: list[Run]) -> str:
     """Pseudo over Real steps in CPU seconds, from the runs that made both."""
-    ratios = [run.step_cpu_s["pseudo"] / run.step_cpu_s["real"] for run in runs if run.switch]
+    both = [run for run in runs if run.switch and run.change != "Pseudo alone"]  # whose one Real step is its first
+    ratios = [run.step_cpu_s["pseudo"] / run.step_cpu_s["real"] for run in both]
     return f"Pseudo step / Real step, all in memory: {spread(ratios, 3)}"
 
 
@@ -132,7 +162,7 @@ def _draw_row(panels: Sequence[Any], runs: list[Run], title: str) -> None:
 
 def main() -> None:
     runs = read_runs()
-    print(table(runs), step_times(runs), sep="\n\n")
+    print(never_switching(runs), table(runs), step_times(runs), sep="\n\n")
     draw(runs)
 
 

@@ -60,6 +60,10 @@ RUNS |= {RECIPE + name: RUNS[name] for name in _AGAIN}
 # Real from scratch and these are trained with three seeds.
 SEEDS = {name: (0, 1, 2) for name in RUNS if name.endswith(("real", "switch 50 %", "long Pseudo"))}
 SEEDS[RECIPE + "switch 75 %"] = (0, 1, 2)  # m6_10t switches there
+# Never switching, for what "switch 75 %" costs if a Real step costs 4.4 Pseudo steps: a stage has to end before the
+# run does, so the last step is a Real one.
+RUNS[RECIPE + "Pseudo alone"], TOTAL_STEPS["Pseudo alone"] = {**HALF, "switch_step": 550}, 551
+SEEDS[RECIPE + "Pseudo alone"] = (0, 1, 2)
 # Real from scratch for what "switch 75 %" costs if a Real step costs 4.4 Pseudo steps, with a schedule of that length.
 RUNS[RECIPE + "short Real"], TOTAL_STEPS["short Real"], SEEDS[RECIPE + "short Real"] = None, 126, (0, 1, 2)
 

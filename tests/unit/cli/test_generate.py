@@ -161,9 +161,8 @@ def test_pictures_are_not_mixed_with_what_is_there(tmp_path):
 
 def test_the_grid_may_lie_in_the_folder_of_the_pictures(tmp_path, monkeypatch):
     def draw(texts, num_images, **_):
-        return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * num_images * len(texts))
+        return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * num_images * len(texts), warnings=[])
 
-    monkeypatch.setattr("m6.config.checks.unknown_characters", lambda *_: "")
     pipeline = mock.Mock(side_effect=draw)
     monkeypatch.setattr(M6TextToImagePipeline, "from_pretrained", lambda *_: pipeline)
     drawn = tmp_path / "drawn"

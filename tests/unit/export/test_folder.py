@@ -190,6 +190,8 @@ def drop_a_weight(file: Path) -> None:
         ("generation_config.json", cut, r"generation_config\.json: not readable as JSON"),
         ("generation_config.json", change_json(code_decodings=["mask"]), 'unknown way to draw "mask"; did .*"masked"'),
         ("generation_config.json", change_json(code_decodings=None), 'unknown way to draw "None"'),
+        ("generation_config.json", change_json(code_temperature="hot"), "code_temperature must be 0, or .*, found hot"),
+        ("generation_config.json", change_json(code_temperature=-1), "code_temperature must be 0, or .*, found -1"),
         ("model.safetensors", drop_a_weight, r"hf: 1 missing weights for its config\.json, such as model\.embeddings"),
         ("config.json", change_json(num_layers=1), "hf: .* unexpected weights"),
         ("config.json", change_json(hidden_size=48), "hf: .* mismatched weights"),

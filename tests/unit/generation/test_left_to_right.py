@@ -35,7 +35,7 @@ def draw(model, processor, captions=CAPTIONS, numbers=None, codebook_size=TINY_I
         captions,
         numbers,
         grid=Grid(codebook_size, 1, numbers.shape[1]),
-        sampling=Sampling(**options),
+        sampling=Sampling(**{"temperature": 1.0} | options),
     )
 
 
@@ -104,12 +104,13 @@ def test_temperature_zero_takes_the_best_whatever_the_numbers(model, processor):
 def test_probabilities():
     scores = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     plain = scores.double().softmax(-1)
-    assert torch.allclose(Sampling().probabilities(scores), plain)
+    assert torch.allclose(Sampling(temperature=1.0).probabilities(scores), plain)
+    assert torch.allclose(Sampling().probabilities(scores), (scores.double() / 0.9).softmax(-1))
     assert torch.allclose(Sampling(temperature=0.5).probabilities(scores), (2 * scores.double()).softmax(-1))
-    kept = Sampling(top_k=2).probabilities(scores)
+    kept = Sampling(temperature=1.0, top_k=2).probabilities(scores)
     assert torch.allclose(kept, torch.tensor([[plain[0, 0], plain[0, 1], 0, 0]]) / plain[0, :2].sum())
     # 0.64 is not yet 0.7, so the second code is needed.
-    assert (Sampling(top_p=0.7).probabilities(scores) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(temperature=1.0, top_p=0.7).probabilities(scores) > 0).tolist() == [[True, True, False, False]]
 
 
 def test_drawing_follows_the_distribution():

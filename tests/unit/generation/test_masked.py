@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from m6.errors import UserError
-from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_decoding
+from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_sampling
 from m6.generation.masked import HIDDEN, draw_masked, num_masked_numbers
 from m6.generation.sampling import Sampling, uniform_numbers
 from tests.fixtures.drawing import Grid
@@ -29,7 +29,7 @@ def numbers_of(count, sampling, seed=0):
 
 
 def draw(model, processor, captions=CAPTIONS, known=None, numbers=None, **options):
-    sampling = Sampling(**options)
+    sampling = Sampling(**{"temperature": 1.0} | options)
     numbers = numbers_of(len(captions), sampling) if numbers is None else numbers
     return draw_masked(model, processor, captions, numbers, grid=GRID, sampling=sampling, known=known)
 
@@ -129,7 +129,7 @@ def test_codes_see_each_other_in_both_directions(model, processor):
 
 def test_a_picture_does_not_depend_on_those_beside_it(model, processor):
     model.decodings = ["masked"]
-    sampling = resolve_decoding(model, Sampling(passes=4))
+    sampling = resolve_sampling(model, Sampling(passes=4))
     drafts = [Draft(caption, seed=5, index=1) for caption in CAPTIONS]
     together = draw_codes(model, processor, drafts, grid=GRID, sampling=sampling)
     alone = [draw_codes(model, processor, [draft], grid=GRID, sampling=sampling) for draft in drafts]
@@ -139,18 +139,18 @@ def test_a_picture_does_not_depend_on_those_beside_it(model, processor):
 
 def test_the_decoding_is_what_the_model_was_trained_for(model):
     model.decodings = ["masked", "left_to_right"]
-    assert resolve_decoding(model, Sampling()).decoding == "masked"
-    assert resolve_decoding(model, Sampling(decoding="left_to_right")).decoding == "left_to_right"
-    assert num_steps(GRID, resolve_decoding(model, Sampling(decoding="left_to_right"))) == CODES
+    assert resolve_sampling(model, Sampling()).decoding == "masked"
+    assert resolve_sampling(model, Sampling(decoding="left_to_right")).decoding == "left_to_right"
+    assert num_steps(GRID, resolve_sampling(model, Sampling(decoding="left_to_right"))) == CODES
     model.decodings = ["left_to_right"]
     with pytest.raises(UserError, match=r'"masked": .* m6.objectives.image_code_denoising; it draws with "left_to_r'):
-        resolve_decoding(model, Sampling(decoding="masked"))
-    assert resolve_decoding(model, Sampling()).decoding == "left_to_right"
+        resolve_sampling(model, Sampling(decoding="masked"))
+    assert resolve_sampling(model, Sampling()).decoding == "left_to_right"
     with pytest.raises(UserError, match="passes 3 is for the decoding masked"):
-        resolve_decoding(model, Sampling(passes=3))
+        resolve_sampling(model, Sampling(passes=3))
     model.decodings = []
     with pytest.raises(UserError, match="not been trained to draw"):
-        resolve_decoding(model, Sampling())
+        resolve_sampling(model, Sampling())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The model that the repository holds: it loads, draws what captions say, and can be trained further."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import load_run_model
-from m6.data.sources.shapes import COLOURS
+from m6.data.sources.shapes import COLOURS, PLACES, RELATIONS, SHAPES, SIZES
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.sampling import Sampling
 from m6.model import num_parameters
@@ -41,6 +42,33 @@ def test_it_draws_colours_that_captions_name(pipeline, decoding):
         assert 0.02 < len(shape) / len(pixels) < 0.7, caption
         distance = {name: np.linalg.norm(np.median(shape, axis=0) - rgb) for name, rgb in COLOURS.items()}
         assert min(distance, key=distance.__getitem__) == caption.split("的")[0], caption
+
+
+def test_it_warns_of_captions_of_which_it_knows_nothing(pipeline):
+    new = {
+        "狗": "狗",
+        "狗的脸": "狗",
+        "猫": "猫 as the first character",
+        "巴西国旗": "国 after 西 (seen: 的)",
+        "红色的圆形和蓝色的正方形": "和 after 形",
+        "白色的圆形": "色 after 白",
+        "a blue circle": "a, a space, b, l",
+        "a red heart": "a, a space, r, e",
+    }
+    for caption, found in new.items():
+        (warning,) = pipeline.caption_warnings(caption)
+        assert f"has what no training caption has: {found}" in warning
+
+
+def test_it_does_not_warn_of_new_combinations_of_known_words(pipeline):
+    """It draws them well: all colours and shapes, of which it has seen 54 of 66 pairs, and the source's templates."""
+    alone = [f"{colour}的{shape}" for colour in COLOURS for shape in SHAPES]
+    pairs = [f"{one}在{other}的{where}" for one, other, where in itertools.product(alone[::5], alone[::7], RELATIONS)]
+    sized = [f"{colour}的{size}{shape}" for colour, size, shape in itertools.product(COLOURS, SIZES, SHAPES)]
+    placed = [f"{place}的{one}" for place, one in itertools.product(PLACES, alone)]
+    emoji = ["购物车", "鬼", "巴西的旗帜", "购物车，立体风格", "蓝色的鬼，剪影风格"]
+    for caption in [*alone, *pairs, *sized, *placed, *emoji]:
+        assert pipeline.caption_warnings(caption) == [], caption
 
 
 def test_its_card_names_the_data_and_the_size(pipeline):

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import numpy as np
@@ -24,10 +25,11 @@ import torch
 from PIL import Image
 
 from m6.checkpoints.loading import load_run_model
+from m6.data.captions import describe_captions
 from m6.generation.captioning import caption
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.sampling import Sampling
-from m6.serving.app import create_app
+from m6.serving.app import WARNINGS, create_app
 from m6.serving.batcher import Batcher
 from m6.serving.batching import plan_by_arrival
 from m6.serving.tasks import Captioning, CaptionJob, Drawing
@@ -292,6 +294,22 @@ def test_pictures_that_wait_share_a_batch_and_are_those_of_the_pipeline(captioni
             assert (await client.post("/generate", content=content)).status_code == 422
 
     with_client(captioning, scenario, drawing=drawing)
+
+
+def test_what_a_caption_has_of_new_words_is_in_a_header(captioning: Captioning, drawing: Drawing):
+    drawing.pipeline.seen = describe_captions(captioning.processor.tokenizer, {"shapes": ["红色的圆形"]})
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        known, new = [await client.post("/generate", json={"text": text}) for text in ("红色的圆形", "圆形的红色")]
+        assert WARNINGS not in known.headers
+        assert json.loads(unquote(new.headers[WARNINGS])) == drawing.pipeline.caption_warnings("圆形的红色")
+        assert new.headers["content-type"] == "image/png"
+        assert WARNINGS in (await client.get("/")).text, "the page reads it"
+
+    try:
+        with_client(captioning, scenario, drawing=drawing)
+    finally:
+        drawing.pipeline.seen = None
 
 
 def test_a_model_that_does_not_draw_says_what_it_lacks(captioning: Captioning):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from m6.config.run import load_config
 from m6.data.codes import write_codes
 from m6.data.manifest import Manifest
 from m6.errors import UserError
@@ -17,6 +18,8 @@ from m6.generation.likelihood import caption_scores
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.repaint import Repaint
 from m6.generation.sampling import Sampling
+from m6.runs.data import kept_captions, open_data
+from m6.runs.directory import CAPTIONS
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from m6.tokenizers.pictures import square_rgb
 from tests.fixtures.command import m6, user_error
@@ -100,6 +103,50 @@ def test_it_draws_the_same_from_its_export_and_from_the_command(drawn: Path, tmp
     assert m6("generate", "--checkpoint", drawn, *arguments).code == 0
     for file, expected in zip(sorted(out.glob("*.png")), pictures.images[:3], strict=True):
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(expected))
+
+
+def test_captions_that_training_did_not_have_are_named(drawn: Path, tmp_path: Path):
+    """By the run, its export, what save_pretrained writes, and a run that starts from it; not without the record."""
+    seen = kept_captions(drawn)
+    assert seen is not None
+    export_hf(drawn, tmp_path / "exported")
+    M6TextToImagePipeline.from_pretrained(drawn).save_pretrained(tmp_path / "saved")
+    for folder in (tmp_path / "exported", tmp_path / "saved"):
+        assert kept_captions(folder) == seen
+    known, new = next(iter(seen.examples)), "形红"
+    for folder in (drawn, tmp_path / "exported"):
+        arguments = ("generate", "--checkpoint", folder, "--passes", 1, "--out", tmp_path / "grid.png")
+        assert "no training caption has" not in m6(*arguments, known).stderr
+        assert f'warning: the caption "{new}" has what no training caption has: ' in m6(*arguments, new).stderr
+    pipeline = M6TextToImagePipeline.from_pretrained(tmp_path / "exported")
+    assert pipeline([new, known, new], sampling=Sampling(passes=1)).warnings == pipeline.caption_warnings(new) != []
+    (tmp_path / "exported" / CAPTIONS).unlink()
+    assert M6TextToImagePipeline.from_pretrained(tmp_path / "exported").caption_warnings(new) == []
+
+
+def test_only_captions_that_are_learned_are_recorded(drawn: Path):
+    data = open_data(load_config(drawn / "config.json"))
+    seen = kept_captions(drawn)
+    assert seen is not None
+    assert data.seen_captions(seen.rows) == seen
+    assert data.seen_captions(seen.rows - 1) is None, "too many to read"
+    rows = [
+        data.manifest.split(name, "train").rows
+        for name in data.sources
+        if data.manifest.sources[name].kind == "image_text"
+    ]
+    assert seen.rows == sum(rows)
+    assert kept_captions(drawn.parent / "pretrained") is None, "it does not draw"
+    assert open_data(load_config(drawn.parent / "pretrained" / "config.json")).seen_captions(10**9) is None
+
+
+def test_many_new_captions_are_not_all_named(drawn: Path, tmp_path: Path):
+    (tmp_path / "captions.txt").write_text("".join("形红" * number + "\n" for number in range(1, 13)), encoding="utf-8")
+    arguments = ("--captions", tmp_path / "captions.txt", "--passes", 1, "--out", tmp_path / "grid.png")
+    warnings = m6("generate", "--checkpoint", drawn, *arguments).stderr.splitlines()
+    shown = [line for line in warnings if line.startswith('warning: the caption "形红')]
+    assert len(shown) == 8
+    assert "warning: and 4 more of this kind" in warnings
 
 
 def test_candidates_are_ranked(drawn: Path):
