@@ -204,7 +204,8 @@ class MoEConfig:
     @property
     def kept_share(self) -> float:
         """The share of a token's K choices that the training's capacity leaves over if all experts are chosen equally
-        often, without ``min_capacity`` and rounding, which matter less the more tokens there are."""
+        often, without ``min_capacity``, rounding and chance, which matter less the more tokens there are; for a number
+        of tokens see ``moe.expectation``."""
         if self.capacity_factor is None:
             return 1.0
         return min(1.0, self.capacity_factor / (1 if self.capacity_rule == "k" else self.experts_per_token))

@@ -25,6 +25,8 @@ class RoutingStats(NamedTuple):
         num_tokens: [] the number of tokens without padding.
         router_entropy: [Z] mean over tokens of the entropy of the probabilities, in nats; NaN if a logit is not finite.
         chosen_counts: [E] how many tokens chose each expert, including those that were dropped.
+        without_expert: [] how many tokens lost all of their pairs, so that no routed expert computed them.
+        gate_sum: [] the sum of the gates of all computed pairs.
     """
 
     expert_counts: Tensor
@@ -32,6 +34,8 @@ class RoutingStats(NamedTuple):
     num_tokens: Tensor
     router_entropy: Tensor
     chosen_counts: Tensor
+    without_expert: Tensor
+    gate_sum: Tensor
 
 
 class Routing(NamedTuple):
@@ -146,6 +150,9 @@ def route(
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
             router_entropy=entropy.float(),
             chosen_counts=chosen_counts.float(),
+            # By indices on the device: nothing waits for a number here.
+            without_expert=scores.new_ones(num_tokens).index_fill(0, routing.tokens, 0).sum().float(),
+            gate_sum=routing.gates.sum().float(),
         )
     return routing, aux_loss, stats
 

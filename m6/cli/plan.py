@@ -169,7 +169,7 @@ def frontier(
     curves = learned_by_days(planner.config, dict(sorted(fastest.items())), days)
     print(days_table(curves, days))
     steps = days * 86400 / min(fastest.values())
-    print(f"\nAfter {days:g} days on the fastest: {loss_line(predicted_loss(planner.config, steps))}")
+    print(f"\nAfter {days:g} days on the fastest: {loss_line(predicted_loss(planner.config, steps), planner.config)}")
     if out is not None:
         print(draw_losses(curves, out))
 

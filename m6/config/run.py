@@ -36,6 +36,7 @@ from m6.config.turns import check_turns
 from m6.errors import UserError
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
+from moe.expectation import ExpectedRouting, expected_routing
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,17 @@ class RunConfig:
     def tensor_size(self) -> int:
         """Ranks that together hold one copy of each divided matrix, and read the same micro-batches."""
         return 1 if self.tensor is None else self.tensor.num_ranks
+
+    @property
+    def expected_routing(self) -> ExpectedRouting | None:
+        """What the capacity leaves over of the choices of a micro-batch without padding; None: the model is dense.
+
+        The router is taken to be balanced, see ``moe.expectation``.
+        """
+        if self.model.moe is None:
+            return None
+        tokens = self.deepspeed.micro_batch_size * self.m6.data.sequence_length
+        return expected_routing(self.model.moe_config(), tokens)
 
     def data_size(self, world_size: int) -> int:
         """Groups of ranks that read different micro-batches."""

@@ -82,6 +82,7 @@ def write_report(
         baselines = run_baselines(run_dir, config, num_batches)
     else:
         baselines = _baselines_on(data, run_dir, config, num_batches)
+    metrics = RunDirectory(run_dir).read_metrics()
     parts = [
         f"# {run_dir.absolute().name}",
         _origin(run_dir, config, reader, device),
@@ -93,7 +94,7 @@ def write_report(
         *filter(None, [describe_left_out(config, data), describe_overlap(run_dir, data)]),
         *filter(None, [describe_mixture(config, reader.state["samples_seen"])]),
         "## Speed and size",
-        markdown_table(["quantity", "value"], [*_speed(RunDirectory(run_dir).read_metrics()), *_sizes(config, reader)]),
+        markdown_table(["quantity", "value"], [*_speed(metrics, config), *_sizes(config, reader, metrics)]),
     ]
     del model
     # As m6 generate loads it: without a capacity, and knowing what it has learned.
@@ -242,7 +243,7 @@ def _by_source(trained: dict[str, Losses], sources: list[str]) -> list[str]:
     return ["Of each source:", markdown_table(["objective", *sources], rows)] if len(sources) > 1 else []
 
 
-def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
+def _speed(metrics: list[dict[str, Any]], config: RunConfig) -> list[list[str]]:
     """Returns table rows: medians over the log intervals, with the 10th and 90th percentile."""
     entries = [entry for entry in metrics if "tokens_per_second" in entry]
     if not entries:
@@ -263,6 +264,7 @@ def _speed(metrics: list[dict[str, Any]]) -> list[list[str]]:
         ["model GFLOP/s, median", f"{np.median([e['model_flops_per_second'] for e in entries]) / 1e9:,.1f}"],
         *_utilisation(entries),
         *_noise(entries),
+        *_experts(entries, config),
         ["waiting for data", share("data_wait_s")],
         ["stalled by checkpoints", share("checkpoint_stall_s")],
         ["memory of rank 0, highest", format_bytes(max(entry["memory_bytes"] for entry in entries))],
@@ -276,8 +278,36 @@ def _noise(entries: list[dict[str, Any]]) -> list[list[str]]:
     return [] if scale is None else [["gradient noise scale in samples, second half of the run", f"{scale:,.0f}"]]
 
 
-def _sizes(config: RunConfig, reader: CheckpointReader) -> list[list[str]]:
-    counts = num_parameters(config.model)
+def _experts(entries: list[dict[str, Any]], config: RunConfig) -> list[list[str]]:
+    """Table rows of what the capacity left over in training: means over the log intervals; none for a dense model."""
+    if config.model.moe is None or (computed := _mean(entries, "experts_per_token")) is None:
+        return []
+    by_layer = [entry["experts"]["tokens_without_expert"] for entry in entries if "tokens_without_expert" in entry]
+    chosen, without, gates = (
+        config.model.moe_config().experts_per_token,
+        np.mean(by_layer, 0),
+        _mean(entries, "gate_sum"),
+    )
+    layers = f" (by layer: {', '.join(f'{share:.1%}' for share in without)})" if len(without) > 1 else ""
+    return [
+        [f"experts that computed a token, of {chosen} chosen", f"{computed:.4g}"],
+        ["choices beyond the capacity", f"{_mean(entries, 'dropped_fraction'):.1%}"],
+        ["tokens without an expert in a layer", f"{_mean(entries, 'tokens_without_expert'):.1%}{layers}"],
+        *([] if gates is None else [["sum of the gates of a token", f"{gates:.3f}"]]),
+    ]
+
+
+def _mean(entries: list[dict[str, Any]], key: str) -> float | None:
+    """The mean over the log intervals that have a value; None if none has."""
+    values = [entry[key] for entry in entries if entry.get(key) is not None]
+    return float(np.mean(values)) if values else None
+
+
+def _sizes(config: RunConfig, reader: CheckpointReader, metrics: list[dict[str, Any]]) -> list[list[str]]:
+    computed, expected = _mean(metrics, "experts_per_token"), config.expected_routing
+    if computed is None and expected is not None:  # a run whose metrics do not say
+        computed = expected.experts_per_token
+    counts = num_parameters(config.model, experts_per_token=computed)
     return [
         ["checkpoint", format_bytes(sum(file["bytes"] for file in reader.files.values()))],
         ["parameters", f"{counts['total']:,}"],

@@ -125,6 +125,9 @@ def _model(config: RunConfig, dtype: str) -> str:
             ],
             ["sparse layers", f"{model.num_moe_layers}"],
         ]
+        if moe.capacity_factor is not None and (expected := config.expected_routing) is not None:
+            left = f"{expected.experts_per_token:.3g} of {moe.experts_per_token} (expected of a balanced router)"
+            rows.append(["experts that the training's capacity left to a token", left])
     rows += [
         ["vocabulary", f"{model.text_vocab_size:,} text pieces and {model.image_vocab_size:,} image codes"],
         [

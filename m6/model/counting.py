@@ -10,18 +10,22 @@ from m6.model.embeddings import NUM_SEGMENTS
 from m6.model.patch_encoders import build_patch_encoder
 
 
-def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str, int]:
+def num_parameters(
+    config: M6Config, sharing: Sharing | None = None, experts_per_token: float | None = None
+) -> dict[str, int]:
     """Counts the parameters of ``M6ForConditionalGeneration(config)`` by part.
 
     Args:
         config: of the model.
         sharing: what the layers of the Pseudo model share; a shared parameter counts once. None: the Real model.
+        experts_per_token: routed experts that compute a token of a sparse layer, in the mean over the tokens, such as
+            ``RunConfig.expected_routing`` says. None: all that it chooses, as without a capacity.
 
     Returns:
         ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention``, ``ffn`` (dense layers),
         ``experts``, ``router`` and ``norms``; ``total``, their sum; and ``active_per_token``, the total without the
-        experts that a token does not visit. A token visits ``num_prototypes * top_k`` experts of each layer, and
-        the shared experts.
+        routed experts that do not compute a token. A token chooses ``num_prototypes * top_k`` experts of each layer; a
+        capacity may drop some of them. Shared experts compute every token.
     """
     width, layers = config.hidden_size, range(config.num_layers)
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]
@@ -35,10 +39,13 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
     inner = config.ffn_hidden_size
     ffn = 2 * width * inner + inner + width
     projections = 4 * width * width
-    expert = shared = experts = visited = 0
+    expert = shared = experts = 0
+    computing = 0.0
     if config.moe is not None:
         moe = config.moe_config()
-        experts, visited = moe.num_experts, moe.experts_per_token
+        experts, computing = moe.num_experts, moe.experts_per_token
+        if experts_per_token is not None:
+            computing = experts_per_token
         # SwiGLU has two input matrices of ``inner`` rows, the activation and its gate, stored as one.
         rows_in = 2 * inner if moe.activation == "swiglu" else inner
         expert = (rows_in + inner) * width + (rows_in + width if moe.bias else 0)
@@ -62,5 +69,5 @@ def num_parameters(config: M6Config, sharing: Sharing | None = None) -> dict[str
         "norms": (2 * copies("norms", layers) + 1) * 2 * width,
     }
     total = sum(counts.values())  # the output matrix is the token embedding, so it is not counted again
-    idle = (experts - visited) * copies("experts", sparse) * expert
+    idle = round((experts - computing) * copies("experts", sparse) * expert)
     return {**counts, "total": total, "active_per_token": total - idle}

@@ -218,4 +218,5 @@ def no_statistics(config: MoEConfig, device: torch.device) -> RoutingStats:
         torch.zeros(config.num_experts, device=device),
         torch.zeros(config.num_prototypes, device=device),
     )
-    return RoutingStats(experts, prototypes, torch.zeros((), device=device), prototypes, experts)
+    none = torch.zeros((), device=device)
+    return RoutingStats(experts, prototypes, none, prototypes, experts, without_expert=none, gate_sum=none)

@@ -7,15 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from m6.formatting import markdown_table
+from m6.model.counting import num_parameters
 from m6.planning.cost.step_parts import StepTime
 from m6.planning.cost.step_time import TimeModel
+from m6.planning.loss.law import LossPrediction
 from m6.planning.loss.outlook import loss_document, loss_line, predicted_loss
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
 from m6.planning.search.stages import stage_samples, stage_steps
+from moe.expectation import ExpectedRouting
 
 _DAY_S = 86400.0
+MANY_WITHOUT_EXPERT = 0.05  # share of the tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,11 @@ class StageBooking:
         device_gb: memory of the fullest device, in GB of 10^9 bytes.
         host_gb: memory of a node's host.
         mfu: FLOPs of the forward and backward pass over the peak of the devices. Recomputation does not count, nor do
-            choices that a capacity drops.
+            choices that a capacity is expected to drop.
+        experts_per_token: routed experts that compute a token of a sparse layer, expected of a balanced router; 0 for a
+            dense model.
+        tokens_without_expert: the share of the tokens of a sparse layer that lose all of their choices, likewise.
+        active_parameters: those that compute a token, with so many experts.
         exposed_s: communication and host work of a step that computation waits for, in seconds.
         hidden_s: the same that runs beside computation.
         limited_by: the longest part of a step.
@@ -59,6 +67,9 @@ class StageBooking:
     device_gb: float
     host_gb: float
     mfu: float
+    experts_per_token: float
+    tokens_without_expert: float
+    active_parameters: int
     exposed_s: float
     hidden_s: float
     limited_by: str
@@ -82,6 +93,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         return (whole_steps * step_s + waits_s) / _DAY_S
 
     days = days_of(time.total)
+    routing = planner.memory.expected_routing(plan.layout) or ExpectedRouting(0.0, 0.0)
     job_s = time_limit_min * 60 - signal_lead_s(planner, plan)
     return StageBooking(
         stage="real" if planner.memory.sharing is None else "pseudo",
@@ -97,7 +109,10 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         gpu_days=days * cluster.num_devices,
         device_gb=plan.footprint.peak / 1e9,
         host_gb=planner.host_bytes(plan.layout) / 1e9,
-        mfu=planner.time.compute.flops(plan.layout, recomputed=False) / (planner.time.peak_flops * time.total),
+        mfu=planner.time.compute.model_flops(plan.layout) / (planner.time.peak_flops * time.total),
+        experts_per_token=routing.experts_per_token,
+        tokens_without_expert=routing.tokens_without_expert,
+        active_parameters=num_parameters(config.model, None, routing.experts_per_token)["active_per_token"],
         exposed_s=time.exchange + time.reduction + time.host,
         hidden_s=planner.time.hidden_s(plan.layout),
         limited_by=_longest(time),
@@ -124,7 +139,7 @@ def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
         "device_gb": max(stage.device_gb for stage in stages),
         "host_gb": max(stage.host_gb for stage in stages),
         "jobs": None if None in jobs else sum(filter(None, jobs)),
-        "loss": loss_document(predicted_loss(planner.config, planner.config.m6.training.total_steps)),
+        "loss": loss_document(_loss(stages, planner)),
         "stages": [asdict(stage) for stage in stages],
     }
 
@@ -160,7 +175,34 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     return (
         f"{table}\n\n{total['samples'] / 1e6:,.1f} M samples, {total['tokens'] / 1e9:,.1f} B tokens with padding. "
         "Exposed and hidden: communication and host work, as shares of the step.\n\n"
-        + loss_line(predicted_loss(planner.config, planner.config.m6.training.total_steps))
+        f"{_experts_line(stages[-1], planner)}{loss_line(_loss(stages, planner), planner.config)}"
+    )
+
+
+def _loss(stages: list[StageBooking], planner: Planner) -> LossPrediction:
+    """The loss at the end of the run, with the experts that the last stage computes."""
+    computed = stages[-1].experts_per_token or None
+    return predicted_loss(planner.config, planner.config.m6.training.total_steps, computed)
+
+
+def _experts_line(stage: StageBooking, planner: Planner) -> str:
+    """How many experts compute a token, and which keys leave others out; empty for a dense model."""
+    if planner.config.model.moe is None:
+        return ""
+    moe = planner.config.model.moe_config()
+    line = (
+        f"Experts that compute a token of a sparse layer: {stage.experts_per_token:.4g} of {moe.experts_per_token} "
+        f"that it chooses, {stage.active_parameters / 1e9:,.2f} B active parameters in all"
+    )
+    if moe.capacity_factor is None:
+        return f"{line}.\n\n"
+    share = f"{stage.tokens_without_expert:.1%}"
+    if stage.tokens_without_expert > MANY_WITHOUT_EXPERT and not moe.num_shared_experts:
+        share = f"**{share}**"
+    return (
+        f"{line}. {share} of the tokens have no expert in a layer (m6.moe.capacity_factor {moe.capacity_factor:g}, "
+        f'capacity_rule "{moe.capacity_rule}", drop_order "{moe.drop_order}"). Both are expected of a balanced router '
+        "with random choices; one that is not balanced drops more.\n\n"
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m6.config.run import load_config, parse_config
+from m6.config.run import RunConfig, load_config, parse_config
 from m6.files import write_text
-from m6.planning.booking import StageBooking, book_stage, booking_table
+from m6.planning.booking import MANY_WITHOUT_EXPERT, StageBooking, book_stage, booking_table
 from m6.planning.cost.layout import ParallelLayout
+from m6.planning.loss.outlook import shipped_law
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report, search_report
+from m6.planning.routed import all_three, routed
 from m6.planning.search.job_files import job_description, sbatch_header
 from m6.planning.search.planner import Planner
 from m6.planning.search.stages import search_stages, training_stages
 from m6.shipped import CONFIGS
+from moe.expectation import expected_routing
 
 PLANS = CONFIGS / "plans"
 SHIPPED = {"m6_100b": "v100_32g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
@@ -42,11 +45,30 @@ def shipped_plan(name: str) -> str:
             booked.append(book_stage(stage, result.best, TIME_LIMIT_MIN))
     if len(booked) == len(stages):
         lines += ["", "## To book", "", booking_table(booked, stages[-1], TIME_LIMIT_MIN)]
+        if booked[-1].tokens_without_expert > MANY_WITHOUT_EXPERT:
+            lines += ["", without_expert(planner.config)]
         if planner.config.model.moe_config().capacity_rule == "1":
             lines += ["", "## The same with capacity k", "", _with_capacity_k(name, cluster)]
     if planner.config.expert_store is not None and len(stages) == 1:
         lines += ["", "## Why not with Adam", "", _without_store(planner, results[-1].best.layout)]
     return "\n".join(lines) + "\n"
+
+
+def without_expert(config: RunConfig) -> str:
+    """How many tokens have no expert in a layer, as expected and as the routing itself leaves them."""
+    moe, tokens = config.model.moe_config(), config.deepspeed.micro_batch_size * config.m6.data.sequence_length
+    padded = int(shipped_law().fill * tokens)
+    few, one, two = (expected_routing(moe, n).tokens_without_expert for n in (padded, tokens, 2 * tokens))
+    (training, evaluation, alone), twice = all_three(config), routed(config, 2 * tokens, training=True)
+    return (
+        f"**{one:.0%} to {two:.0%} of the tokens get no expert in a layer**: of {tokens:,}, a micro-batch without "
+        f"padding, and of {2 * tokens:,}. `moe.routing.route` with these settings, random inputs and random router "
+        f"weights left {training.without:.0%} and {twice.without:.0%}. Of the {padded:,} tokens of a micro-batch with "
+        f"as much padding as the law's runs had, {few:.0%} are expected to get none. The gates of a token add up to "
+        f"{training.gates:.2g} in training, {evaluation.gates:.2g} in evaluation with the same tokens, and "
+        f"{alone.gates:.2g} for a token alone, as in generation, where all {moe.experts_per_token} chosen experts "
+        "compute it."
+    )
 
 
 def _with_capacity_k(name: str, cluster: Cluster) -> str:

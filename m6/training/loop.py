@@ -37,7 +37,7 @@ from m6.training.offloading.experts import naming_the_budget
 from m6.training.places import Places
 from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
-from m6.training.reporting.experts import reports_loads
+from m6.training.reporting.experts import UnroutedTokens, reports_loads
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy
 from m6.training.reporting.outcome import StepOutcome
@@ -90,6 +90,7 @@ class Trainer:
         self.nonfinite = NonfinitePolicy(
             run, self.settings.training.max_skipped_steps, config.deepspeed.smallest_loss_scale
         )
+        self.unrouted = UnroutedTokens(config)
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
         self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / SAMPLES, runtime)
@@ -161,12 +162,14 @@ class Trainer:
         """Logs, validates and saves, in this order: a checkpoint is never newer than its metrics."""
         settings = self.settings
         if self.step % settings.logging.interval_steps == 0 or save:
-            entry = report.finish(self.step, self.samples_seen, self.tokens_seen)
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
+            entry = report.finish(self.step, self.samples_seen, self.tokens_seen, health.get("experts_per_token"))
             noise = self.train_step.noise.finish()
             of_engine = self.engine.interval_metrics()
             self._track({**entry, **health, **noise, **of_engine, **self.stage_metrics.finish(self.engine)})
+            if warning := self.unrouted.warning(self.step, health):
+                self._print(warning)
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
             losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.places, self.runtime.device)

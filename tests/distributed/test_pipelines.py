@@ -254,7 +254,8 @@ def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
     for ours, theirs in zip(*(reported(root, "aux_loss") for root in (found, expected)), strict=True):
         assert ours == pytest.approx(theirs, abs=TOLERANCE)
     for ours, theirs in zip(entries(found), entries(expected), strict=True):
-        for key in ("load_cv", "dropped_fraction", "unused_experts", "router_entropy"):
+        of_loads = ("load_cv", "dropped_fraction", "unused_experts", "router_entropy")
+        for key in (*of_loads, "experts_per_token", "tokens_without_expert", "gate_sum"):
             values, others = (entry.get("experts", {}).get(key, []) for entry in (ours, theirs))
             assert values == pytest.approx(others, abs=1e-5)
     assert ("experts" in entries(found)[0]) == (name != "dense")

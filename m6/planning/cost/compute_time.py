@@ -101,9 +101,26 @@ class ComputeTime:
         launches = count if product.grouped and product.dtype not in device.grouped_dtypes else 0
         return math.hypot(computing, transfer, launches * self.profile.kernel_s / share)
 
-    def flops(self, layout: ParallelLayout, recomputed: bool) -> float:
-        """FLOPs of a rank's matrix products in a step, with or without those of recomputation."""
-        steps = layout.accumulation(self.config.deepspeed.train_batch_size)
-        passes = [self.passes(work, layout) if recomputed else 3 for work, _ in self.work(layout)]
+    def flops(self, layout: ParallelLayout) -> float:
+        """FLOPs of a rank's matrix products in a step, with those of recomputation."""
+        passes = [self.passes(work, layout) for work, _ in self.work(layout)]
         products = (work.flops * count for work, count in self.work(layout))
-        return steps / layout.pp_size * sum(map(operator.mul, products, passes))
+        return self._micro_batches(layout) * sum(map(operator.mul, products, passes))
+
+    def model_flops(self, layout: ParallelLayout) -> float:
+        """The FLOPs of them that the model needs: without recomputation, and of the pairs that experts are expected to
+        compute, which are fewer than those of evenly chosen experts that a step is priced with."""
+        routing, share = self.memory.expected_routing(layout), 1.0
+        if routing is not None:
+            batch = self.memory.batch_of(layout)
+            share = routing.experts_per_token * batch.real / max(1, self.memory.activations_of(layout).rows())
+        products = (
+            product.flops * count * (share if product.grouped else 1.0)
+            for work, count in self.work(layout)
+            for product in work.matmuls
+        )
+        return 3 * self._micro_batches(layout) * sum(products)
+
+    def _micro_batches(self, layout: ParallelLayout) -> float:
+        """Of a rank in a step, over the ranks that share their layers."""
+        return layout.accumulation(self.config.deepspeed.train_batch_size) / layout.pp_size

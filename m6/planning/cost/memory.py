@@ -24,6 +24,7 @@ from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, co
 from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table, old_versions
 from m6.planning.cost.precision import FP32, Precision
 from m6.planning.machine.profile import Profile
+from moe.expectation import ExpectedRouting, expected_routing
 
 # DeepSpeed's defaults of keys in zero_optimization; BUCKET_NUMEL is also the size of the buffers at stage 0.
 BUCKET_NUMEL = 500_000_000
@@ -186,6 +187,11 @@ class MemoryModel:
     def batch_of(self, layout: ParallelLayout) -> BatchShape:
         """The shape of a micro-batch of the layout's size."""
         return scale_batch(self.row, layout.micro_batch_size)
+
+    def expected_routing(self, layout: ParallelLayout) -> ExpectedRouting | None:
+        """What the capacity leaves over of the choices of such a micro-batch; None: the model is dense."""
+        model = self.config.model
+        return None if model.moe is None else expected_routing(model.moe_config(), self.batch_of(layout).real)
 
     def activations_of(self, layout: ParallelLayout) -> Activations:
         """The activations of one micro-batch, by part of the model."""

@@ -154,7 +154,7 @@ class TimeModel:
         if layout.pp_size > 1:
             return self.pipeline.least(layout, layout.accumulation(self.config.deepspeed.train_batch_size))
         peak = max(self.nodes.device.matmul_flops.values())
-        return self.compute.flops(layout, recomputed=True) / peak * self._fastest_factor()
+        return self.compute.flops(layout) / peak * self._fastest_factor()
 
     @property
     def peak_flops(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from m6.planning.loss.law import Coefficients, Range, Scale, ScalingLaw
+from m6.planning.loss.law import Coefficients, Range, Recipe, Scale, ScalingLaw
 
 Array = NDArray[np.float64]
 
@@ -70,6 +70,7 @@ def fit_law(
     fill: float,
     origin: str,
     measure: str,
+    recipe: Recipe,
     resamples: int = 200,
     seed: int = 0,
 ) -> ScalingLaw:
@@ -77,7 +78,7 @@ def fit_law(
 
     Args:
         scales, losses: as in :func:`fit`.
-        fill, origin, measure: as in :class:`ScalingLaw`.
+        fill, origin, measure, recipe: as in :class:`ScalingLaw`.
     """
     best = fit(scales, losses)
     random, number = np.random.default_rng(seed), len(scales)
@@ -94,6 +95,7 @@ def fit_law(
     return ScalingLaw(
         origin=origin,
         measure=measure,
+        recipe=recipe,
         runs=number,
         parameters=covered([scale.parameters for scale in scales]),
         expansion=covered([scale.expansion for scale in scales]),

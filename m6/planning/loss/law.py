@@ -21,8 +21,8 @@ class Scale:
     """What the law predicts from.
 
     Attributes:
-        parameters: N, active for one token, without embeddings and the network of patches.
-        expansion: X, experts over the experts that a token visits; 1 for a dense model.
+        parameters: N, those that compute a token, without embeddings and the network of patches.
+        expansion: X, experts over the experts that compute a token; 1 for a dense model.
         tokens: D, trained on, without padding.
     """
 
@@ -31,12 +31,18 @@ class Scale:
     tokens: float
 
     @classmethod
-    def of(cls, model: M6Config, tokens: float) -> Scale:
-        """The scale of a model that trains on so many tokens."""
-        counts = num_parameters(model)
+    def of(cls, model: M6Config, tokens: float, experts_per_token: float | None = None) -> Scale:
+        """The scale of a model that trains on so many tokens.
+
+        Args:
+            experts_per_token: see ``num_parameters``; None: all that a token chooses, as without a capacity.
+        """
+        counts = num_parameters(model, experts_per_token=experts_per_token)
         active = counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"]
-        moe = None if model.moe is None else model.moe_config()
-        return cls(active, 1.0 if moe is None else moe.num_experts / moe.experts_per_token, tokens)
+        if model.moe is None:
+            return cls(active, 1.0, tokens)
+        moe = model.moe_config()
+        return cls(active, moe.num_experts / (experts_per_token or moe.experts_per_token), tokens)
 
     @property
     def flops(self) -> float:
@@ -66,6 +72,23 @@ class Coefficients(Section):
         parameters = scale.parameters / 1e6 * scale.expansion**self.gamma
         shortage = self.a * parameters**-self.alpha + self.b * (scale.tokens / 1e6) ** -self.beta
         return self.floor + shortage**self.kappa
+
+
+class Recipe(Section):
+    """What the fitted runs were trained with; another recipe has another law.
+
+    Attributes:
+        optimizer: of the matrices, and of the experts if they have another.
+        decay: of the learning rate.
+        positions: "rotary" or "learned".
+    """
+
+    optimizer: str
+    decay: str
+    positions: str
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}, {self.decay} and {self.positions} positions"
 
 
 class Range(Section):
@@ -106,6 +129,7 @@ class ScalingLaw(Section):
     Attributes:
         origin: where its runs are described.
         measure: what the loss is.
+        recipe: what the runs were trained with.
         runs: how many it was fitted to.
         parameters, expansion, tokens: ranges of the runs, in the units of :class:`Scale`.
         fill: share of the runs' positions that held tokens; the others were padding.
@@ -116,6 +140,7 @@ class ScalingLaw(Section):
 
     origin: str
     measure: str
+    recipe: Recipe
     runs: int = Field(gt=0)
     parameters: Range
     expansion: Range

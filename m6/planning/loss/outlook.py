@@ -8,7 +8,7 @@ from typing import Any
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import markdown_table
-from m6.planning.loss.law import LossPrediction, Scale, ScalingLaw
+from m6.planning.loss.law import LossPrediction, Recipe, Scale, ScalingLaw
 from m6.shipped import CONFIGS
 from m6.validation import read_model
 
@@ -23,30 +23,49 @@ def shipped_law() -> ScalingLaw:
     return read_model(ScalingLaw, CONFIGS / "scaling" / "law.json")
 
 
-def predicted_loss(config: RunConfig, steps: float) -> LossPrediction:
-    """The loss of the run's model after so many steps, with the share of padding that the law's runs had."""
-    law = shipped_law()
+def recipe_of(config: RunConfig) -> Recipe:
+    """What a run trains with, as the law names it."""
+    optimizer, store = config.deepspeed.optimizer_type, config.expert_store
+    of_experts = None if store is None else store.optimizer
+    if of_experts is not None and of_experts.type != optimizer:
+        optimizer += f" ({of_experts.type} for experts)"
+    positions = "rotary" if config.model.rotary_base else "learned"
+    return Recipe(optimizer=optimizer, decay=config.m6.schedule.decay, positions=positions)
+
+
+def predicted_loss(config: RunConfig, steps: float, experts_per_token: float | None = None) -> LossPrediction:
+    """The loss of the run's model after so many steps, with the share of padding that the law's runs had.
+
+    Args:
+        experts_per_token: what the capacity leaves over; None: what is expected of the run's own micro-batch.
+    """
+    law, expected = shipped_law(), config.expected_routing
+    if experts_per_token is None and expected is not None:
+        experts_per_token = expected.experts_per_token
     positions = steps * config.deepspeed.train_batch_size * config.m6.data.sequence_length
-    return law.predict(Scale.of(config.model, law.fill * positions))
+    return law.predict(Scale.of(config.model, law.fill * positions, experts_per_token))
 
 
 def loss_document(prediction: LossPrediction) -> dict[str, Any]:
     """For ``--json``: the loss, its interval, and by which factor the run is outside of the law's runs."""
     return {
         "measure": shipped_law().measure,
+        "recipe": shipped_law().recipe.model_dump(),
         "loss": prediction.loss,
         "range": [prediction.low, prediction.high],
         "extrapolated": prediction.beyond,
     }
 
 
-def loss_line(prediction: LossPrediction) -> str:
+def loss_line(prediction: LossPrediction, config: RunConfig) -> str:
     """The same as a sentence."""
-    law = shipped_law()
+    law, own = shipped_law(), recipe_of(config)
     line = (
         f"Predicted {law.measure}: {prediction}, for the law's data and tokenizer, "
-        f"and {law.fill:.0%} of the positions with tokens"
+        f"{law.fill:.0%} of the positions with tokens, and {law.recipe}"
     )
+    if own != law.recipe:
+        line += f", which are not this run's ({own})"
     if not prediction.beyond:
         return f"{line} ({law.origin}, {law.runs} runs)."
     factors = ", ".join(f"{name} {_factor(factor)}" for name, factor in prediction.beyond.items())

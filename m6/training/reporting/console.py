@@ -15,8 +15,8 @@ class Console:
     """Shows the progress of a run on stderr. Use it as a context manager.
 
     Without a terminal, each line of metrics gives a line: step, loss with that of each objective, tokens per second and
-    the time that is left; then the validation losses, of objectives and of their sources. With a terminal, a bar shows
-    the same facts.
+    the time that is left; then the validation losses, of objectives and of their sources. If a capacity drops choices,
+    the line also says how many experts compute a token. With a terminal, a bar shows the same facts.
 
     Args:
         name: name of the run.
@@ -52,7 +52,7 @@ class Console:
         elif "step_time_s" in entry:
             self._facts = (
                 f"loss {_number(entry['loss'])} ({_losses(entry['objectives'])}), "
-                f"{entry['tokens_per_second']:,.0f} tokens/s"
+                f"{entry['tokens_per_second']:,.0f} tokens/s{_experts(entry)}"
             )
             left = _duration(entry["step_time_s"] * (self._total - self._step))
             self._print(f"step {self._step:,} of {self._total:,}: {self._facts}, {left} left")
@@ -81,6 +81,14 @@ def _losses(losses: Mapping[str, Any], by_source: Mapping[str, Mapping[str, floa
             f"{name} {_number(value)}" + (f" ({_losses(of_sources)})" if of_sources and len(of_sources) > 1 else "")
         )
     return ", ".join(parts)
+
+
+def _experts(entry: Mapping[str, Any]) -> str:
+    """Such as ``, 1.250 experts a token, 77.9% of tokens without one``; empty if nothing is dropped."""
+    if not entry.get("dropped_fraction"):
+        return ""
+    without = entry["tokens_without_expert"]
+    return f", {_number(entry['experts_per_token'])} experts a token, {without:.1%} of tokens without one"
 
 
 def _number(value: float | None) -> str:

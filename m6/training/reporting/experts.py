@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from typing import Any
 
@@ -13,11 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from m6.architecture.configuration import M6Config
+from m6.config.run import RunConfig
 from moe import MoELayer, RoutingStats
 from moe.groups import by_prototype
 
 _LOAD_TYPE = "<f2"  # little-endian float16
 _MAX_LINES_WITH_LOADS = 100  # keeps metrics.jsonl small for layers with many experts
+_MANY_WITHOUT_EXPERT = 0.05  # share of the tokens
+_STEPS_BETWEEN_WARNINGS = 1000
 
 
 class ExpertHealth:
@@ -52,14 +56,18 @@ class ExpertHealth:
             with_loads: also report each prototype and the load of each expert.
 
         Returns:
-            {"experts": ...} with lists of one entry per sparse layer:
-            load_cv: standard deviation over mean of the experts' loads (M6-T, arXiv 2105.15082, section 3);
+            Means over the sparse layers of the run, padding not counted:
+            experts_per_token: (token, expert) pairs that were computed, over the tokens;
             dropped_fraction: share of routed choices beyond the capacity;
+            tokens_without_expert: share of the tokens of a layer whose choices were all dropped;
+            gate_sum: sum of the gates of a token's computed pairs, mean over the tokens.
+            {"experts": ...}: the same as lists of one entry per sparse layer, and
+            load_cv: standard deviation over mean of the experts' loads (M6-T, arXiv 2105.15082, section 3);
             unused_experts: number of experts without a token;
             router_entropy: in nats.
             If exchanges moved data: sent_bytes within and between nodes since the last report, including validation.
-            With loads: prototypes, the same statistics by prototype; loads, which ``decode_loads`` reads, one prototype
-            after the other.
+            With loads: prototypes, the statistics of the loads by prototype; loads, which ``decode_loads`` reads, one
+            prototype after the other.
             A dense model gives {}.
         """
         if not self._layers:
@@ -81,20 +89,61 @@ class ExpertHealth:
         moe = self._config.moe_config()
         layers = [layer._replace(expert_counts=by_prototype(layer.expert_counts, moe).flatten()) for layer in layers]
 
-        report: dict[str, Any] = _by_key([_statistics(layer, prototypes=1) for layer in layers])
-        report = {key: [value[0] for value in values] for key, values in report.items()}
+        of_tokens = _by_key([_of_tokens(layer) for layer in layers])
+        of_loads = _by_key([_statistics(layer, prototypes=1) for layer in layers])
+        report: dict[str, Any] = {**of_tokens, **{key: [each[0] for each in of_loads[key]] for key in of_loads}}
+        means = {key: sum(report[key]) / len(layers) for key in (*of_tokens, "dropped_fraction")}
         if moved.any():
             report["sent_bytes"] = dict(zip(("within_nodes", "between_nodes"), map(int, moved), strict=True))
         if with_loads:
             report["prototypes"] = _by_key([_statistics(layer, len(layer.dropped)) for layer in layers])
             report["loads"] = [encode_loads(layer.expert_counts) for layer in layers]
-        return {"experts": report}
+        return {**means, "experts": report}
 
     def _sent(self) -> list[int]:
         return [
             sum(traffic.bytes_within_nodes for traffic in self._traffic),
             sum(traffic.bytes_between_nodes for traffic in self._traffic),
         ]
+
+
+class UnroutedTokens:
+    """Warns of a run whose capacity leaves many tokens without an expert, at most once in 1,000 steps."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._warned_at: int | None = None
+
+    def warning(self, step: int, health: dict[str, Any]) -> str | None:
+        """Returns a line for the log, or None if there is nothing to say.
+
+        Args:
+            step: the last one of the interval.
+            health: of the interval, from ``ExpertHealth.reduce``.
+        """
+        expected = self._config.expected_routing
+        share = health.get("tokens_without_expert", 0.0)
+        if expected is None or not share > _MANY_WITHOUT_EXPERT:
+            return None
+        moe = self._config.model.moe_config()
+        if moe.num_shared_experts:  # they compute every token
+            return None
+        if self._warned_at is not None and step < self._warned_at + _STEPS_BETWEEN_WARNINGS:
+            return None
+        self._warned_at = step
+        keys = ["capacity_factor"]
+        keys += ["capacity_rule"] * (moe.capacity_rule == "1" and moe.experts_per_token > 1)
+        keys += ["min_capacity"] * (moe.min_capacity < 1) + ["drop_order"] * (moe.drop_order == "position")
+        # A balanced router would keep most of what this one loses.
+        is_unbalanced = expected.tokens_without_expert < share / 2
+        keys += ["aux_loss_weight", "balance_bias_rate"] * is_unbalanced
+        values = ", ".join(f"m6.moe.{key} {json.dumps(getattr(moe, key))}" for key in keys)
+        return (
+            f"warning: step {step:,}: {share:.1%} of the tokens of a layer have no expert, so their feed-forward adds "
+            f"nothing: {health['experts_per_token']:.3g} of {moe.experts_per_token} chosen experts compute a token. "
+            f"{'The router is not balanced' if is_unbalanced else 'The capacity alone does it'}: with balanced choices "
+            f"{expected.tokens_without_expert:.1%} would have none. It depends on {values}"
+        )
 
 
 def reports_loads(step: int, total_steps: int, interval_steps: int) -> bool:
@@ -132,5 +181,15 @@ def _statistics(layer: RoutingStats, prototypes: int) -> dict[str, list[float]]:
     }
 
 
-def _by_key(layers: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
+def _of_tokens(layer: RoutingStats) -> dict[str, float]:
+    """Statistics of the tokens of a layer, which have their experts in all prototypes together."""
+    tokens = layer.num_tokens.clamp_min(1).item()
+    return {
+        "experts_per_token": layer.expert_counts.sum().item() / tokens,
+        "tokens_without_expert": layer.without_expert.item() / tokens,
+        "gate_sum": layer.gate_sum.item() / tokens,
+    }
+
+
+def _by_key(layers: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: [layer[key] for layer in layers] for key in layers[0]}

@@ -45,8 +45,14 @@ class IntervalReport:
         """Adds the seconds for which a checkpoint stopped the training."""
         self._checkpoint_stall_s += seconds
 
-    def finish(self, step: int, samples_seen: int, tokens_seen: int) -> dict[str, Any]:
-        """Returns the entry for RUN/metrics.jsonl: losses in nats per target, times in seconds, memory in bytes."""
+    def finish(
+        self, step: int, samples_seen: int, tokens_seen: int, experts_per_token: float | None = None
+    ) -> dict[str, Any]:
+        """Returns the entry for RUN/metrics.jsonl: losses in nats per target, times in seconds, memory in bytes.
+
+        Args:
+            experts_per_token: as ``ExpertHealth`` measured it in the interval; None: a dense model.
+        """
         outcomes = self._outcomes
         elapsed = time.perf_counter() - self._begin - self._excluded_s
         tokens = sum(outcome.tokens for outcome in outcomes)
@@ -58,8 +64,9 @@ class IntervalReport:
                 targets[name] = targets.get(name, 0.0) + count
         pictures = sum(outcome.pictures for outcome in outcomes)
         pairs = sum(outcome.token_pairs for outcome in outcomes)
-        # Padding and recomputation are no useful work: the FLOPs count only what the model needs.
-        speed = training_flops(self._config.model, tokens, sum(targets.values()), pictures, pairs) / elapsed
+        # Padding, recomputation and choices that a capacity dropped are no useful work.
+        amounts = (tokens, sum(targets.values()), pictures, pairs, experts_per_token)
+        speed = training_flops(self._config.model, *amounts) / elapsed
         entry = {
             "step": step,
             "time": time.time(),

@@ -27,12 +27,19 @@ _PEAK_FLOPS = {
 _WITHOUT_BF16 = ("V100",)
 
 
-def training_flops(config: M6Config, tokens: float, targets: float, pictures: float, token_pairs: float) -> float:
+def training_flops(
+    config: M6Config,
+    tokens: float,
+    targets: float,
+    pictures: float,
+    token_pairs: float,
+    experts_per_token: float | None = None,
+) -> float:
     """FLOPs of the forward and backward pass: 6 per token and parameter (Kaplan et al. 2020, arXiv 2001.08361, 2.1).
 
     The output matrix counts only at targets and the patch encoder only at patches. Attention counts half of the pairs
     of tokens of a sample, as for causal attention. Embeddings and recomputation do not count. A convolutional patch
-    encoder needs more FLOPs than this function returns.
+    encoder needs more FLOPs than this function returns. Choices that a capacity drops are not computed.
 
     Args:
         config: of the model.
@@ -40,8 +47,10 @@ def training_flops(config: M6Config, tokens: float, targets: float, pictures: fl
         targets: number of tokens with a loss.
         pictures: number of pictures that the model reads.
         token_pairs: sum of the squared lengths of the samples.
+        experts_per_token: routed experts that compute a token of a sparse layer, in the mean; None: all that it
+            chooses.
     """
-    counts = num_parameters(config)
+    counts = num_parameters(config, experts_per_token=experts_per_token)
     per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"])
     attention = 6.0 * config.num_layers * config.hidden_size * token_pairs
     patches = 6.0 * counts["patch_encoder"] * pictures * config.num_patches

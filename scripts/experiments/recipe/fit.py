@@ -20,7 +20,8 @@ from m6.config.run import load_config  # noqa: E402
 from m6.files import write_json  # noqa: E402
 from m6.formatting import markdown_table  # noqa: E402
 from m6.planning.loss.fitting import fit, fit_law  # noqa: E402
-from m6.planning.loss.law import Scale, ScalingLaw  # noqa: E402
+from m6.planning.loss.law import Recipe, Scale, ScalingLaw  # noqa: E402
+from m6.planning.loss.outlook import recipe_of  # noqa: E402
 from m6.plots.style import plotting, save_figure  # noqa: E402
 
 MEASURE = "validation loss of language modelling in nats a token"
@@ -47,6 +48,7 @@ class Run:
     """A finished run of the ladder."""
 
     rung: Rung
+    recipe: Recipe
     scale: Scale
     loss: float
     positions: int
@@ -61,7 +63,7 @@ def finished() -> list[Run]:
         config = load_config(HERE / "small.json", rung.overrides())
         scale = Scale.of(config.model, int(row["tokens_seen"]))
         positions = rung.steps * config.deepspeed.train_batch_size * config.m6.data.sequence_length
-        found.append(Run(rung, scale, float(row["language_modelling"]), positions))
+        found.append(Run(rung, recipe_of(config), scale, float(row["language_modelling"]), positions))
     return found
 
 
@@ -140,12 +142,14 @@ def main() -> None:
     arguments = parser.parse_args()
     everything = finished()
     runs = [run for run in everything if run.rung != HELD_OUT]
+    [recipe] = {str(run.recipe): run.recipe for run in runs}.values()  # a law is of one
     law = fit_law(
         [run.scale for run in runs],
         [run.loss for run in runs],
         sum(run.scale.tokens for run in runs) / sum(run.positions for run in runs),
         "scripts/experiments/recipe/ladder.md",
         MEASURE,
+        recipe,
     )
     write_json(arguments.out, law.model_dump(mode="json"))
     errors = [abs(law.fit.loss(run.scale) / run.loss - 1) for run in runs]

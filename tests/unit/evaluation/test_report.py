@@ -141,6 +141,40 @@ def test_speed_and_size(run):
     assert re.search(r"evaluated: \d{4}-\d\d-\d\d, on .+, \d+ cores.*, torch 2", text)
 
 
+def test_what_the_experts_computed(run):
+    """Of the intervals that say it, others being of an older version; and the active parameters that follow from it."""
+    document = json.loads((run / "config.json").read_text())
+    document["m6"]["moe"] |= {"capacity_factor": 0.5, "min_capacity": 0}
+    (run / "config.json").write_text(json.dumps(document))
+    config = load_config(run / "config.json")
+    chosen = config.model.moe_config().experts_per_token
+    expected = config.expected_routing.experts_per_token
+    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    assert "experts that computed a token" not in text, "no line of metrics says it"
+    [active] = cells(text, "parameters active for one token")
+    assert active == f"{num_parameters(config.model, experts_per_token=expected)['active_per_token']:,}"
+
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    training = [entry for entry in entries if "step_time_s" in entry]
+    for number, entry in enumerate(training[1:]):
+        share = 0.1 + 0.2 * (number % 2)
+        means = {"experts_per_token": 0.5 * chosen, "dropped_fraction": 0.5, "gate_sum": 0.25}
+        by_layer = {"tokens_without_expert": [share - 0.05, share + 0.05]}
+        entry |= {**means, "tokens_without_expert": share, "experts": by_layer}
+    training[-1]["gate_sum"] = None  # not finite
+    write_metrics(run, entries)
+    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    assert cells(text, f"experts that computed a token, of {chosen} chosen") == [f"{0.5 * chosen:.4g}"]
+    assert cells(text, "choices beyond the capacity") == ["50.0%"]
+    shares = [0.1 + 0.2 * (number % 2) for number in range(len(training) - 1)]
+    mean = sum(shares) / len(shares)
+    layers = f"by layer: {mean - 0.05:.1%}, {mean + 0.05:.1%}"
+    assert cells(text, "tokens without an expert in a layer") == [f"{mean:.1%} ({layers})"]
+    assert cells(text, "sum of the gates of a token") == ["0.250"]
+    counts = num_parameters(config.model, experts_per_token=0.5 * chosen)
+    assert cells(text, "parameters active for one token") == [f"{counts['active_per_token']:,}"]
+
+
 def test_a_run_without_checkpoint(run):
     (run / "checkpoints" / "step_00000100" / "manifest.json").unlink()
     with pytest.raises(UserError, match="no complete checkpoint"):

@@ -36,6 +36,9 @@ def test_forward_and_gradients_equal_the_reference(case, seed) -> None:
     assert output.stats.expert_counts.tolist() == [len(tokens) for tokens in expected.tokens_of_expert]
     assert output.stats.chosen_counts.tolist() == expected.chosen_counts
     assert output.stats.dropped.tolist() == expected.dropped
+    computed = {t for tokens in expected.tokens_of_expert for t in tokens}
+    assert output.stats.without_expert.item() == mask.sum().item() - len(computed)
+    assert output.stats.gate_sum.item() == pytest.approx(expected.gate_sum, rel=1e-6)  # float32
     assert output.stats.num_tokens.item() == mask.sum().item()
     assert output.stats.router_entropy.tolist() == pytest.approx(expected.router_entropy, abs=1e-6)  # float32
     choices = mask.sum().item() * layer.config.experts_per_token  # every choice is either computed or dropped

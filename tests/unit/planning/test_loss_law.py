@@ -11,7 +11,7 @@ from m6.config.run import load_config
 from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.planning.loss.fitting import fit, fit_law
-from m6.planning.loss.law import Coefficients, Range, Scale, ScalingLaw
+from m6.planning.loss.law import Coefficients, Range, Recipe, Scale, ScalingLaw
 from m6.validation import read_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -22,6 +22,7 @@ SCALES = [
     for expansion in (1.0, 2.0, 8.0, 32.0)
     for tokens in (7e5, 1.4e6, 2.8e6, 5.6e6)
 ]
+RECIPE = Recipe(optimizer="Muon", decay="wsd", positions="rotary")
 LARGER = Scale(2e7, 8.0, 2e7)
 
 
@@ -49,7 +50,8 @@ def test_a_single_wrong_run_does_not_bend_the_fit():
 
 
 def test_the_interval_holds_the_truth_and_says_what_is_extrapolated():
-    law = fit_law(SCALES, noisy(0.005), 0.4, "here", "loss", resamples=20)
+    law = fit_law(SCALES, noisy(0.005), 0.4, "here", "loss", RECIPE, resamples=20)
+    assert law.recipe == RECIPE
     found = law.predict(LARGER)
     assert found.low < TRUTH.loss(LARGER) < found.high
     assert found.loss == pytest.approx(TRUTH.loss(LARGER), rel=0.01)
@@ -74,6 +76,9 @@ def test_the_scale_of_a_model():
     blocks = counts["attention"] + counts["norms"] + counts["router"] + counts["experts"] * 2 // 16
     assert scale == Scale(blocks, 8.0, 9e6)
     assert scale.flops == 6 * blocks * 9e6
+    # Experts that a capacity leaves out compute nothing: fewer parameters, spread over as many experts.
+    half = Scale.of(model, 9e6, experts_per_token=1.0)
+    assert half == Scale(blocks - counts["experts"] // 16, 16.0, 9e6)
     dense = load_config(CONFIGS / "m6_cpu.json", ("m6.moe=null",)).model
     assert Scale.of(dense, 1.0).expansion == 1
 
@@ -81,7 +86,8 @@ def test_the_scale_of_a_model():
 def law() -> ScalingLaw:
     covered = Range(low=1.0, high=2.0)
     ranges = {"parameters": covered, "expansion": covered, "tokens": covered}
-    return ScalingLaw(origin="x", measure="y", runs=7, **ranges, fill=0.4, fit=TRUTH, resampled=[TRUTH], residual=0.01)
+    texts = {"origin": "x", "measure": "y", "recipe": RECIPE}
+    return ScalingLaw(**texts, runs=7, **ranges, fill=0.4, fit=TRUTH, resampled=[TRUTH], residual=0.01)
 
 
 def test_a_law_is_read_as_it_was_written(tmp_path: Path):

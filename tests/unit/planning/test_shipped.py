@@ -4,7 +4,10 @@ import re
 
 import pytest
 
+from m6.config.run import load_config
 from m6.planning.shipped import PLANS, SHIPPED, shipped_plan
+from m6.shipped import CONFIGS
+from moe.expectation import expected_routing
 from tests.fixtures.pages import ROOT
 
 
@@ -64,6 +67,27 @@ def test_the_readme_names_the_days_of_the_plans():
     days, ranges = zip(*(booked(name)[4].rstrip(")").split(" (") for name in SHIPPED), strict=True)
     said = f"{days[0]}, {days[1]} and {days[2]} days (ranges {', '.join(ranges)})"
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ten_trillion_say_how_many_tokens_have_no_expert():
+    moe = load_config(CONFIGS / "m6_10t.json").model.moe_config()
+    shares = [expected_routing(moe, tokens).tokens_without_expert for tokens in (2048, 4096)]
+    assert shares == pytest.approx([0.78, 0.87], abs=0.01)
+    found = re.search(r"\*\*(\d+)% to (\d+)% of the tokens get no expert in a layer\*\*: of 2,048", page("m6_10t"))
+    assert [int(share) for share in found.groups()] == [round(100 * share) for share in shares]
+    for name in ("m6_100b", "m6_1t"):
+        assert "get no expert" not in page(name)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_plans_count_the_experts_that_compute(name: str):
+    """Every prediction of a loss stands below the experts that it counts."""
+    lines = [line for line in page(name).splitlines() if line.startswith(("Experts that compute", "Predicted "))]
+    assert len(lines) == (4 if name == "m6_10t" else 2)
+    for experts, loss in zip(lines[::2], lines[1::2], strict=True):
+        computed, chosen = re.match(r"Experts that compute a token of a sparse layer: (\S+) of (\d+)", experts).groups()
+        assert 0 < float(computed) < int(chosen)
+        assert "Muon, wsd and rotary positions, which are not this run's (AdamW" in loss
 
 
 def test_ten_trillion_with_capacity_k_stand_beside():

@@ -25,6 +25,9 @@ def test_a_line_of_training_has_the_time_that_is_left(capsys: pytest.CaptureFixt
         console.show({"step": 2, "validation": {"text_denoising": 3.25}, "validation_by_source": by_source})
         console.saved(1000, 0.25)
         console.show({**ENTRY, "loss": None, "objectives": {}})
+        experts = {"experts_per_token": 1.25, "tokens_without_expert": 0.7791, "gate_sum": 0.01}
+        console.show({**ENTRY, "objectives": {}, **experts, "dropped_fraction": 0.98})
+        console.show({**ENTRY, "objectives": {}, **experts, "dropped_fraction": 0.0})
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
     assert lines == [
         "step 1,000 of 3,000: loss 3.142 (text_denoising 3.500, image_captioning 2.000), 12,346 tokens/s, "
@@ -32,6 +35,9 @@ def test_a_line_of_training_has_the_time_that_is_left(capsys: pytest.CaptureFixt
         "step 1,000: validation text_denoising 3.250 (news 3.000, poems 3.500)",
         "step 1,000: saves a checkpoint; training waited for 0.2 s",
         "step 1,000 of 3,000: loss none (), 12,346 tokens/s, 2 d 7:33:20 left",
+        "step 1,000 of 3,000: loss 3.142 (), 12,346 tokens/s, 1.250 experts a token, 77.9% of tokens without one, "
+        "2 d 7:33:20 left",
+        "step 1,000 of 3,000: loss 3.142 (), 12,346 tokens/s, 2 d 7:33:20 left",
     ]
 
 

@@ -11,30 +11,51 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from m6.architecture.configuration import M6Config
+from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.plots.experts import plot_experts
 from m6.runs.processes import Runtime
-from m6.training.reporting.experts import ExpertHealth, decode_loads, encode_loads, reports_loads
+from m6.training.reporting.experts import ExpertHealth, UnroutedTokens, decode_loads, encode_loads, reports_loads
+from m6.training.reporting.throughput import training_flops
 from moe import MoEConfig, MoELayer, RoutingStats
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import training_entry, write_metrics
+from tests.fixtures.tiny_run import tiny_document
 
 
-def stats(counts: list[float], dropped: list[float], num_tokens: float, entropy: list[float]) -> RoutingStats:
+def stats(
+    counts: list[float],
+    dropped: list[float],
+    num_tokens: float,
+    entropy: list[float],
+    without_expert: float = 0.0,
+    gate_sum: float = 0.0,
+) -> RoutingStats:
     named = {"expert_counts": counts, "dropped": dropped, "num_tokens": num_tokens, "router_entropy": entropy}
+    named |= {"without_expert": without_expert, "gate_sum": gate_sum}
     return RoutingStats(**{name: torch.tensor(named.get(name, 0.0)) for name in RoutingStats._fields})
 
 
 def test_figures(runtime: Runtime):
     """Two layers of two prototypes, two micro-batches; the layer's figures, and those of each prototype."""
     health = ExpertHealth(nn.Identity(), M6Config(moe={"num_experts": 4, "num_prototypes": 2}))
-    second = stats([2.0, 2.0, 2.0, 2.0], [0.0, 0.0], 4.0, [0.5, 0.5])
-    health.add((stats([3.0, 1.0, 2.0, 0.0], [0.0, 2.0], 4.0, [0.6, 0.2]), second))
-    health.add((stats([1.0, 1.0, 2.0, 0.0], [0.0, 0.0], 2.0, [0.3, 0.2]), second))
-    report = health.reduce(with_loads=True)["experts"]
+    second = stats([2.0, 2.0, 2.0, 2.0], [0.0, 0.0], 4.0, [0.5, 0.5], gate_sum=6.0)
+    health.add((stats([3.0, 1.0, 2.0, 0.0], [0.0, 2.0], 4.0, [0.6, 0.2], 1.0, 2.5), second))
+    health.add((stats([1.0, 1.0, 2.0, 0.0], [0.0, 0.0], 2.0, [0.3, 0.2], 0.0, 1.1), second))
+    means = health.reduce(with_loads=True)
+    report = means["experts"]
+    # Layer by layer, and their mean.
+    expected = {
+        "experts_per_token": [10 / 6, 2.0],
+        "tokens_without_expert": [1 / 6, 0.0],
+        "gate_sum": [3.6 / 6, 1.5],
+        "dropped_fraction": [2 / 12, 0.0],
+    }
+    for key, values in expected.items():
+        assert report[key] == pytest.approx(values)
+        assert means[key] == pytest.approx(sum(values) / 2)
     first = np.array([4.0, 2.0, 4.0, 0.0])
     assert report["load_cv"] == pytest.approx([first.std() / first.mean(), 0.0])
-    assert report["dropped_fraction"] == pytest.approx([2 / 12, 0.0])
     assert report["unused_experts"] == [1, 0]
     assert report["router_entropy"] == pytest.approx([(0.6 * 4 + 0.3 * 2 + 0.2 * 6) / 12, 0.5])
     assert report["prototypes"]["load_cv"][0] == pytest.approx([1 / 3, 1.0])
@@ -99,6 +120,79 @@ def test_loads_are_stored_compactly():
         wanted = [step for step in lines if reports_loads(step, total, interval)]
         assert min(50, len(lines)) <= len(wanted) <= 101
         assert wanted[-1] == total
+
+
+CAPACITY = {"num_experts": 4, "num_prototypes": 2, "capacity_factor": 0.3, "min_capacity": 0}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_run_counts_what_its_experts_compute(
+    make_trainer: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+):
+    """Once, also where blocks are computed again; utilization and FLOPs count no choice that was dropped."""
+    asked: list[tuple[float, ...]] = []
+    counted = lambda model, *amounts: asked.append(amounts) or training_flops(model, *amounts)  # noqa: E731
+    monkeypatch.setattr("m6.training.reporting.interval.training_flops", counted)
+    trainer = make_trainer(m6__training__activation_checkpointing=checkpointing, m6__moe=CAPACITY)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    training, seen = [line for line in lines if "loss" in line], 0
+    for entry in training:
+        experts, tokens = entry["experts"], entry["tokens_seen"] - seen
+        for computed, dropped in zip(experts["experts_per_token"], experts["dropped_fraction"], strict=True):
+            assert computed == pytest.approx(2 * (1 - dropped))  # every choice of a token is computed or dropped
+            # Of 4 micro-batches each expert of T tokens computes at most ceil(0.15 T).
+            assert computed * tokens <= 4 * (0.15 * tokens + 4)
+        for key in ("experts_per_token", "dropped_fraction", "tokens_without_expert", "gate_sum"):
+            assert entry[key] == pytest.approx(sum(experts[key]) / 2)
+        # A token without an expert has lost both of its choices, and gates are at most 1.
+        assert 2 * entry["dropped_fraction"] - 1 <= entry["tokens_without_expert"] < entry["dropped_fraction"]
+        assert 0 < entry["gate_sum"] < entry["experts_per_token"]
+        flops = entry["model_flops_per_second"] * entry["step_time_s"]
+        skipped = 6 * tokens * 2 * (2 - entry["experts_per_token"]) * 2 * 32 * 64
+        all_choices = training_flops(trainer.config.model, *asked.pop(0)[:4])
+        assert flops == pytest.approx(all_choices - skipped, abs=6 * tokens)  # one parameter, rounded
+        seen = entry["tokens_seen"]
+
+
+def test_a_run_warns_of_tokens_without_an_expert(make_trainer: Callable, capsys: pytest.CaptureFixture[str]):
+    make_trainer(m6__moe=CAPACITY).train()
+    [warning] = [
+        line for line in capsys.readouterr().err.splitlines() if "of the tokens of a layer have no expert" in line
+    ]
+    assert warning.startswith("warning: step 1: ")
+    for part in ("of 2 chosen experts compute a token", "m6.moe.capacity_factor 0.3", 'm6.moe.drop_order "position"'):
+        assert part in warning
+    make_trainer("dropless").train()
+    assert "no expert" not in capsys.readouterr().err
+
+
+def test_when_a_run_warns_and_what_it_names(folder):
+    def warns(**moe) -> UnroutedTokens:
+        return UnroutedTokens(
+            parse_config(tiny_document(folder, m6__moe={"num_experts": 4, "num_prototypes": 2, **moe}))
+        )
+
+    many, few = ({"tokens_without_expert": share, "experts_per_token": 0.6} for share in (0.3, 0.04))
+    as_10t = {"capacity_factor": 0.5, "capacity_rule": "1", "min_capacity": 0, "capacity_rounding": "random"}
+    found = warns(**as_10t)
+    assert found.warning(10, few) is None
+    line = found.warning(20, many)
+    assert "30.0% of the tokens of a layer have no expert" in line
+    assert "0.6 of 2 chosen experts" in line
+    keys = ("capacity_factor 0.5", 'capacity_rule "1"', "min_capacity 0", 'drop_order "position"')
+    assert all(f"m6.moe.{key}" in line for key in keys)
+    assert "aux_loss_weight" not in line, "balanced choices would lose as much"
+    assert found.warning(1019, many) is None
+    assert found.warning(1020, many) is not None
+    unbalanced = warns(capacity_factor=1.25, aux_loss_weight=0.0).warning(10, many)
+    assert "The router is not balanced" in unbalanced
+    assert "m6.moe.aux_loss_weight 0.0, m6.moe.balance_bias_rate 0.0" in unbalanced
+    assert "capacity_rule" not in unbalanced
+    assert warns(**as_10t, num_shared_experts=1).warning(10, many) is None, "shared experts compute every token"
+    assert warns().warning(10, {**many, "tokens_without_expert": float("nan")}) is None
+    dense = UnroutedTokens(parse_config(tiny_document(folder, m6__moe=None)))
+    assert dense.warning(10, {}) is None
 
 
 def test_heat_map_of_a_real_run(make_trainer: Callable, tmp_path):
