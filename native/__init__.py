@@ -7,6 +7,6 @@ A kernel is a single C++ file with a plain C interface. Such a file compiles in 
 includes PyTorch's headers takes half a minute.
 """
 
-from native.build import load_library
+from native.build import load_library, processor_name, remembered
 
-__all__ = ["load_library"]
+__all__ = ["load_library", "processor_name", "remembered"]

@@ -1,5 +1,6 @@
 """Compiles one C++ file into a shared library in the user's cache folder, or finds it there."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -10,7 +11,7 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -36,6 +37,40 @@ def load_library(source: Path, flags: Sequence[str], compilers: Sequence[str], w
         reason = getattr(error, "stderr", None) or str(error)
         warnings.warn(f"{without_it}, since the kernel could not be built: {reason.strip()}", stacklevel=3)
         return None
+
+
+def remembered(library: ctypes.CDLL, name: str, decide: Callable[[], str], otherwise: str) -> str:
+    """What ``decide`` returned when it was first asked on this machine, for all processes from then on.
+
+    It is kept beside the library. Of processes that ask at the same time all get the answer of the first one to write.
+
+    Args:
+        library: of ``load_library``.
+        name: of the question, with everything that the answer depends on.
+        otherwise: the answer where none can be kept, so that no two processes decide for themselves.
+    """
+    path = Path(f"{library._name}.{hashlib.sha256(name.encode()).hexdigest()[:16]}.txt")
+    try:
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                written = Path(folder) / path.name
+                written.write_text(decide(), encoding="utf-8")
+                written.chmod(0o600)
+                with contextlib.suppress(FileExistsError):
+                    os.link(written, path)
+        _check_private(path)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return otherwise
+
+
+def processor_name() -> str:
+    """The model of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path:

@@ -70,24 +70,23 @@ def best(
     """
     from m6.errors import UserError
     from m6.planning.booking import book_stage, booking, booking_table
-    from m6.planning.reports import search_report
+    from m6.planning.reports import run_report
     from m6.planning.search.job_files import job_files
-    from m6.planning.search.stages import search_stages, training_stages
+    from m6.planning.search.stages import plan_run
 
     if out is not None and out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file; expected the folder to write to")
     planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
-    stages = training_stages(planner)
-    results = search_stages(stages)
+    found = plan_run(planner)
+    stages, results = found.stages, found.results
     if not as_json:
-        for stage, result in zip(stages, results, strict=True):
-            print(search_report(stage, result), end="\n\n")
+        print("\n\n".join(run_report(found)), end="\n\n")
     if not all(result.plans for result in results):
         missing = "" if len(stages) == 1 else f" for the {'Real' if results[0].plans else 'Pseudo'} stage"
         raise UserError(f"{config}: no layout fits on {planner.cluster.name}{missing}")
     plans = [result.best for result in results]
     booked = [book_stage(stage, plan, time_limit_min) for stage, plan in zip(stages, plans, strict=True)]
-    print(json.dumps(booking(booked, planner)) if as_json else booking_table(booked, planner, time_limit_min))
+    print(json.dumps(booking(booked, stages[-1])) if as_json else booking_table(booked, stages[-1], time_limit_min))
     if out is not None:
         said = sys.stderr if as_json else sys.stdout
         jobs = job_files(stages, plans, config.stem, time_limit_min)

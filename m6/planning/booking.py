@@ -31,7 +31,8 @@ class StageBooking:
         layout: as the planner names it.
         steps: of the stage; a Pseudo stage that may end earlier is taken to last until ``switch_step``.
         step_s: seconds of a step of the whole batch.
-        step_s_range: the same with the fastest and the slowest machine to be expected.
+        step_s_range: the same with the fastest and the slowest machine to be expected; on GPUs at least as wide as
+            the errors that were seen there.
         samples: of all steps.
         samples_per_s, tokens_per_s: of all devices in such a step; padding counts as tokens.
         days: of all steps, those of ``m6.training.batch_ramp`` by their samples, and of the waits for checkpoints: with
@@ -51,6 +52,7 @@ class StageBooking:
         limited_by: the longest part of a step.
         jobs: jobs of the time limit, one after the other; None: the limit is too short for a step and a checkpoint.
         parts: seconds of a step by part.
+        range_source: what the range of the days stands for.
     """
 
     stage: str
@@ -75,6 +77,7 @@ class StageBooking:
     limited_by: str
     jobs: int | None
     parts: dict[str, float]
+    range_source: str
 
 
 def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> StageBooking:
@@ -84,7 +87,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     steps = stage_steps(planner)
     # As many steps of the whole batch have the samples of the stage.
     whole_steps = stage_samples(planner) / batch
-    fastest, slowest = (_step_s(planner, plan, bound) for bound in range(2))
+    fastest, slowest = _step_s_range(planner, plan)
     saving, checkpoint = config.m6.checkpoint, checkpoint_s(planner, plan)
 
     def days_of(step_s: float) -> float:
@@ -118,6 +121,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
         limited_by=_longest(time),
         jobs=math.ceil(days * _DAY_S / job_s) if job_s > 0 else None,
         parts=time.parts(),
+        range_source=_range_line(planner, plan),
     )
 
 
@@ -175,7 +179,8 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     return (
         f"{table}\n\n{total['samples'] / 1e6:,.1f} M samples, {total['tokens'] / 1e9:,.1f} B tokens with padding. "
         "Exposed and hidden: communication and host work, as shares of the step.\n\n"
-        f"{_experts_line(stages[-1], planner)}{loss_line(_loss(stages, planner), planner.config)}"
+        + "".join(f"{line}\n\n" for line in dict.fromkeys(stage.range_source for stage in stages))
+        + f"{_experts_line(stages[-1], planner)}{loss_line(_loss(stages, planner), planner.config)}"
     )
 
 
@@ -206,9 +211,37 @@ def _experts_line(stage: StageBooking, planner: Planner) -> str:
     )
 
 
-def _step_s(planner: Planner, plan: PricedLayout, bound: int) -> float:
-    profile = planner.profile.bounds()[bound]
-    return TimeModel(planner.config, planner.cluster, profile, planner.memory)(plan.layout).total
+def _step_s_range(planner: Planner, plan: PricedLayout) -> tuple[float, float]:
+    """Seconds of the fastest and of the slowest step that are to be expected."""
+    fastest, slowest = (
+        TimeModel(planner.config, planner.cluster, profile, planner.memory)(plan.layout).total
+        for profile in planner.profile.bounds()
+    )
+    _, error = _seen_error(planner, plan)
+    return fastest, max(slowest, plan.time.total * (1 + error))
+
+
+def _seen_error(planner: Planner, plan: PricedLayout) -> tuple[str, float]:
+    """See ``Profile.seen_error``; 0 on CPUs."""
+    layout = plan.layout
+    on_host = layout.stream_experts or layout.offload_optimizer or layout.offload_params
+    kind, error = planner.profile.seen_error(layout.checkpointing, on_host)
+    return kind, 0.0 if planner.cluster.smallest.links.host is None else error
+
+
+def _range_line(planner: Planner, plan: PricedLayout) -> str:
+    """What the range of the days stands for."""
+    kind, error = _seen_error(planner, plan)
+    if planner.profile.factors:
+        return "The range is a fifth of the prediction to both sides: factors were fitted to runs."
+    rates = "a calibration" if planner.profile.calibrated else "assumed efficiencies"
+    if not error:
+        return f"Nothing of the kind has run: days and range are predicted from {rates}."
+    return (
+        f"Nothing of the kind has run: days are predicted from {rates}, and no run on several GPUs was compared with a "
+        f"prediction. The range is at least as wide as the largest error on one H100, where {kind} took up to "
+        f"{error:.0%} longer than predicted (scripts/benchmarks/results/gpu_training.md)."
+    )
 
 
 def _longest(time: StepTime) -> str:

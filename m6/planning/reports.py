@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from m6.formatting import markdown_table
 from m6.planning.cost.checkpoint import checkpoint_bytes, copied_bytes
-from m6.planning.cost.footprint import MemoryFootprint
+from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.step_parts import StepTime
 from m6.planning.search.alternatives import alternatives
 from m6.planning.search.compression import compression_line
@@ -14,27 +14,35 @@ from m6.planning.search.neighbours import neighbours
 from m6.planning.search.planner import Planner
 from m6.planning.search.requirements import fastest_streamed, smallest_cluster
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
-from m6.planning.search.stages import pseudo_sharing
+from m6.planning.search.stages import RunPlan, pseudo_sharing
 
 _HEADER = ("layout", "step s", "device GB", "host GB a node", "tokens/s")
 
 
-def search_report(planner: Planner, result: SearchResult) -> str:
-    """The plans that a search found, or why it found none."""
-    return plan_report(planner, result) if result.plans else no_plan_report(planner, result)
+def run_report(plan: RunPlan) -> list[str]:
+    """A report of each stage: the plans that the search found, or why it found none."""
+    return [
+        plan_report(stage, result, whole) if result.plans else no_plan_report(stage, result)
+        for stage, result, whole in zip(plan.stages, plan.results, plan.whole, strict=True)
+    ]
 
 
-def plan_report(planner: Planner, result: SearchResult, num_plans: int = 5) -> str:
-    """The best plan, the next ones, and why each neighbour of the best is not better."""
+def plan_report(planner: Planner, result: SearchResult, whole: str = "", num_plans: int = 5) -> str:
+    """The best plan, the next ones, and why each neighbour of the best is not better.
+
+    Args:
+        whole: see ``RunPlan``.
+    """
     best = result.best
     lines = [
         _title(planner),
         "",
+        *([f"The cluster has more devices, but with all of them {whole}.", ""] if whole else []),
         f"**{best.layout}, accumulation {best.layout.accumulation(_rows(planner))}**",
         "",
         time_table(best.time),
         "",
-        memory_table(planner, best.footprint),
+        memory_table(planner, best.layout),
         "",
         checkpoint_line(planner, best),
         *(line for line in (compression_line(planner, best), delay_line(planner, best)) if line),
@@ -61,7 +69,7 @@ def no_plan_report(planner: Planner, result: SearchResult) -> str:
         lines += [
             f"The nearest, {nearest.layout}, {nearest.reason}:",
             "",
-            memory_table(planner, planner.memory(nearest.layout)),
+            memory_table(planner, nearest.layout),
             "",
         ]
     lines += _requirements(planner)
@@ -105,7 +113,7 @@ def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:
         text = f"{judged.layout}: {judged.reason}"
         if judged.kind == "infeasible":
             return text
-        return f"{text}\n\n{memory_table(planner, planner.memory(judged.layout))}"
+        return f"{text}\n\n{memory_table(planner, judged.layout)}"
     lines = [
         _title(planner),
         "",
@@ -113,7 +121,7 @@ def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:
         "",
         time_table(judged.time),
         "",
-        memory_table(planner, judged.footprint),
+        memory_table(planner, judged.layout),
         *notes(planner),
     ]
     return "\n".join(lines)
@@ -139,12 +147,13 @@ def checkpoint_line(planner: Planner, plan: PricedLayout) -> str:
     )
 
 
-def memory_table(planner: Planner, footprint: MemoryFootprint) -> str:
-    """The parts of the fullest rank's memory."""
-    nodes = planner.cluster.smallest
-    device = nodes.device.memory_bytes * planner.memory_fraction
-    rows = [[name.replace("_", " "), format_gb(value)] for name, value in footprint.parts().items() if value]
-    rows.append(["**device, at most**", f"**{format_gb(footprint.peak)}** of {format_gb(device)} usable"])
+def memory_table(planner: Planner, layout: ParallelLayout) -> str:
+    """The parts of the fullest rank's memory, and the fullest rank of each type of devices."""
+    parts, devices = planner.memory(layout).parts(), planner.fullest_devices(layout)
+    rows = [[name.replace("_", " "), format_gb(value)] for name, value in parts.items() if value]
+    for name, peak, usable in devices:
+        where = name if len(devices) > 1 else "device"
+        rows.append([f"**{where}, at most**", f"**{format_gb(peak)}** of {format_gb(usable)} usable"])
     return markdown_table(("bytes of the fullest rank", ""), rows)
 
 
@@ -165,7 +174,10 @@ def notes(planner: Planner) -> list[str]:
             f"Uncalibrated ({planner.profile.source}): trust the memory, rank by the times, do not quote them."
         )
     if planner.cluster.is_mixed:
-        found.append("Devices differ: all ranks get the same share here, so the slowest sets the pace.")
+        found.append(
+            "Devices differ: all ranks that hold the same layers get the same share of a batch, so the slowest of them "
+            "sets the pace. A part of the devices can be faster, and is planned where it is."
+        )
     return ["", *(f"Note: {text}" for text in found)] if found else []
 
 

@@ -10,11 +10,11 @@ from m6.planning.booking import MANY_WITHOUT_EXPERT, StageBooking, book_stage, b
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.loss.outlook import shipped_law
 from m6.planning.machine.cluster import Cluster, load_cluster
-from m6.planning.reports import no_plan_report, search_report
+from m6.planning.reports import no_plan_report, run_report
 from m6.planning.routed import all_three, routed
 from m6.planning.search.job_files import job_description, sbatch_header
 from m6.planning.search.planner import Planner
-from m6.planning.search.stages import search_stages, training_stages
+from m6.planning.search.stages import plan_run
 from m6.shipped import CONFIGS
 from moe.expectation import expected_routing
 
@@ -34,11 +34,10 @@ def shipped_plan(name: str) -> str:
         f"{SHIPPED[name]}`. GB are 10^9 bytes; nine tenths of a memory may be planned for.",
     ]
     booked: list[StageBooking] = []
-    stages = training_stages(planner)
-    results = search_stages(stages)
-    for stage, result in zip(stages, results, strict=True):
-        lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", ""]
-        lines.append(search_report(stage, result))
+    found = plan_run(planner)
+    stages, results = found.stages, found.results
+    for stage, result, report in zip(stages, results, run_report(found), strict=True):
+        lines += ["", f"## {'The Pseudo stage' if stage.memory.sharing is not None else 'The run'}", "", report]
         if result.plans:
             header = sbatch_header(job_description(stage, result.best, TIME_LIMIT_MIN), name)
             lines += ["", "```", header.rstrip(), "```"]
@@ -73,8 +72,8 @@ def without_expert(config: RunConfig) -> str:
 
 def _with_capacity_k(name: str, cluster: Cluster) -> str:
     """What the run takes if experts have room for all choices of a token, not for one."""
-    stages = training_stages(Planner(load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',)), cluster))
-    results = search_stages(stages)
+    found = plan_run(Planner(load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',)), cluster))
+    stages, results = found.stages, found.results
     for stage, result in zip(stages, results, strict=True):
         if not result.plans:
             return no_plan_report(stage, result)

@@ -1,21 +1,29 @@
 """The experts' matrix products by our own C++ kernel, for float32 on processors with AVX-512.
 
-About a tenth faster than ``grouped_mm``, which calls a BLAS expert by expert
-(scripts/benchmarks/results/moe_layer_speed.md).
+About a tenth faster than ``grouped_mm``, which calls a BLAS expert by expert, on the AMD EPYC of
+scripts/benchmarks/results/moe_layer_speed.md. Other processors differ, so each machine measures both once.
 """
 
 import ctypes
 import functools
+import os
 import platform
+import statistics
+import time
+import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
-from native import load_library
+from native import load_library, processor_name, remembered
 
 SOURCE = Path(__file__).with_name("expert_products.cpp")
 # -fopenmp: PyTorch's wheels for Linux contain GCC's OpenMP library, so the kernel uses the same threads as PyTorch.
+_VARIABLE, _CHOICES = "M6_RECIPES_EXPERTS", ("compiled", "pytorch")
+_MEASURED, _WIDTH, _ROUNDS = ((4, 64), (16, 8)), 256, 3
+"""(experts, rows of each), width, and how often both are measured in turn: in all a few GFLOP."""
 FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared")
 
 
@@ -92,13 +100,17 @@ def load_kernel() -> ctypes.CDLL | None:
     """Builds or finds the kernel and loads it.
 
     Returns:
-        None on processors without AVX-512, where the kernel was not measured, and without the C++ file, which is not
-        part of exported models; None, after a warning, where it cannot be built.
+        None on processors without AVX-512, for which the kernel is not written, and without the C++ file, which is not
+        part of exported models; None, after a warning, where it cannot be built; None where PyTorch is faster.
     """
+    forced = os.environ.get(_VARIABLE, "")
+    if forced not in ("", *_CHOICES):
+        warnings.warn(f"{_VARIABLE}={forced} is ignored: expected {' or '.join(_CHOICES)}", stacklevel=2)
+        forced = ""
     # The kernel itself needs AVX-512, so it must not be loaded elsewhere.
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
-    if not SOURCE.is_file():
+    if not SOURCE.is_file() or forced == "pytorch":
         return None
     kernel = load_library(SOURCE, FLAGS, ("g++",), "experts on this processor take a tenth longer")
     if kernel is None:
@@ -108,4 +120,45 @@ def load_kernel() -> ctypes.CDLL | None:
     kernel.multiply_rows.restype = None
     kernel.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     kernel.sum_outer_products.restype = None
-    return kernel
+    asked = f"{processor_name()} {torch.get_num_threads()} threads torch {torch.__version__}"
+    # Both are right to rounding, but a run that goes on should go on with the same one: the answer is kept.
+    chosen = forced or remembered(kernel, asked, lambda: _faster(kernel), "compiled")
+    return None if chosen == "pytorch" else kernel
+
+
+def _faster(kernel: ctypes.CDLL) -> str:
+    """Which of ``_CHOICES`` takes less time for forward and backward products of few and of many rows an expert."""
+    seconds: dict[str, list[float]] = {choice: [] for choice in _CHOICES}
+    with torch.no_grad():
+        cases = [_Case(num_experts, num_rows) for num_experts, num_rows in _MEASURED]
+        for round_number in range(_ROUNDS + 1):
+            for choice in _CHOICES:
+                begin = time.perf_counter()
+                for case in cases:
+                    case.compiled(kernel) if choice == "compiled" else case.grouped()
+                if round_number:  # the first one finds the memory
+                    seconds[choice].append(time.perf_counter() - begin)
+    return min(_CHOICES, key=lambda choice: statistics.median(seconds[choice]))
+
+
+class _Case:
+    """The products of a layer of experts with equal loads."""
+
+    def __init__(self, num_experts: int, num_rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.counts = torch.full((num_experts,), num_rows)
+        self.ends = self.counts.cumsum(0, dtype=torch.int32)
+        self.rows = torch.randn(num_experts * num_rows, _WIDTH, generator=generator)
+        self.hidden = torch.randn(num_experts * num_rows, 4 * _WIDTH, generator=generator)
+        self.weight = torch.randn(num_experts, 4 * _WIDTH, _WIDTH, generator=generator)
+
+    def compiled(self, kernel: ctypes.CDLL) -> None:
+        products = CompiledProducts(self.counts, kernel)
+        products.forward(self.rows, self.weight)
+        products.input_grad(self.hidden, self.weight)
+        products.weight_grad(self.hidden, self.rows)
+
+    def grouped(self) -> None:
+        grouped_mm(self.rows, self.weight.mT, offs=self.ends)
+        grouped_mm(self.hidden, self.weight, offs=self.ends)
+        grouped_mm(self.hidden.mT, self.rows, offs=self.ends)

@@ -28,6 +28,7 @@ from m6.serving.batching import BatchPlanner, cost_grid, measure_costs, plan_by_
 from m6.serving.tasks import Captioning, CaptionJob
 from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
 
+ROOT = Path(__file__).parents[2]
 MAX_BATCH_SIZE = 16
 LONGEST = 48
 LONG_SHARE = 0.2
@@ -69,24 +70,31 @@ def measure(
     return results
 
 
+def untrained(config: Path, tokenizer: Path) -> tuple[M6ForConditionalGeneration, M6Processor]:
+    """The model of a run's JSON with the vocabulary of a tokenizer: neither data nor a trained model is needed."""
+    text = load_text_tokenizer(tokenizer)
+    sizes = {"text_vocab_size": text.text_vocab_size, "image_vocab_size": text.image_vocab_size}
+    settings = load_config(config, tuple(f"m6.model.{name}={size}" for name, size in sizes.items())).model
+    model = M6ForConditionalGeneration(settings).eval()
+    initialize_parameters(model, seed=0)
+    pictures = M6ImageProcessor(size={"height": settings.image_size, "width": settings.image_size})
+    return model, M6Processor(pictures, text, num_patches=settings.num_patches)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/m6_cpu.json"), help="the model, untrained")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "m6_cpu.json", help="the model, untrained")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=ROOT / "models" / "text_to_image", help="whose vocabulary the model takes"
+    )
     parser.add_argument("--requests", type=int, default=64, help="that arrive at once in a round")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     recorder = Recorder("serving", "Length-aware batches against padding in order of arrival")
     torch.set_num_threads(1)
 
-    config = load_config(arguments.config)
-    model = M6ForConditionalGeneration(config.model).eval()
-    initialize_parameters(model, seed=0)
-    side = config.model.image_size
-    processor = M6Processor(
-        M6ImageProcessor(size={"height": side, "width": side}),
-        load_text_tokenizer(config.m6.data.tokenizer),
-        num_patches=config.model.num_patches,
-    )
+    model, processor = untrained(arguments.config, arguments.tokenizer)
+    side = model.config.image_size
     task = WholeLength(model, processor, LONGEST)
     costs = measure_costs(task.run_synthetic, *cost_grid(1, LONGEST, MAX_BATCH_SIZE), clock=time.process_time)
     plans: dict[str, BatchPlanner] = {
@@ -120,7 +128,8 @@ def main() -> None:
         ["plan", "requests per CPU second", "batches", "throughput over that by arrival"],
         rows,
         f"Medians over {arguments.rounds} rounds of {arguments.requests} requests, with the 10th and 90th percentile. "
-        f"A request is a picture to describe with the untrained model of {arguments.config} in exactly as many tokens "
+        f"A request is a picture to describe with the untrained model of {arguments.config.name} and the vocabulary of "
+        f"{arguments.tokenizer.name} in exactly as many tokens "
         f"as it asks for: four of five ask for 4 to 12, the others for 36 to {LONGEST}. At most {MAX_BATCH_SIZE} "
         "requests make a batch. Costs were measured in the same process before the rounds. All requests wait at the "
         "start, and their lengths are known: a model that ends its texts itself makes them upper bounds.",

@@ -5,6 +5,7 @@ Equal subgraphs are folded into one with a count, as in TAP (arXiv 2302.00247), 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from m6.architecture.sharing import Sharing
 from m6.model.blocks import M6Block
 from m6.model.embeddings import M6Embeddings
 from m6.model.parameter_groups import matrices_of_blocks
+from m6.planning.cost.gradient_bytes import GradientTensor
+from m6.planning.cost.layout import ParallelLayout
 
 Shape = tuple[int, ...]
 BlockType = Literal["embeddings", "dense", "sparse", "norm"]
@@ -159,3 +162,27 @@ def _block(
         frozenset(index for index, parameter in enumerate(parameters) if not parameter.requires_grad),
         tuple((index, *of_blocks[parameter]) for index, parameter in enumerate(parameters) if parameter in of_blocks),
     )
+
+
+def shared_gradients(model: FoldedModel, layout: ParallelLayout) -> list[GradientTensor]:
+    """The gradients that all ranks have: experts only if they are neither split nor streamed."""
+    return gradient_tensors(model, with_experts=layout.ep_size == 1 and not layout.stream_experts)
+
+
+@functools.cache  # a search asks for those of every layout
+def gradient_tensors(model: FoldedModel, with_experts: bool) -> list[GradientTensor]:
+    """The gradients of a model, in the order of its blocks."""
+    config = model.config
+    found = []
+    for block, _, stored in model.blocks:
+        numbers = [0]
+        if block.type in ("dense", "sparse"):
+            of_type = [
+                layer for layer in range(config.num_layers) if config.is_moe_layer(layer) == (block.type == "sparse")
+            ]
+            numbers = [1 + layer for layer in of_type[:stored]]
+        for index, shape in enumerate(block.shapes):
+            is_stack = index in block.experts
+            if index not in block.frozen and (with_experts or not is_stack):
+                found += [GradientTensor(shape, number, is_stack) for number in numbers]
+    return found

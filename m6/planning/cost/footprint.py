@@ -13,6 +13,8 @@ class MemoryFootprint:
         weights: as the forward pass reads them, with those that are gathered or streamed at one time.
         old_weights: those of the version before, for passes under way in a pipeline without a flush.
         gradients: between the backward pass and the update.
+        partial_sums: of gradients of earlier micro-batches, with ``"deterministic": "any_world"``.
+        residuals: what a rank with ``m6.communication`` has not sent of its gradients.
         optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights; with
             ``m6.gradient_delay`` also the gradients that wait.
         owned_experts: experts of ``m6.offload`` that the device owns, with their gradients and optimizer state.
@@ -29,6 +31,8 @@ class MemoryFootprint:
     weights: int = 0
     old_weights: int = 0
     gradients: int = 0
+    partial_sums: int = 0
+    residuals: int = 0
     optimizer_state: int = 0
     owned_experts: int = 0
     activations: int = 0
@@ -42,9 +46,8 @@ class MemoryFootprint:
     @property
     def resident(self) -> int:
         """Bytes that stay on the device during the whole step."""
-        return (
-            self.weights + self.old_weights + self.gradients + self.optimizer_state + self.owned_experts + self.process
-        )
+        sums = self.gradients + self.partial_sums + self.residuals
+        return self.weights + self.old_weights + sums + self.optimizer_state + self.owned_experts + self.process
 
     @property
     def peak(self) -> int:

@@ -10,6 +10,8 @@ from m6.config.communication import CommunicationSettings
 from m6.planning.cost.precision import FP32
 
 INDEX_BYTES = 4
+BUCKET_ELEMENTS = 1 << 23
+"""Elements that engines which sum gradients themselves exchange at once."""
 Shape = tuple[int, ...]
 
 

@@ -17,8 +17,9 @@ from m6.config.run import RunConfig
 from m6.planning.cost.activations import Activations, with_training
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
-from m6.planning.cost.folding import Block, FoldedModel, fold
+from m6.planning.cost.folding import Block, FoldedModel, fold, shared_gradients
 from m6.planning.cost.footprint import MemoryFootprint
+from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS, is_compressed, messages
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
 from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table, old_versions
@@ -40,6 +41,20 @@ _STREAM_WINDOW_LAYERS = 2
 # with them.
 _HOST_BYTES = {"one": 21, "many": 23}
 _HOST_BYTES_STAGE_3 = {False: 18, True: 20}
+# Copies of all compressed gradients that a reducer makes beside their sums, and of a bucket in an exchange of partial
+# sums: the live storages of m6/training/reduction and m6/training/engine/tree_sum.py.
+_REDUCER_COPIES = {"top_k": 1, "chunks": 3, "powersgd": 2}
+_BUCKET_COPIES = 3
+
+
+def partial_sums(micro_batches: int) -> int:
+    """The most partial sums that ``BranchSum`` of "any_world" keeps while the next gradients are computed.
+
+    Runs of o neighbours are added in order, and the sums of 2^j runs pairwise: one sum for each level below the last
+    one, and, where a run has more than one micro-batch, that of a run that is not complete.
+    """
+    runs = micro_batches & -micro_batches
+    return runs.bit_length() - 1 + (micro_batches > runs)
 
 
 class MemoryModel:
@@ -93,7 +108,7 @@ class MemoryModel:
             stages: the layers of each of its stages, in the order of the model.
         """
         counts, pipeline = self._counts_of(layout, self._part(layout, stages)), layout.pipeline
-        states, under_way = self._states(layout, counts), 0
+        states, under_way = self._with_own_sums(self._states(layout, counts), layout, counts.divided(layout)), 0
         if pipeline is not None and is_flushless(self.config, layout):
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
             under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
@@ -266,6 +281,43 @@ class MemoryModel:
             update=max(partitions) * (width + FP32 if width < FP32 else width) + self._muon_temporaries(counts),
         )
 
+    def _with_own_sums(
+        self, states: MemoryFootprint, layout: ParallelLayout, counts: ParameterCounts
+    ) -> MemoryFootprint:
+        """``states`` with what the engines need that sum gradients themselves, in fp32: those of
+        ``"deterministic": "any_world"`` and of ``m6.communication``."""
+        width, settings = self.precision.weights, self.config.m6.communication
+        if self.config.m6.training.deterministic is not None:
+            kept, most = self._any_world_sums(layout)
+            held, bucket = width + FP32 * kept, min(counts.local, max(BUCKET_ELEMENTS, counts.largest))
+            exchange = _BUCKET_COPIES * FP32 * bucket if layout.dp_size > 1 else 0
+            # At the update one sum of all gradients is left.
+            update = max(states.update + max(0, FP32 - held) * counts.local, (FP32 * most - held) * counts.local)
+            return replace(states, partial_sums=FP32 * kept * counts.local, update=update + exchange)
+        if not settings.compresses:
+            return states
+        residuals, ranks = self.residual_bytes(layout), layout.dp_size
+        density = settings.density_of(settings.warmup_steps)
+        sent = messages(shared_gradients(self.model, layout), settings, density, ranks).gathered
+        # Sums, and 16-bit gradients in fp32, beside what chooses among them, and the messages of all ranks.
+        sums = counts.local * (FP32 if width == FP32 else 2 * FP32)
+        temporaries = sums + _REDUCER_COPIES[settings.gradients] * residuals + sent * (ranks + 1)
+        return replace(states, residuals=residuals, update=max(states.update + counts.local * FP32, temporaries))
+
+    def _any_world_sums(self, layout: ParallelLayout) -> tuple[int, int]:
+        """Copies of all gradients in fp32 while those of the last micro-batch are computed, and after that the most:
+        they lie beside the partial sums, or the sum of the rank beside that of all ranks."""
+        kept = partial_sums(layout.accumulation(self.config.deepspeed.train_batch_size))
+        return kept, max(kept + 1, 2 if layout.dp_size > 1 else 1)
+
+    def residual_bytes(self, layout: ParallelLayout) -> int:
+        """What a rank has not sent of compressed gradients, whole ones; the factors of powersgd are negligible."""
+        settings = self.config.m6.communication
+        if not settings.compresses:
+            return 0
+        gradients = shared_gradients(self.model, layout)
+        return FP32 * sum(gradient.numel for gradient in gradients if is_compressed(gradient, settings))
+
     def _late_bytes(self, owned: int) -> int:
         """Bytes of gradients that wait for the end of the next step, in fp32."""
         return 0 if self.config.m6.gradient_delay is None else owned * FP32
@@ -336,6 +388,9 @@ class MemoryModel:
         micro-batches take turns, sums of one layer's gradients lie beside them either way."""
         chunks, share = self._chunks_of(layout, part), layout.tp_size
         store, numel = self.expert_store(layout), math.ceil(layer_numel(self.model, layout.ep_size) / share)
+        if self.config.m6.training.deterministic is not None:  # in host memory, wherever the experts are
+            sums = FP32 * self._any_world_sums(layout)[1] * math.ceil(stored_numel(part, layout.ep_size) / share)
+            rest = replace(rest, host=rest.host + sums)
         rest = replace(rest, gradients=rest.gradients + numel * store.sum_bytes(layout.micro_batches_at_once))
         room = -1 if self.device_bytes is None else self.device_bytes - rest.peak
         if chunks.total <= room * share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from m6.config.pipeline import PipelineSettings
@@ -45,7 +46,8 @@ class PipelineActivations:
         self._tp_size, self._num_layers = tp_size, found.model.num_layers
         self._checkpointing = found.config.m6.training.activation_checkpointing
         self._blocks, self._input = found.blocks(), found.block_input()
-        self._kept = [self._input] * self._num_layers if self._checkpointing else self._blocks
+        kept = [self._input] * self._num_layers if self._checkpointing else self._blocks
+        self._kept = [0, *itertools.accumulate(kept)]  # of the first layers
         whole, replicated = found.kept_by_blocks(), found.replicated()
         self._split = (replicated + (whole - replicated) / tp_size) / whole
         self._embeddings, self._norm, self._head = found.embeddings(), found.norm(), found.head()
@@ -73,7 +75,7 @@ class PipelineActivations:
         """What a stage keeps of a micro-batch."""
         others = self._embeddings if layers.start == 0 else 0
         others += self._norm + self._head if layers.stop == self._num_layers else self._input
-        return round(self._split * sum(self._kept[layer] for layer in layers) + others / self._tp_size)
+        return round(self._split * (self._kept[layers.stop] - self._kept[layers.start]) + others / self._tp_size)
 
     def _once(self, stages: Sequence[range]) -> int:
         """What comes on top of one micro-batch at a time."""

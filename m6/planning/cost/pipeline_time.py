@@ -45,6 +45,8 @@ class PipelineTime:
         self._config, self._splits = config, splits
         self._dtype = config.deepspeed.product_dtype  # by which the slowest devices of a place are known
         self._ends = [0, *itertools.accumulate(groups)]
+        of_layers = list(map(config.model.is_moe_layer, range(config.model.num_layers)))
+        self._kinds = [tuple(of_layers[begin:end]) for begin, end in itertools.pairwise(self._ends)]
         self._cluster, self._layers_on, self._message_s = cluster, layers_on, message_s
         self._layers: dict[tuple[int, ...], list[list[LayerTime]]] = {}
         self._cuts: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
@@ -118,6 +120,7 @@ class PipelineTime:
             _shape(settings),
             lambda place, stages: fits(place, of_layers(stages)),
             lambda place, stages: suits(place, of_layers(stages)),
+            self._kinds,
         )
         return None if counts is None else self._layers_in(counts)
 

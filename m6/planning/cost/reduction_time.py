@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 from m6.config.communication import CommunicationSettings
 from m6.config.run import RunConfig
-from m6.planning.cost.folding import FoldedModel
-from m6.planning.cost.gradient_bytes import GradientTensor, is_compressed, messages
+from m6.planning.cost.folding import shared_gradients
+from m6.planning.cost.gradient_bytes import is_compressed, messages
 from m6.planning.cost.host_time import core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -90,27 +89,3 @@ def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
 def expert_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
     """The ranks that have the same experts."""
     return strided_group(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, nodes)
-
-
-def shared_gradients(model: FoldedModel, layout: ParallelLayout) -> list[GradientTensor]:
-    """The gradients that all ranks have: experts only if they are neither split nor streamed."""
-    return gradient_tensors(model, with_experts=layout.ep_size == 1 and not layout.stream_experts)
-
-
-@functools.cache  # a search asks for those of every layout
-def gradient_tensors(model: FoldedModel, with_experts: bool) -> list[GradientTensor]:
-    """The gradients of a model, in the order of its blocks."""
-    config = model.config
-    found = []
-    for block, _, stored in model.blocks:
-        numbers = [0]
-        if block.type in ("dense", "sparse"):
-            of_type = [
-                layer for layer in range(config.num_layers) if config.is_moe_layer(layer) == (block.type == "sparse")
-            ]
-            numbers = [1 + layer for layer in of_type[:stored]]
-        for index, shape in enumerate(block.shapes):
-            is_stack = index in block.experts
-            if index not in block.frozen and (with_experts or not is_stack):
-                found += [GradientTensor(shape, number, is_stack) for number in numbers]
-    return found

@@ -6,11 +6,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from m6.config.pipeline import PipelineSettings
 
 PassKind = Literal["forward", "backward", "input", "weight"]
+_PASS_KINDS: tuple[PassKind, ...] = get_args(PassKind)
 _KINDS: dict[str, PassKind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
@@ -143,27 +144,56 @@ def run_clock(orders: Sequence[Sequence[Pass]], stages: Sequence[StageSeconds], 
         stages: seconds of each stage.
         message_s: seconds of a message to the next or the previous stage, if that is on another rank.
     """
-    last = len(stages) - 1
+    seconds = [stage.of(kind) for stage in stages for kind in _PASS_KINDS]
+    clocks, done = [0.0] * len(orders), list[float]()
+    for rank, pass_type, source, on_other_rank in _timetable(tuple(map(tuple, orders)), len(stages)):
+        begin = clocks[rank]
+        if source is not None:
+            begin = max(begin, done[source] + message_s if on_other_rank else done[source])
+        clocks[rank] = begin + seconds[pass_type]
+        done.append(clocks[rank])
+    return max(clocks)
+
+
+class _Timed(NamedTuple):
+    """A pass on the clock.
+
+    Attributes:
+        pass_type: stage x 4 + the index of its kind.
+        source: the number of the earlier pass whose result it needs.
+        on_other_rank: whether that result comes in a message.
+    """
+
+    rank: int
+    pass_type: int
+    source: int | None
+    on_other_rank: bool
+
+
+@functools.lru_cache(maxsize=256)  # a search asks for the same orders with the seconds of thousands of cuts
+def _timetable(orders: Orders, num_stages: int) -> tuple[_Timed, ...]:
+    """The passes of all ranks in an order in which each comes after what it waits for."""
     rank_of = {each.stage: rank for rank, order in enumerate(orders) for each in order}
-    clocks, places, done = [0.0] * len(orders), [0] * len(orders), dict[Pass, float]()
+    places, done, found = [0] * len(orders), dict[Pass, int](), list[_Timed]()
     left = sum(len(order) for order in orders)
     while left:
         before = left
         for rank, order in enumerate(orders):
             while places[rank] < len(order):
-                current = order[places[rank]]
-                source = _source(current, last)
-                begin = clocks[rank]
+                current, number, on_other_rank = order[places[rank]], None, False
+                source = _source(current, num_stages - 1)
                 if source is not None:
-                    finished = _finished(done, source)
-                    if finished is None:
+                    number = _finished(done, source)
+                    if number is None:
                         break
-                    begin = max(begin, finished + (message_s if rank_of[source.stage] != rank else 0.0))
-                clocks[rank] = done[current] = begin + stages[current.stage].of(current.kind)
+                    on_other_rank = rank_of[source.stage] != rank
+                done[current] = len(found)
+                kind = _PASS_KINDS.index(current.kind)
+                found.append(_Timed(rank, current.stage * len(_PASS_KINDS) + kind, number, on_other_rank))
                 places[rank] += 1
                 left -= 1
         assert left < before, "the ranks wait for each other"
-    return max(clocks)
+    return tuple(found)
 
 
 def filled_step(settings: PipelineSettings, micro_batches: int) -> int:
@@ -274,7 +304,7 @@ def _source(current: Pass, last: int) -> Pass | None:
     return Pass("backward", stage + 1, number) if stage < last else Pass("forward", stage, number)
 
 
-def _finished(done: dict[Pass, float], needed: Pass) -> float | None:
+def _finished(done: dict[Pass, int], needed: Pass) -> int | None:
     # The gradient of a stage's input comes from a whole backward pass or from its first half.
     found = done.get(needed)
     return done.get(needed._replace(kind="input")) if found is None and needed.kind == "backward" else found

@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,8 @@ Fits = Callable[[int, Sequence[range]], bool]
 """Whether the memory of a rank holds these stages; if it does, it holds parts of them, too."""
 Suits = Callable[[int, Sequence[range]], bool]
 """Whether a rank may have exactly these stages, whatever holds of parts of them."""
+Sizes = tuple[int, ...]
+"""Layers of each stage of a rank."""
 _WIDER = (1.0, 1.05, 1.15, 1.3, 1.6, 2.5, math.inf)
 _ROUNDING = 1e-12  # of sums in another order
 
@@ -29,7 +31,11 @@ class _Path:
 
 
 def cut_layers(
-    seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits, suits: Suits = lambda rank, stages: True
+    seconds: Sequence[Sequence[float]],
+    shape: Shape,
+    fits: Fits,
+    suits: Suits = lambda rank, stages: True,
+    kinds: Sequence[Hashable] | None = None,
 ) -> tuple[int, ...] | None:
     """The cut that fits and suits every rank and whose slowest rank is as fast as possible.
 
@@ -40,10 +46,14 @@ def cut_layers(
         seconds: rank -> seconds of a micro-batch in each layer on the rank's devices, with those of the embeddings in
             the first and those of the head in the last layer.
         shape: of the schedule.
+        kinds: of each layer: ``fits`` and ``suits`` tell layers of one kind apart by their number, and by whether they
+            are the first or the last of the model, alone; None: each layer is of its own kind.
 
     Returns:
         the number of layers of each stage, in the order of the model; None if no cut fits.
     """
+    if kinds is not None and len(set(kinds)) == 1 and all(len(set(each[1:-1])) == 1 for each in seconds):
+        return _EqualLayers(seconds, shape, fits, suits).cut()
     cutter = _Cutter(seconds, shape, fits, suits)
     middles = range(len(seconds), len(seconds[0]) + 1) if shape == "rounds" else (0,)
     slowest = _least_costs(cutter, middles)
@@ -66,6 +76,119 @@ def _least_costs(cutter: _Cutter, middles: Sequence[int]) -> dict[int, float]:
         if costs or bound == cutter.most_seconds:
             return costs
     raise AssertionError("the last bound excludes nothing")
+
+
+class _EqualLayers:
+    """Cuts of layers that are all alike, but for the embeddings before the first and the head after the last one.
+
+    What a rank takes depends on how many layers each of its stages has, and not on where they are. So the ranks share a
+    number of layers, and the dynamic programming over positions, whose work grows with their fourth power, is not
+    needed.
+    """
+
+    def __init__(self, seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits, suits: Suits) -> None:
+        self._shape, self._fits, self._suits = shape, fits, suits
+        self._ranks, self._layers, self._stages = len(seconds), len(seconds[0]), 1 if shape == "line" else 2
+        self._each = [own[1] for own in seconds]
+        # On top of equal layers: rank -> of its first and of its last stage.
+        self._first = [seconds[0][0] - self._each[0], *[0.0] * (self._ranks - 1)]
+        self._last = [0.0] * self._ranks
+        head = 0 if shape == "v" else self._ranks - 1
+        self._last[head] = seconds[head][-1] - self._each[head]
+        self._splits: dict[tuple[int, int], Sizes | None] = {}
+        self._most_that_fit = [self._layers - self._stages * (self._ranks - 1)] * self._ranks  # as far as is known
+
+    def cut(self) -> tuple[int, ...] | None:
+        """See ``cut_layers``."""
+        least = self._stages
+        if self._layers < self._ranks * least:
+            return None
+        if not all(self._suits(rank, self._held(rank, (1,) * least)) for rank in range(self._ranks)):
+            return None
+        seconds = sorted({self._seconds(rank, n) for rank in range(self._ranks) for n in self._counts(self._layers)})
+        if sum(self._most(seconds[-1])) < self._layers:
+            return None
+        # The more seconds a rank may take, the more layers the ranks hold together.
+        place = bisect.bisect_left(seconds, self._layers, key=lambda bound: sum(self._most(bound)))
+        sizes = self._most_equal(self._most(seconds[place]))
+        first, second = [each[0] for each in sizes], [each[1] for each in sizes if len(each) > 1]
+        return (*first, *(reversed(second) if self._shape == "v" else second))
+
+    def _most_equal(self, most: Sequence[int]) -> list[Sizes]:
+        """The sizes of the stages with the least sum of squares, where no rank has more layers than ``most``."""
+        paths: dict[int, tuple[float, list[Sizes]]] = {0: (0.0, [])}
+        for rank, highest in enumerate(most):
+            later = most[rank + 1 :]
+            low, high = self._layers - sum(later), self._layers - self._stages * len(later)
+            after: dict[int, tuple[float, list[Sizes]]] = {}
+            for before, (cost, sizes) in paths.items():
+                for count in range(max(self._stages, low - before), min(highest, high - before) + 1):
+                    split = self._split(rank, count)
+                    assert split is not None, "a rank that holds more layers holds these"
+                    squares = cost + sum(each**2 for each in self._stage_seconds(rank, split))
+                    if before + count not in after or squares < after[before + count][0]:
+                        after[before + count] = squares, [*sizes, split]
+            paths = after
+        return paths[self._layers][1]
+
+    def _most(self, bound: float) -> list[int]:
+        """Rank -> the layers that it computes in ``bound`` seconds and that fit; 0 if it cannot have a stage."""
+        found, limit = [], bound * (1 + _ROUNDING)
+        for rank in range(self._ranks):
+            counts = self._counts(self._most_that_fit[rank])
+            within = bisect.bisect_right(counts, limit, key=functools.partial(self._seconds, rank))
+            if within and self._split(rank, counts[within - 1]) is None:
+                within = bisect.bisect_left(counts, True, hi=within, key=functools.partial(self._exceeds, rank))
+                self._most_that_fit[rank] = counts[within - 1] if within else 0
+            found.append(counts[within - 1] if within else 0)
+        return found if all(found) else [0] * self._ranks
+
+    def _counts(self, most: int) -> range:
+        """The numbers of layers that a rank may have."""
+        return range(self._stages, most + 1)
+
+    def _seconds(self, rank: int, count: int) -> float:
+        return count * self._each[rank] + self._first[rank] + self._last[rank]
+
+    def _stage_seconds(self, rank: int, sizes: Sizes) -> list[float]:
+        found = [size * self._each[rank] for size in sizes]
+        found[0] += self._first[rank]
+        found[-1] += self._last[rank]
+        return found
+
+    def _exceeds(self, rank: int, count: int) -> bool:
+        return self._split(rank, count) is None
+
+    def _split(self, rank: int, count: int) -> Sizes | None:
+        """The sizes of a rank's stages with ``count`` layers that fit and whose seconds are the most equal, or None."""
+        if (rank, count) not in self._splits:
+            choices = ((count,),) if self._stages == 1 else self._pairs(rank, count)
+            fitting = (sizes for sizes in choices if self._fits(rank, self._held(rank, sizes)))
+            self._splits[rank, count] = next(fitting, None)
+        return self._splits[rank, count]
+
+    def _pairs(self, rank: int, count: int) -> Iterator[Sizes]:
+        """The sizes of two stages, those with the most equal seconds first."""
+        middle = count / 2
+        if self._each[rank] > 0:
+            middle += (self._last[rank] - self._first[rank]) / (2 * self._each[rank])
+        below = min(max(math.floor(middle), 0), count - 1)
+        above = below + 1
+        while below >= 1 or above <= count - 1:
+            if above > count - 1 or (below >= 1 and middle - below <= above - middle):
+                yield below, count - below
+                below -= 1
+            else:
+                yield above, count - above
+                above += 1
+
+    def _held(self, rank: int, sizes: Sizes) -> list[range]:
+        """Stages of these sizes, where the other ranks leave the fewest layers before the first and after the last."""
+        after = rank if self._shape == "v" else self._ranks - 1 - rank
+        end = self._layers - after
+        if len(sizes) == 1 and rank < self._ranks - 1:
+            return [range(rank, rank + sizes[0])]
+        return [*(range(rank, rank + size) for size in sizes[:-1]), range(end - sizes[-1], end)]
 
 
 class _Cutter:

@@ -6,6 +6,7 @@ reach is in :mod:`m6.planning.machine.profile`.
 
 from __future__ import annotations
 
+import itertools
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -96,6 +97,12 @@ class Nodes(Section):
         """Devices of all these nodes."""
         return self.count * self.devices_per_node
 
+    def fewer_devices(self) -> list[int]:
+        """Numbers of devices below all of them, most first: of whole nodes, then of one node."""
+        nodes = [n for n in range(1, self.count) if self.count % n == 0 or n.bit_count() == 1]
+        within = [n for n in range(1, self.devices_per_node) if n.bit_count() == 1]
+        return [*within, *(n * self.devices_per_node for n in nodes)][::-1]
+
     @property
     def devices_per_domain(self) -> int:
         """Devices that the device link joins."""
@@ -176,6 +183,21 @@ class Cluster(Section):
                 f"{num_devices} devices: {self.name} has nodes of {', '.join(map(str, sizes))}; take whole nodes"
             )
         return Cluster(name=self.name, nodes=kinds)
+
+    def parts(self) -> list[Cluster]:
+        """Parts that may train a run sooner than all devices do: each choice of types of nodes, and of one type also
+        fewer nodes (1, 2, 4, ... and the divisors of their number) and a part of one node (1, 2, 4, ... devices)."""
+        found: list[Cluster] = []
+        for number in range(1, len(self.nodes) + 1):
+            for types in itertools.combinations(self.nodes, number):
+                names = " and ".join(node_type.device.name for node_type in types)
+                name = self.name if len(types) == len(self.nodes) else f"{self.name}, its {names} alone"
+                some = Cluster(name=name, nodes=list(types))
+                if some.num_devices < self.num_devices:
+                    found.append(some)
+                if number == 1:
+                    found += map(some.first, types[0].fewer_devices())
+        return found
 
     def scaled(self, num_devices: int) -> Cluster:
         """The first ``num_devices`` of the cluster, or as many in more nodes like its own.

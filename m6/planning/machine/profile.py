@@ -22,6 +22,14 @@ STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all"]
 _SMALL_BYTES = 1 << 16
 _EFFICIENCIES = ("matmul_efficiency", "bandwidth_efficiency", "link_efficiency")
+# The largest errors of predicted steps that were seen on a GPU, one H100: by how much longer they took than predicted
+# with a data sheet's rates, and with a calibration (scripts/benchmarks/results/gpu_training.md).
+_SEEN_ERRORS: dict[str, tuple[float, float]] = {
+    "whole steps": (0.30, 0.24),  # 1.4 B: 0.245 s for 0.189 and 0.198
+    "recomputed steps": (0.84, 0.68),  # 1.4 B: 0.413 s for 0.225 and 0.246; first steps took 0.81 longer
+    # 10.8 B: 8.1 and 4.2 s for 1.6. 2.8 B: 1.075 s for 0.721 and 0.432.
+    "steps with experts or optimizer on the host": (4.07, 1.49),
+}
 _FASTEST, _SLOWEST = (0.85, 0.9, 0.8), (0.5, 0.65, 0.3)
 
 
@@ -96,6 +104,17 @@ class Profile(Section):
             changes = [dict(zip(_EFFICIENCIES, values, strict=True)) for values in (_FASTEST, _SLOWEST)]
         faster, slower = (self.model_copy(update=change) for change in changes)
         return faster, slower
+
+    def seen_error(self, recomputes: bool, on_host: bool) -> tuple[str, float]:
+        """The kind of a step on a GPU, and the largest share by which such a step took longer than predicted; 0 where
+        factors were fitted to runs, see ``bounds``.
+
+        Args:
+            recomputes: activations.
+            on_host: whether DeepSpeed or ``m6.offload`` keeps something in host memory.
+        """
+        kind = list(_SEEN_ERRORS)[2 if on_host else int(recomputes)]
+        return kind, 0.0 if self.factors else _SEEN_ERRORS[kind][int(self.calibrated)]
 
     def measured_flops(self, m: int, n: int, k: int, dtype: str, count: int = 1) -> float | None:
         """FLOP/s of ``count`` products [m, k] x [k, n], interpolated between the measured points; None without any.

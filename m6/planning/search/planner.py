@@ -71,6 +71,7 @@ class Planner:
         self.memory = MemoryModel(config, self.profile, batch, sharing, on_cpu, self._device_bytes())
         self.time = TimeModel(config, cluster, self.profile, self.memory)
         self.feasibility = feasibility or Feasibility(config)
+        self._copied: dict[ParallelLayout, float] = {}
 
     def _device_bytes(self) -> int | None:
         """What the store of ``m6.offload`` may fill of a device; None: there is host memory alone."""
@@ -155,8 +156,11 @@ class Planner:
     def _values(self, name: str, values: Iterable[Any]) -> list[Any]:
         return [self.forced[name]] if name in self.forced else list(values)
 
-    def search(self, num_plans: int = 10) -> SearchResult:
+    def search(self, num_plans: int = 10, limit_s: float = math.inf) -> SearchResult:
         """The ``num_plans`` fastest layouts that the code can run and that fit.
+
+        Args:
+            limit_s: layouts that take certainly longer for a step are left out.
 
         Raises:
             UserError: the forced values leave no layout that the code can run.
@@ -170,6 +174,9 @@ class Planner:
             if refusal is not None:
                 result.count(refusal.kind)
                 refused.setdefault(refusal.kind, refusal.reason)
+                continue
+            if limit_s < math.inf and self.time.lower_bound(layout) > limit_s:
+                result.count("slower than the limit")
                 continue
             if layout.pp_size > 1 and self._too_slow(layout, result, num_plans):  # before its best cut is looked for
                 result.count("slower by equal shares of its passes alone")
@@ -278,6 +285,15 @@ class Planner:
         sparse = (sum(map(is_sparse.__getitem__, layers)) for layers in (stage, stored))
         return len(stage), len(stored), *sparse, stage.start == 0, stage.stop == len(is_sparse)
 
+    def fullest_devices(self, layout: ParallelLayout) -> list[tuple[str, int, float]]:
+        """Of each type of devices its name, the bytes of its fullest rank, and those that a rank may fill."""
+        peaks: dict[tuple[str, int], int] = {}
+        for place, footprint in enumerate(self.memory.footprints(layout)):
+            for nodes in self.time.pipeline.nodes_of(layout, place):
+                device = nodes.device.name, nodes.device.memory_bytes
+                peaks[device] = max(footprint.peak, peaks.get(device, 0))
+        return [(name, peak, memory * self.memory_fraction) for (name, memory), peak in peaks.items()]
+
     def host_bytes(self, layout: ParallelLayout) -> int:
         """Bytes of states in the host memory of a node whose ranks all are the one with most of them, which need not be
         the one with the fullest device."""
@@ -303,7 +319,9 @@ class Planner:
         """Yields kinds of memory with the bytes that are needed, those that there are, and a name."""
         nodes = min(self.time.pipeline.nodes_of(layout, place), key=lambda nodes: nodes.device.memory_bytes)
         per_node, host = nodes.devices_per_node, nodes.host.memory_bytes * self.memory_fraction
-        copied = per_node * copied_bytes(self.memory, layout)
+        if layout not in self._copied:  # a search for a cut asks for the same layout thousands of times
+            self._copied[layout] = copied_bytes(self.memory, layout)
+        copied = per_node * self._copied[layout]
         on_host = per_node * (footprint.host + footprint.host_process) + copied
         if nodes.links.host is None:  # a CPU: device and host memory are the same
             on_host += per_node * footprint.peak

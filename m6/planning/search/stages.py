@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from m6.architecture.sharing import PARTS, Sharing
@@ -68,6 +69,62 @@ def search_stages(stages: list[Planner], num_plans: int = 10) -> list[SearchResu
         )
     best = min(together, key=lambda results: _run_s(stages, results))
     return [replace(result, plans=result.plans[:num_plans]) for result in best]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The layouts of a run on those devices of a cluster that train it soonest.
+
+    Attributes:
+        stages: planners of the stages, on these devices.
+        results: of each stage; without plans if no layout fits the stage.
+        whole: what becomes of each stage on all devices, if these are not all; else "".
+    """
+
+    stages: list[Planner]
+    results: list[SearchResult]
+    whole: list[str]
+
+
+def plan_run(planner: Planner, num_plans: int = 10) -> RunPlan:
+    """Searches all devices of the planner's cluster and its parts: more devices can make a step slower.
+
+    Raises:
+        UserError: see ``search_stages``; of all devices, even where a part of them could train the run.
+    """
+    stages = training_stages(planner)
+    results = search_stages(stages, num_plans)
+    whole = [_step_of(result) for result in results]
+    best, least_s = RunPlan(stages, results, [""] * len(stages)), math.inf
+    if all(result.plans for result in results):
+        least_s = _run_s(stages, results)
+    for part in planner.cluster.parts():
+        on_part = training_stages(planner.changed(cluster=part))
+        if not _may_be_faster(on_part, least_s):
+            continue
+        found = search_stages(on_part, num_plans)
+        if all(result.plans for result in found) and _run_s(on_part, found) < least_s:
+            best, least_s = RunPlan(on_part, found, whole), _run_s(on_part, found)
+    return best
+
+
+def _may_be_faster(stages: list[Planner], least_s: float) -> bool:
+    """Whether the fastest layouts of the stages, each by itself, train the run in less than ``least_s`` seconds."""
+    seconds = 0.0
+    for stage in stages:
+        steps = stage_steps(stage)
+        try:
+            plans = stage.search(1, least_s / steps if steps else math.inf).plans
+        except UserError:  # no layout can run
+            return False
+        seconds += steps * plans[0].time.total if plans else math.inf
+    return seconds < least_s
+
+
+def _step_of(result: SearchResult) -> str:
+    if not result.plans:
+        return "no layout fits" if result.nearest is None else f"{result.nearest.layout}: {result.nearest.reason}"
+    return f"a step takes {result.best.time.total:.4g} s ({result.best.layout})"
 
 
 def _common(plan: PricedLayout) -> tuple[Any, ...]:

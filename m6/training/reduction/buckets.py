@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-BUCKET_ELEMENTS = 1 << 23
-"""Elements that are exchanged at once."""
+from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

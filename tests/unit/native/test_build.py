@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from native import load_library
+from native import load_library, remembered
 
 SOURCE = 'extern "C" int add(int left, int right) { return left + right; }\n'
 FLAGS = ("-O1", "-fPIC", "-shared")
@@ -118,3 +118,19 @@ def test_another_users_file_is_not_loaded(source: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.warns(UserWarning, match="belongs to another user"):
         assert load(source) is None
+
+
+def test_an_answer_is_that_of_the_first_process_that_asked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load(source)
+    assert library is not None
+    with ThreadPoolExecutor() as pool:
+        answers = set(pool.map(lambda number: remembered(library, "question", lambda: str(number), "none"), range(8)))
+    assert len(answers) == 1
+    assert remembered(library, "question", lambda: "another", "none") in answers
+    assert remembered(library, "another question", lambda: "another", "none") == "another"
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert remembered(library, "a third question", lambda: "mine alone", "none") == "none"

@@ -26,7 +26,9 @@ from m6.planning.search.configuration import configured, layout_of
 from m6.planning.search.stages import pseudo_sharing
 from m6.runs.data import open_data
 from m6.runs.processes import start
+from m6.training.engine.any_world import AnyWorldEngine
 from m6.training.engine.build import build_engine
+from m6.training.engine.compressed import CompressedEngine
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
 from tests.fixtures.tiny_run import tiny_document
@@ -129,6 +131,95 @@ def test_states_of_the_fullest_of_several_ranks_are_exact(folder):
         "stage 3": tiny_document(folder, zero_optimization__stage=3, m6__moe=None),
     }
     run_distributed(assert_states_are_exact, 2, documents)
+
+
+def assert_own_sums_are_those_of_an_engine(documents: dict[str, dict[str, Any]]) -> None:
+    for name, document in documents.items():
+        config, world_size = parse_config(document), start().world_size
+        engine, data = build_engine(config, start()), open_data(config)
+        accumulation = config.deepspeed.accumulation_steps(world_size)
+        batches, most = [data.micro_batch(index) for index in range(accumulation)], 0
+
+        def loss(_: Any, output: Any, engine: Any = engine) -> torch.Tensor:
+            nonlocal most
+            if isinstance(engine, AnyWorldEngine):
+                held = sum(each.nbytes for _, tensors in engine._branch._partial for each in tensors)
+                most = max(most, held)
+            return output.target_losses.sum() + output.aux_loss
+
+        for _ in range(2):  # the first step makes the optimizer's state
+            engine.begin_step(0.0)
+            with new_storages() as made:
+                engine.accumulate(batches, loss, range(accumulation))
+                made.take_peak()
+                before = made.total
+                engine.update()
+        found = predict_memory(config, world_size, ANY_BATCH)
+        assert found.partial_sums == most, name
+        assert (found.partial_sums > 0) == (isinstance(engine, AnyWorldEngine) and accumulation > 1), name
+        if isinstance(engine, CompressedEngine):
+            assert found.residuals == sum(each.nbytes for each in engine._reducer.residuals.values()) > 0, name
+        # Of any_world one sum is left before the exchange, otherwise the gradients are.
+        whole = memory_of_gradients(config)
+        left = whole if isinstance(engine, AnyWorldEngine) else found.gradients
+        assert left + made.take_peak() - before <= 1.05 * (found.gradients + found.partial_sums + found.update), name
+
+
+def memory_of_gradients(config: RunConfig) -> int:
+    """Bytes of all gradients of a rank in fp32."""
+    world_size = start().world_size
+    return 4 * MemoryModel(config, Profile()).counts(layout_of(config, world_size)).local
+
+
+ANY_WORLD = {"m6__training__deterministic": "any_world"}
+
+
+@pytest.mark.slow
+def test_partial_sums_of_any_world_are_those_of_an_engine(folder):
+    documents = {
+        f"accumulation {number}": tiny_document(folder, train_batch_size=2 * number, **ANY_WORLD)
+        for number in (1, 2, 3, 4, 6, 8, 12)
+    }
+    documents["bf16"] = tiny_document(folder, train_batch_size=8, bf16=BF16, zero_optimization__stage=1, **ANY_WORLD)
+    run_distributed(assert_own_sums_are_those_of_an_engine, 1, documents)
+
+
+@pytest.mark.slow
+def test_own_sums_of_several_ranks_are_those_of_an_engine(folder):
+    documents = {f"any_world {n}": tiny_document(folder, train_batch_size=4 * n, **ANY_WORLD) for n in (1, 4, 6)}
+    for name, settings in {
+        "top_k": {"density": 0.01},
+        "chunks": {"density": 0.5, "chunk_elements": 64},
+        "powersgd": {"rank": 2},
+    }.items():
+        section = {"gradients": name, "dense_elements": 512, **settings}
+        documents[name] = tiny_document(folder, m6__communication=section)
+        documents[f"{name}, bf16"] = tiny_document(
+            folder, m6__communication=section, bf16=BF16, zero_optimization__stage=1
+        )
+    documents["top_k, experts split"] = tiny_document(
+        folder,
+        m6__communication={"gradients": "top_k", "density": 0.01, "dense_elements": 512},
+        m6__training__ep_size=2,
+    )
+    run_distributed(assert_own_sums_are_those_of_an_engine, 2, documents)
+
+
+def test_own_sums_are_in_the_memory_that_a_plan_needs():
+    """The same run with and without "any_world", with 2^5 micro-batches in a step, and with residuals."""
+    layout = ParallelLayout(2, micro_batch_size=1)
+    plain = load_config(CONFIGS / "m6_base.json").document
+    plain["train_batch_size"] = 64
+    plain |= {"bf16": {}, "zero_optimization": {"stage": 0}}
+    plain["m6"]["training"]["ep_size"] = 1
+    before = MemoryModel(parse_config(copy.deepcopy(plain)), Profile())
+    summed, compressed = copy.deepcopy(plain), copy.deepcopy(plain)
+    summed["m6"]["training"]["deterministic"] = "any_world"
+    compressed["m6"]["communication"] = {"gradients": "top_k", "density": 0.01}
+    gradients = before(layout).gradients
+    assert MemoryModel(parse_config(summed), Profile())(layout).peak >= before(layout).peak + 5 * gradients
+    grown = MemoryModel(parse_config(compressed), Profile())(layout).peak - before(layout).peak
+    assert 0.9 * gradients < grown < 3 * gradients
 
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -8,9 +8,9 @@ import torch
 from m6.config.communication import CommunicationSettings
 from m6.config.run import RunConfig, load_config
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.planning.cost.folding import fold
+from m6.planning.cost.folding import fold, gradient_tensors
 from m6.planning.cost.gradient_bytes import messages
-from m6.planning.cost.reduction_time import all_replicas, gradient_tensors
+from m6.planning.cost.reduction_time import all_replicas
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.collectives import collective_s
 from m6.planning.search.compression import compression_line

@@ -109,3 +109,65 @@ def test_without_a_flush_no_cut_is_faster(ranks: int, layers: int, micro_batches
         assert found is not None
         # Of cuts that are as good some waits differ by rounding.
         assert step(found) == pytest.approx(min(map(step, every_cut(layers, ranks, "line"))), rel=1e-9)
+
+
+def memory_of(generator: random.Random, ranks: int, layers: int) -> Fits:
+    """Ranks hold weighted numbers of layers, the first and the last layer of the model weigh more."""
+    rooms = [generator.choice([layers / ranks, 1.5 * layers / ranks, 2.5 * layers]) for _ in range(ranks)]
+    weights = [generator.choice([(1.0, 1.0), (1.0, 1.6), (2.0, 1.0)]) for _ in range(ranks)]
+
+    def fits(rank: int, stages: Sequence[range]) -> bool:
+        held = sum(weight * len(stage) for weight, stage in zip(weights[rank], stages, strict=False))
+        held += sum(0.7 * (stage.start == 0) + 1.3 * (stage.stop == layers) for stage in stages)
+        return held <= rooms[rank]
+
+    return fits
+
+
+@pytest.mark.parametrize("shape", SCHEDULES)
+@pytest.mark.parametrize("seed", range(30))
+def test_cut_of_equal_layers_is_the_best_of_all(shape: Shape, seed: int):
+    """By their numbers alone, as by their positions, and as the best of all cuts; ranks differ in speed and memory."""
+    generator = random.Random(seed)
+    ranks = generator.choice([2, 3])
+    layers = generator.randrange(ranks if shape == "line" else 2 * ranks, 11)
+    work = [1.0] * layers
+    work[0] += generator.choice([0.0, 0.3, 2.0])
+    work[-1] += generator.choice([0.0, 0.8, 3.0])
+    speeds = [generator.choice([1.0, 1.0, 2.0]) for _ in range(ranks)]
+    seconds = [[each / speed for each in work] for speed in speeds]
+    fits = memory_of(generator, ranks, layers)
+    found = cut_layers(seconds, shape, fits, kinds=["sparse"] * layers)
+    slow = cut_layers(seconds, shape, fits)
+    cuts = [stages_of(sizes, shape, ranks) for sizes in every_cut(layers, ranks, shape)]
+    fitting = [held for held in cuts if all(fits(rank, own) for rank, own in enumerate(held))]
+    if not fitting:
+        assert found is slow is None
+        return
+    assert found is not None
+    assert slow is not None
+    assert sum(found) == layers
+    held = stages_of(found, shape, ranks)
+    assert all(fits(rank, own) for rank, own in enumerate(held))
+    assert cost(seconds, held) == pytest.approx(cost(seconds, stages_of(slow, shape, ranks)))
+    assert cost(seconds, held) == pytest.approx(min(cost(seconds, each) for each in fitting))
+
+
+def test_the_search_for_a_cut_of_equal_layers_does_not_grow_with_positions():
+    """A number of questions for the memory of a rank that grows with the layers, whether a cut fits or not."""
+
+    def asked(layers: int, room: float) -> int:
+        calls = 0
+
+        def fits(rank: int, stages: Sequence[range]) -> bool:
+            nonlocal calls
+            calls += 1
+            return sum(map(len, stages)) <= room * layers / 4
+
+        found = cut_layers([[1.0] * layers] * 4, "rounds", fits, kinds=[True] * layers)
+        assert (found is None) == (room < 1)
+        return calls
+
+    for room in (0.9, 1.0, 2.0):
+        for layers in (12, 24, 48, 96):
+            assert asked(layers, room) <= 16 * layers

@@ -1,18 +1,23 @@
 """Layouts of both stages of a Pseudo-to-Real run, and their files."""
 
 import itertools
+import math
+import random
+import re
 from pathlib import Path
 
 import pytest
 
-from m6.config.run import load_config
+from m6.config.run import load_config, parse_config
 from m6.errors import UserError
-from m6.planning.machine.cluster import load_cluster
+from m6.planning.machine.cluster import Cluster, load_cluster
+from m6.planning.reports import explanation, run_report
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import job_files
 from m6.planning.search.planner import Planner
-from m6.planning.search.stages import search_stages, stage_steps, training_stages
+from m6.planning.search.stages import plan_run, search_stages, stage_steps, training_stages
 from m6.slurm.job import load_job
+from tests.fixtures.plans import planner, small_base
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -89,3 +94,65 @@ def test_two_jobs_of_one_run(tmp_path: Path):
     together = job_files(again, [plans[1], plans[1]], "run", 1440)
     assert [job.name for job in together] == ["run"]
     assert "stop_at_switch" not in together[0].document["m6"]["pseudo_to_real"]
+
+
+def random_cluster(generator: random.Random) -> Cluster:
+    """One or two types of few nodes, on networks from slow to fast."""
+    types = []
+    for node_type in generator.sample(load_cluster(Path("a100_v100_mixed")).nodes, generator.choice([1, 2])):
+        network = node_type.links.network
+        assert network is not None
+        rate = network.bandwidth_bytes_per_s / generator.choice([1, 30, 1000])
+        links = node_type.links.model_copy(
+            update={"network": network.model_copy(update={"bandwidth_bytes_per_s": rate})}
+        )
+        sizes = {"count": generator.choice([1, 2, 3]), "devices_per_node": generator.choice([1, 2, 4])}
+        types.append(node_type.model_copy(update={"links": links, **sizes}))
+    return Cluster(name="random", nodes=types)
+
+
+def run_s(subject: Planner) -> float:
+    """Seconds of all steps with the layouts that a search finds for all devices; infinite without any."""
+    found = training_stages(subject)
+    try:
+        return sum(stage_steps(stage) * r.best.time.total for stage, r in zip(found, search_stages(found), strict=True))
+    except UserError:
+        return math.inf
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_is_slower_than_that_of_a_part_of_the_devices(seed: int):
+    generator = random.Random(seed)
+    cluster = random_cluster(generator)
+    document = small_base(2 * cluster.num_devices, num_layers=4).document
+    if seed % 4 == 0:
+        document["m6"]["pseudo_to_real"] = {"switch_step": 500}
+    subject = Planner(parse_config(document), cluster)
+    parts = [
+        *(Cluster(name="type", nodes=[node_type]) for node_type in cluster.nodes),
+        *(Cluster(name="t", nodes=[node]).first(node.devices_per_node) for node in cluster.nodes),
+        *(Cluster(name="t", nodes=[node]).first(1) for node in cluster.nodes),
+        *cluster.parts(),
+    ]
+    everywhere = [run_s(subject.changed(cluster=part)) for part in (cluster, *parts)]
+    assert min(everywhere) < math.inf
+    plan = plan_run(subject)
+    steps = [stage_steps(stage) for stage in plan.stages]
+    taken = sum(number * result.best.time.total for number, result in zip(steps, plan.results, strict=True))
+    assert taken == min(everywhere)
+    assert bool(plan.whole[0]) == (plan.stages[0].cluster.num_devices < cluster.num_devices)
+
+
+def test_slow_devices_are_left_out_where_they_would_slow_the_others_down():
+    """All 128 devices of this cluster take longer for a step than its 64 faster ones."""
+    mixed, fast = planner("m6_100b", "a100_v100_mixed"), planner("m6_100b", "a100_v100_mixed", world=64)
+    plan, alone = plan_run(mixed), fast.search().best
+    assert plan.results[0].best == alone
+    slow = mixed.search().best
+    assert slow.time.total > 1.3 * alone.time.total
+    report = run_report(plan)[0]
+    assert f"with all of them a step takes {slow.time.total:.4g} s ({slow.layout})" in report
+    # Each type of devices is compared with its own memory.
+    limits = re.findall(r"\*\*(\w+), at most\*\* \| \*\*([\d.]+) GB\*\* of ([\d.]+) GB", explanation(mixed, slow))
+    assert [(name, float(limit)) for name, _, limit in limits] == [("A100", 72.0), ("V100", 30.92)]
+    assert all(float(peak) <= float(limit) for _, peak, limit in limits)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe import MoEConfig, MoELayer
-from moe.kernels import products
+from moe.kernels import compiled, products
 from moe.kernels.compiled import CompiledProducts, load_kernel
 from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose_products
 from tests.fixtures.moe_reference import reference_moe
@@ -267,3 +269,40 @@ def test_gradients_of_16_bit_biases_round_once(way: str, dtype: torch.dtype) -> 
     grad = own.bias_grad(rows)
     assert grad.dtype == dtype
     torch.testing.assert_close(grad[0].double(), rows.double().sum(0), rtol=0.51 * torch.finfo(dtype).eps, atol=0)
+
+
+@compiled_here
+def test_the_faster_kernel_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load = compiled.load_kernel.__wrapped__
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "_faster", lambda kernel: "pytorch")
+    assert load() is None
+    # Whatever another measurement would say: a run that goes on computes with the same products.
+    monkeypatch.setattr(compiled, "_faster", lambda kernel: "compiled")
+    assert load() is None
+    # Another number of threads is another question.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert load() is not None
+    monkeypatch.undo()
+    monkeypatch.setenv("M6_RECIPES_EXPERTS", "pytorch")
+    assert load() is None
+    monkeypatch.setenv("M6_RECIPES_EXPERTS", "mkl")
+    with pytest.warns(UserWarning, match="M6_RECIPES_EXPERTS=mkl is ignored: expected compiled or pytorch"):
+        load()
+
+
+@compiled_here
+def test_the_measured_products_are_those_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is slower is not chosen; the clock is a count of the calls of one of them."""
+    kernel, clock = compiled.load_kernel(), [0.0]
+    monkeypatch.setattr(compiled.time, "perf_counter", lambda: clock[0])
+    for slow, chosen in (("compiled", "pytorch"), ("grouped", "compiled")):
+        plain = getattr(compiled._Case, slow)
+
+        def counted(self: Any, *args: Any, plain: Any = plain) -> None:
+            plain(self, *args)
+            clock[0] += 1.0
+
+        with monkeypatch.context() as patched:
+            patched.setattr(compiled._Case, slow, counted)
+            assert compiled._faster(kernel) == chosen
