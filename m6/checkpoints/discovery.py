@@ -113,18 +113,13 @@ def _newest_on_main_rank(root: Path) -> Path | None:
 
     Ranks that looked for themselves could resume from different steps: a node may see a shared folder as it was.
     """
-    found: list[str | None] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            with reading(root):
-                folders = complete_checkpoints(root)
-            found[0] = folders[-1].name if folders else None
-        except StorageError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    name, unread = found
-    if unread is not None:
-        raise StorageError(unread)
+
+    def newest() -> str | None:
+        with reading(root):
+            folders = complete_checkpoints(root)
+        return folders[-1].name if folders else None
+
+    name = on_main_rank(newest)
     return None if name is None else root / name
 
 

@@ -112,7 +112,9 @@ class RunConfig:
         It does where the run looks at the model or at its losses.
         """
         m6, switch = self.m6, self.m6.pseudo_to_real
-        intervals = (section.interval_steps for section in (m6.logging, m6.evaluation, m6.checkpoint))
+        intervals = [section.interval_steps for section in (m6.logging, m6.evaluation, m6.checkpoint)]
+        if m6.training.check_replicas_interval_steps is not None:
+            intervals.append(m6.training.check_replicas_interval_steps)
         ends = {m6.training.total_steps, None if switch is None else switch.switch_step}
         return step in ends or any(step % interval == 0 for interval in intervals)
 

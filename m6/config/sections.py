@@ -59,8 +59,14 @@ class TrainingSettings(Section):
     max_skipped_steps: int = Field(
         3,
         ge=0,
-        description="consecutive steps with a non-finite loss or gradient to skip; one more ends the run as FATAL. In "
+        description="consecutive steps with a non-finite loss or gradient to skip; after one more the run begins again "
+        "at its last checkpoint, and ends as FATAL if that happens again before the next one, or in the same steps. In "
         "fp16 a step with a finite loss counts only if the loss scale cannot fall any more",
+    )
+    check_replicas_interval_steps: PositiveInt | None = Field(
+        100,
+        description="steps between comparisons of weights that several ranks hold, which have to be equal to the bit; "
+        "they are also compared after loading and before each checkpoint. null: never. ZeRO stage 3 makes no copies",
     )
 
 

@@ -10,6 +10,7 @@ RUN/bad_rows_rank_*  rows of the data that could not be used, by step; also with
 RUN/samples/         pictures of fixed captions, by step
 RUN/offload/         the memory of offloaded experts, see m6/training/offloading/report.py
 RUN/nonfinite/       the batches of a step that ended the run because it was not finite
+RUN/fault.json       the last fault after which the run began again from a checkpoint, see m6/training/faults.py
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
 RUN/loading          touched while an attempt reads its checkpoint
@@ -53,6 +54,8 @@ SOURCES, INITIAL, CAPTIONS = "sources.json", "initial.json", "captions.json"
 its captions are made of."""
 SAMPLES, OFFLOAD, NONFINITE = "samples", "offload", "nonfinite"
 """The folders in a run's folder with pictures of steps, the memory of offloaded experts, and batches not finite."""
+FAULT = "fault.json"
+"""The file in a run's folder that records a fault, to know it when it comes back."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
 """The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
@@ -160,7 +163,7 @@ class RunDirectory:
         the job scripts, which would count old attempts from step 0 as if they had just failed. Data and initial weights
         may be others from now on, so their records go with the steps that they belong to.
         """
-        of_steps = (PROGRESS, "DONE", LAST_CHECKPOINT, SAMPLES, OFFLOAD, NONFINITE)
+        of_steps = (PROGRESS, "DONE", LAST_CHECKPOINT, SAMPLES, OFFLOAD, NONFINITE, FAULT)
         others = (*of_steps, SOURCES, INITIAL, CAPTIONS, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
         kept = (self.metrics, self.checkpoints, *(self.root / name for name in others), *self.root.glob(_BAD_ROWS))
         folder = _next_folder(self.root, "before_restart_")

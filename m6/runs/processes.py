@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -21,6 +22,10 @@ from m6.errors import RetryableError, StorageError, UserError
 
 # The variables of torchrun and deepspeed, and those of srun with the same meaning.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""How long a collective waits for a rank. A rank that others wait for in a collective waits for anything else for less:
+they would otherwise end before it can say what it waited for."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,12 @@ class Runtime:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
+    def name_of(self, rank: int) -> str:
+        """A rank in words, such as "rank 3 on node7"."""
+        return f"rank {rank} on {self.nodes[rank]}" if rank < len(self.nodes) else f"rank {rank}"
 
-def start(timeout_s: float = 1800.0) -> Runtime:
+
+def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
     """Joins the process group: one process without a launcher, or one of many under torchrun, deepspeed or srun.
 
     Args:
@@ -209,19 +218,65 @@ def ranks_per_node(world_size: int) -> int:
     return world_size
 
 
-def on_main_rank(work: Callable[[], None]) -> None:
-    """Does ``work`` on the main rank; what goes wrong there is raised on every rank. Every rank calls this function.
+def on_main_rank(work: Callable[[], _Result]) -> _Result:
+    """Does ``work`` on the main rank and returns its result on every rank. Every rank calls this function.
+
+    Whatever goes wrong there ends all ranks: an error that is no user's keeps its traceback on the main rank, and is a
+    RetryableError on the others.
+
+    Args:
+        work: its result is sent to the other ranks.
 
     Raises:
         UserError: of ``work``; an error of the file system is a StorageError.
     """
-    problem: list[tuple[bool, str] | None] = [None]
+    found: list[Any] = [None, None]
+    failure: Exception | None = None
     if torch.distributed.get_rank() == 0:
         try:
-            work()
-        except (UserError, OSError) as error:
-            problem = [(isinstance(error, (StorageError, OSError)), str(error))]
-    torch.distributed.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        is_storage, message = problem[0]
-        raise (StorageError if is_storage else UserError)(message)
+            found[0] = work()
+        except Exception as error:  # also a defect of the program: the other ranks would wait
+            failure, found[1] = error, _in_words(error)
+    torch.distributed.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        _raise(found[1], failure)
+    result: _Result = found[0]
+    return result
+
+
+def raise_together(failure: Exception | None) -> None:
+    """Raises on every rank what went wrong on one of them. Every rank calls this function.
+
+    Args:
+        failure: of this rank; None: nothing went wrong here.
+
+    Raises:
+        UserError: of the first rank that has one; as in ``on_main_rank``.
+    """
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, None if failure is None else _in_words(failure))
+    failed = {rank: words for rank, words in enumerate(found) if words is not None}
+    if not failed:
+        return
+    rank, (kind, message) = min(failed.items())
+    # What all ranks say needs the name of none.
+    named = message.startswith("rank ") or (len(failed) == len(found) and len(set(failed.values())) == 1)
+    _raise((kind, message if named else f"rank {rank}: {message}"), failure)
+
+
+def _in_words(error: Exception) -> tuple[type[UserError], str]:
+    """What other ranks raise for an error of this one."""
+    if isinstance(error, (StorageError, OSError)):
+        return StorageError, str(error)
+    if isinstance(error, UserError):
+        return type(error), str(error)
+    rank = torch.distributed.get_rank()
+    return RetryableError, f"rank {rank}: {type(error).__name__}: {error}; the log of rank {rank} has the traceback"
+
+
+def _raise(words: tuple[type[UserError], str], failure: Exception | None) -> None:
+    """Raises what another rank sent, or this rank's own error if that is a defect of the program."""
+    if failure is not None and not isinstance(failure, (UserError, OSError)):
+        raise failure
+    kind, message = words
+    raise kind(message)

@@ -26,12 +26,14 @@ from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError
 from m6.files import write_text
 from m6.runs.directory import LAST_CHECKPOINT, PROGRESS
-from m6.runs.processes import Runtime, on_main_rank
+from m6.runs.processes import COLLECTIVE_TIMEOUT_S, Runtime, on_main_rank, raise_together
 from m6.training.engine.engine import Engine
 
 _POLL_S = 0.05
 # How often a run that waits for a write shows that it is alive.
 _ALIVE_S = 10.0
+# How long rank 0 waits for records, while other ranks may wait for it in a collective: it gives up before they do.
+_RECORDS_S = 0.75 * COLLECTIVE_TIMEOUT_S
 # How long an attempt that has failed waits for the records of other ranks.
 _GRACE_S = 30.0
 
@@ -47,17 +49,19 @@ class Checkpointer:
         root: RUN/checkpoints.
         keep_last: number of complete checkpoints that stay.
         async_save: False makes ``save`` do all of that itself, with the copies of one file at a time in host memory.
-        timeout_s: how long rank 0 waits for the record of another rank, in seconds.
+        timeout_s: how long rank 0 waits for the record of another rank, and how long other ranks then wait for it in a
+            collective, in seconds; shorter than the collective may take.
     """
 
     def __init__(
-        self, root: Path, runtime: Runtime, keep_last: int, async_save: bool, timeout_s: float = 1800.0
+        self, root: Path, runtime: Runtime, keep_last: int, async_save: bool, timeout_s: float = _RECORDS_S
     ) -> None:
         self.root, self.runtime, self.keep_last = root, runtime, keep_last
         self._async, self._timeout_s = async_save, timeout_s
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
         self._give_up_at = math.inf  # set when the attempt is over
+        self._blocked_since = math.inf if async_save else -math.inf  # when the training began to wait for the thread
         self._failure: BaseException | None = None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> float:
@@ -76,15 +80,17 @@ class Checkpointer:
         self.wait()
         folder = self.folder(step)
 
-        def make_room() -> None:
+        def make_room() -> bool:
             try:
                 remove_half_written(self.root, folder)
                 folder.mkdir(parents=True, exist_ok=True)
+                return (folder / MANIFEST).exists()
             except OSError as error:
                 raise StorageError(f"{folder} cannot be written: {error}") from None
 
-        on_main_rank(make_room)  # no rank writes before the main rank has removed old records
-        if (folder / MANIFEST).exists():  # a run that stops right after it resumed has nothing new to save
+        # No rank writes before the main rank has removed old records. A run that stops right after it resumed has
+        # nothing new to save, which the main rank decides: another node may not see the manifest yet.
+        if on_main_rank(make_room):
             return time.perf_counter() - begin
         # One after the other: offloaded experts are read into new tensors, which must not be there all at once.
         fragments = chain(engine.fragments(), engine.residual_fragments())
@@ -99,7 +105,7 @@ class Checkpointer:
             with self._showing_life():
                 self._run(folder, copies, state)
                 deque(copies, maxlen=0)  # ranks that share tensors collect them together, also when one cannot write
-            self.check()
+            self._check_together()
         return time.perf_counter() - begin
 
     def folder(self, step: int) -> Path:
@@ -107,12 +113,17 @@ class Checkpointer:
         return self.root / step_folder(step)
 
     def wait(self) -> None:
-        """Waits until the current checkpoint is on disk; StorageError if it could not be written."""
+        """Waits until the current checkpoint is on disk. Every rank calls this method.
+
+        Raises:
+            StorageError: on every rank, if one of them could not write its part.
+        """
         if self._thread is not None:
+            self._blocked_since = time.monotonic()
             with self._showing_life():
                 self._thread.join()
-            self._thread = None
-        self.check()
+            self._thread, self._blocked_since = None, math.inf
+        self._check_together()
 
     def close(self) -> None:
         """Ends the thread, which must not write when another attempt may begin.
@@ -124,10 +135,22 @@ class Checkpointer:
             self._thread.join()
 
     def check(self) -> None:
-        """Raises StorageError if a checkpoint could not be written; the next ones would fail too."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise StorageError(f"{self.root}: a checkpoint could not be written: {failure}") from failure
+        """Raises StorageError if this rank could not write a checkpoint; the next ones would fail too."""
+        if (failure := self._take_failure()) is not None:
+            raise failure
+
+    def _check_together(self) -> None:
+        failure = self._take_failure()
+        if failure is not None and self.runtime.world_size == 1:
+            raise failure  # with its cause
+        raise_together(failure)
+
+    def _take_failure(self) -> StorageError | None:
+        if self._failure is None:
+            return None
+        failure = StorageError(f"{self.root}: a checkpoint could not be written: {self._failure}")
+        failure.__cause__, self._failure = self._failure, None
+        return failure
 
     @contextlib.contextmanager
     def _showing_life(self) -> Iterator[None]:
@@ -163,11 +186,14 @@ class Checkpointer:
         if not self.runtime.is_main:
             return
         # The others have as long after this rank's own part, which may have taken longer.
-        self._deadline = time.monotonic() + self._timeout_s
+        end = time.monotonic()
+        self._deadline, ahead = end + self._timeout_s, self._ahead_s(folder)
         # Not a barrier: a collective in this thread would interleave with those of the training thread.
         for rank in range(self.runtime.world_size):
-            while not (folder / f"rank_{rank:05d}.json").exists():
-                if time.monotonic() > min(self._deadline, self._give_up_at):
+            while not self._record(folder, rank).exists():
+                # A rank that has written waits in a collective as soon as the training of this one waits, too.
+                waits_since = min(end, max(end - ahead, self._blocked_since))
+                if time.monotonic() > min(waits_since + self._timeout_s, self._give_up_at):
                     raise TimeoutError(f"rank {rank} wrote no record into {folder} in time")
                 time.sleep(_POLL_S)
         write_manifest(folder, self.runtime.world_size, state)
@@ -175,6 +201,16 @@ class Checkpointer:
         write_text(self.root.parent / LAST_CHECKPOINT, folder.name + "\n")
         for old in complete_checkpoints(self.root)[: -self.keep_last]:
             remove_checkpoint(old)
+
+    @staticmethod
+    def _record(folder: Path, rank: int) -> Path:
+        return folder / f"rank_{rank:05d}.json"
+
+    def _ahead_s(self, folder: Path) -> float:
+        """By how much the first rank was ready before this one, in seconds of the file system's clock."""
+        records = (self._record(folder, rank) for rank in range(self.runtime.world_size))
+        times = [record.stat().st_mtime for record in records if record.exists()]
+        return max(0.0, self._record(folder, self.runtime.rank).stat().st_mtime - min(times))
 
 
 def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
@@ -239,17 +275,28 @@ def _fill(
             raise UserError(
                 f"{reader.folder}: holds {name}, which this model does not have: it belongs to another model"
             )
+    failure: Exception | None = None
     with torch.no_grad():
+        # Ranks that share tensors collect and publish them together: one that cannot read goes on without reading.
         for fragment in targets:
-            stored = reader.shapes.get((fragment.name, fragment.kind))
-            if stored != fragment.shape:
-                mismatch = f"this model has {fragment.shape}: the checkpoint belongs to another model or optimizer"
-                if stored is None:
-                    raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {mismatch}")
-                raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {mismatch}")
-            reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
+            if failure is None:
+                try:
+                    _read(fragment, reader)
+                except (UserError, OSError) as error:
+                    failure = error
             on_read()
+    raise_together(failure)
     engine.publish_weights()
+
+
+def _read(fragment: Fragment, reader: WeightReader) -> None:
+    stored = reader.shapes.get((fragment.name, fragment.kind))
+    if stored != fragment.shape:
+        mismatch = f"this model has {fragment.shape}: the checkpoint belongs to another model or optimizer"
+        if stored is None:
+            raise UserError(f"{reader.folder}: holds no {fragment.kind} of {fragment.name}, {mismatch}")
+        raise UserError(f"{reader.folder}: {fragment.kind} of {fragment.name} has shape {stored}, {mismatch}")
+    reader.read_into(fragment.name, fragment.kind, fragment.offset, fragment.data)
 
 
 def _copy_to_host(fragment: Fragment) -> Fragment:

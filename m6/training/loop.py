@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, NoReturn
 
 from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.discovery import open_newest, open_together
@@ -24,23 +23,28 @@ from m6.errors import StorageError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import outcome_line
+from m6.runs.attestation import attest, check_shared
 from m6.runs.data import check_sources_unchanged, keep_captions, keep_sources, open_data
 from m6.runs.directory import SAMPLES, RunDirectory
+from m6.runs.life import LifeSigns
 from m6.runs.processes import Runtime, free_memory, on_main_rank, return_freed_memory
 from m6.runs.signals import Requests, StopFlag
 from m6.runs.trackers import Trackers
 from m6.training.checkpointing import Checkpointer, check_same_sums, check_same_tokenizers, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
+from m6.training.faults import Fault, PassingFault, end
 from m6.training.flushless_step import FlushlessTrainStep
 from m6.training.offloading.experts import naming_the_budget
 from m6.training.places import Places
+from m6.training.replicas import find_difference
 from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import UnroutedTokens, reports_loads
 from m6.training.reporting.interval import IntervalReport
-from m6.training.reporting.nonfinite import NonfinitePolicy
+from m6.training.reporting.nonfinite import NonfinitePolicy, find_nonfinite_weights
 from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.ranks import RankTimes
 from m6.training.reporting.samples import open_sample_grids
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
@@ -57,6 +61,7 @@ class Trainer:
         run: the run's folder, already opened.
         stop_flag: set by stop signals; created here if it is None.
         profile: the machine's calibration, which predicts the time of a step.
+        may_restart: whether the caller begins again after a ``PassingFault``; otherwise a fault is FATAL.
 
     Attributes:
         step: number of finished optimizer steps.
@@ -70,9 +75,10 @@ class Trainer:
         runtime: Runtime,
         stop_flag: StopFlag | None = None,
         profile: Profile | None = None,
+        may_restart: bool = False,
     ) -> None:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
-        self.profile = profile or Profile()
+        self.profile, self._may_restart = profile or Profile(), may_restart
         check_world_size(config, runtime.world_size)
         self.places = Places.of(config, runtime)
         self.data = open_data(config)
@@ -108,19 +114,24 @@ class Trainer:
             stop_after: number of the step after which all ranks stop, as on a stop request.
         """
         self._resume()
+        self._check_replicas()
         self._announce()
         total = self.settings.training.total_steps
-        report = IntervalReport(self.config, self.runtime)
+        report, times = IntervalReport(self.config, self.runtime), RankTimes(self.runtime)
         batches = self._batches()
         under_way: deque[list[MicroBatch]] = deque()
         stopped = False
-        with Console(self.run.root.name, total, self.step, self.runtime.is_main) as self.console:
+        with Console(self.run.root.name, total, self.step, self.runtime.is_main) as self.console, times:
             while self.step < total and not stopped:
                 begin = time.perf_counter()
+                times.begin_step()
                 under_way.append(next(batches))
+                times.has_data()
                 report.add_data_wait(time.perf_counter() - begin)
+                self.nonfinite.prepare(self.engine.module)
                 with self.engine.measuring(), self.stage_metrics.watch(self.engine, self.step):
                     outcomes = self.run_step(under_way[-1])
+                times.end_step()
                 self._replan_offloading()
                 self.step += 1
                 bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.places.reads_first]
@@ -137,13 +148,12 @@ class Trainer:
                 self._write_progress()
                 self.console.advance()
                 ending = stopped or self.step == total
-                self._at_intervals(report, save=requests.save or ending or self.stage.is_due)
+                self._at_intervals(report, times, save=requests.save or ending or self.stage.is_due)
                 if requests.save:
                     self._answer_save_request()
                 if self.stage.is_due and not stopped:
                     self._delink()
-        self.checkpointer.wait()
-        dist.barrier()  # the main rank's thread has written the manifest: now a rank may leave
+        self.checkpointer.wait()  # the main rank's thread has written the manifest: now a rank may leave
         return self._finish()
 
     def _observe(self, outcome: StepOutcome, micro_batches: list[MicroBatch], report: IntervalReport) -> None:
@@ -151,23 +161,46 @@ class Trainer:
         self.samples_seen += outcome.samples
         self.tokens_seen += outcome.tokens
         report.add(outcome)
-        self.nonfinite.check(outcome, micro_batches, self.runtime)
+        fault = self.nonfinite.check(outcome, micro_batches, self.runtime, self.engine.module)
+        if fault is not None:
+            self._end_with(fault)
         self.stage.observe(outcome.step, outcome.loss, self.stage_metrics.measure(self.engine))
 
     def run_step(self, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
         """Trains on this rank's micro-batches of the current step; returns the outcomes of the steps that ended."""
         return self.train_step(self.step, micro_batches, self._read_requests)
 
-    def _at_intervals(self, report: IntervalReport, save: bool) -> None:
+    def _end_with(self, fault: Fault) -> NoReturn:
+        """Ends the training; the caller may begin again at the last checkpoint, which is first completed."""
+        self.checkpointer.wait()
+        end(fault, self.run, self._may_restart)
+
+    def _check_replicas(self) -> None:
+        """Compares weights that several ranks hold, if the run wants that; a difference ends the training."""
+        if self.settings.training.check_replicas_interval_steps is None or self.runtime.world_size == 1:
+            return
+        difference = find_difference(self.engine.replicated(), self.runtime)
+        if difference is not None:
+            self._end_with(Fault(self.step, self.step, f"step {self.step}: ranks hold unequal copies: {difference}"))
+
+    def _at_intervals(self, report: IntervalReport, times: RankTimes, save: bool) -> None:
         """Logs, validates and saves, in this order: a checkpoint is never newer than its metrics."""
         settings = self.settings
+        compared = settings.training.check_replicas_interval_steps
+        saves = save or (self.step % settings.checkpoint.interval_steps == 0 and not self.nonfinite.consecutive)
+        if saves or (compared is not None and self.step % compared == 0):
+            self._check_replicas()
+        # Whatever is saved was compared and is finite: a run can begin again there.
+        if saves and (found := find_nonfinite_weights(self.engine.module, self.runtime)):
+            self._end_with(Fault(self.step, self.step, f"after step {self.step}: {found}"))
         if self.step % settings.logging.interval_steps == 0 or save:
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
             health = self.train_step.health.reduce(loads)
             entry = report.finish(self.step, self.samples_seen, self.tokens_seen, health.get("experts_per_token"))
             noise = self.train_step.noise.finish()
             of_engine = self.engine.interval_metrics()
-            self._track({**entry, **health, **noise, **of_engine, **self.stage_metrics.finish(self.engine)})
+            of_ranks = times.slowest()
+            self._track({**entry, **of_ranks, **health, **noise, **of_engine, **self.stage_metrics.finish(self.engine)})
             if warning := self.unrouted.warning(self.step, health):
                 self._print(warning)
         if self._is_due(settings.evaluation.interval_steps):
@@ -183,7 +216,7 @@ class Trainer:
             if self.trackers is not None and picture is not None:
                 self.trackers.show("samples", picture, self.step)
             report.exclude(time.perf_counter() - begin)
-        if self.step % settings.checkpoint.interval_steps == 0 or save:
+        if saves:
             stall_s = self._save()
             report.add_checkpoint_stall(stall_s)
             self.console.saved(self.step, stall_s)
@@ -240,8 +273,7 @@ class Trainer:
         If the attempt dies in this method, the next one resumes from the same checkpoint with the Real model.
         """
         begin = time.perf_counter()
-        self.checkpointer.wait()
-        dist.barrier()  # the main rank has now written the manifest
+        self.checkpointer.wait()  # the main rank has now written the manifest
         # Free the Pseudo engine first: the memory need not hold both.
         self.engine.release()
         del self.engine, self.train_step
@@ -293,6 +325,12 @@ class Trainer:
         self._print(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
 
+    def close(self) -> None:
+        """Ends the thread of the checkpoints, and the trackers."""
+        self.checkpointer.close()
+        if self.trackers is not None:
+            self.trackers.close()
+
     def _read_requests(self) -> Requests:
         """The requests to this rank, by a signal or by a file in the run's folder."""
         main = self.runtime.is_main
@@ -343,7 +381,7 @@ def pretrain(
         UserError: the configuration, the data or a checkpoint is wrong.
         StorageError: a file cannot be written or read, or another process trains the run.
     """
-    run = RunDirectory(root)
+    run, signs = RunDirectory(root), LifeSigns(runtime)
 
     def open_run() -> None:
         # The job before may have died with its node, whose lock some file systems keep for minutes.
@@ -353,13 +391,23 @@ def pretrain(
         run.open(config, runtime.world_size, runtime.nodes)
 
     try:
-        on_main_rank(open_run)
-        trainer = Trainer(config, run, runtime, stop_flag, profile)
-        try:
-            return trainer.train()
-        finally:
-            trainer.checkpointer.close()
-            if trainer.trackers is not None:
-                trainer.trackers.close()
+        with signs.naming_the_lost():
+            attest(config, runtime, restart)
+            on_main_rank(open_run)
+            check_shared(root, runtime)
+        while True:
+            # Closed after a lost rank was named: the checkpoint's thread may wait for its part.
+            with contextlib.ExitStack() as closing, signs.naming_the_lost():
+                trainer = Trainer(config, run, runtime, stop_flag, profile, may_restart=True)
+                closing.callback(trainer.close)
+                try:
+                    return trainer.train()
+                except PassingFault as fault:
+                    if runtime.is_main:
+                        print(f"warning: {fault}", file=sys.stderr, flush=True)
+            trainer.engine.release()
+            del trainer, closing
+            free_memory(runtime.device)
     finally:
+        signs.close()
         run.lock.release()

@@ -101,6 +101,7 @@ class BegunStep:
             bad_rows=self.bad_rows,
             pictures=self.pictures,
             token_pairs=self.token_pairs,
+            own_nonfinite_losses=self.sums.nonfinite() if update.skipped else (),
         )
 
 

@@ -55,6 +55,23 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: Any, 
             process.join()
 
 
+def exit_codes(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 600) -> list[int | None]:
+    """Calls ``function(*args)`` on processes that nobody ends when one of them fails; None: still there in the end."""
+    arguments = (function, world_size, free_port(), _CONTEXT.SimpleQueue(), dict(os.environ), args)
+    context = torch.multiprocessing.start_processes(
+        _child, arguments, nprocs=world_size, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + timeout_s
+    try:
+        for process in context.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in context.processes]
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
 def init_deepspeed() -> None:
     """Initialises DeepSpeed's communication over gloo on the CPU."""
     import deepspeed
@@ -87,6 +104,8 @@ def _child(
     torch.set_num_threads(1)  # the variable comes too late for this process, whose torch is loaded
     try:
         function(*args)
+    except SystemExit:
+        raise
     except BaseException:
         # Told before the connections close: the other ranks then fail as well, and theirs is not the cause.
         failures.put((rank, traceback.format_exc()))

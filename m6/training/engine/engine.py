@@ -28,10 +28,12 @@ from m6.training.engine.clipping import clip_gradients, count_in_norm
 from m6.training.engine.fragments import fragments
 from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.loss_scale import LossScale
+from m6.training.engine.partitions import is_expert, is_partitioned
 from m6.training.engine.turns import forward_in_turns
-from m6.training.expert_groups import expert_group
+from m6.training.expert_groups import expert_group, named_expert_group
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.reduction.residuals import load_residuals
+from m6.training.replicas import Replicated
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -229,9 +231,11 @@ class Engine:
         """A context for forward passes outside of a training step: without dropout, and not counted in the plan."""
         was_training = self.module.training
         self._deepspeed.eval()
-        with nullcontext() if self.offloaded is None else self.offloaded.runtime.evaluating():
-            yield
-        self._deepspeed.train(was_training)
+        try:
+            with nullcontext() if self.offloaded is None else self.offloaded.runtime.evaluating():
+                yield
+        finally:
+            self._deepspeed.train(was_training)
 
     def memory_map(self) -> str | None:
         """The places of offloaded experts, as text; None if the run does not offload."""
@@ -258,7 +262,22 @@ class Engine:
         """Bytes of this rank's gradients; call it between the last micro-batch of a step and its update."""
         return storage_bytes(*state.gradients(self._deepspeed))
 
-    # Checkpoints
+    # Checkpoints and replicas
+
+    def replicated(self) -> Iterator[Replicated]:
+        """Yields this rank's weights of which other ranks hold copies: no partitions of ZeRO stage 3."""
+        for name, parameter in self.module.named_parameters():
+            if not is_partitioned(parameter):
+                group = self.replicas
+                if is_expert(parameter):
+                    group = named_expert_group("expert_data_parallel", parameter.group_name)  # type: ignore[attr-defined]
+                yield Replicated(name, parameter.data, group)
+        saved = self.module.state_dict(keep_vars=True)  # other buffers are not persistent
+        yield from (
+            Replicated(name, each, self.replicas) for name, each in self.module.named_buffers() if name in saved
+        )
+        if self.offloaded is not None:
+            yield from self.offloaded.replicated()
 
     @property
     def tensor_names(self) -> set[str]:

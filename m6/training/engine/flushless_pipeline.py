@@ -157,10 +157,12 @@ class FlushlessPipelineEngine(PipelineEngine):
         for parameter in self._trained:
             parameter.grad = None
         # Otherwise PyTorch refuses backward passes of which it has kept a parameter.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._trained)):
-            yield
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
-            parameter.grad = gradient
+        try:
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self._trained)):
+                yield
+        finally:
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                parameter.grad = gradient
 
     # Messages
 
@@ -204,6 +206,8 @@ def _in_parameters(weights: Weights) -> Iterator[None]:
     own = {parameter: parameter.data for parameter in weights}
     for parameter, data in weights.items():
         parameter.data = data
-    yield
-    for parameter, data in own.items():
-        parameter.data = data
+    try:
+        yield
+    finally:
+        for parameter, data in own.items():
+            parameter.data = data

@@ -40,8 +40,10 @@ class LateGradients:
         self._make_room()
         optimizer, self._used = self._optimizer, False
         optimizer.step = self._exchange  # type: ignore[assignment,method-assign]
-        yield
-        del optimizer.step
+        try:
+            yield
+        finally:
+            del optimizer.step
 
     def end_step(self, learning_rate: float, skipped: bool) -> None:
         """Ends a step with this learning rate; if it is skipped, only its own gradients are lost."""

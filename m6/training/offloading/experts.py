@@ -24,6 +24,7 @@ from m6.training.offloading.dry_trace import ActivationTraffic
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import prepare
+from m6.training.replicas import Replicated
 from offload import (
     DeviceOutOfMemory,
     LateUpdate,
@@ -287,6 +288,13 @@ class OffloadedExperts:
                     yield Fragment(f"{stack}.{name}", kind, offset, value.view(-1), shape, replica)
                 if to_fill:
                     self.runtime.write(kind, stack, values)
+
+    def replicated(self) -> Iterator[Replicated]:
+        """Yields copies of the experts' weights in fp32, if other ranks hold the same experts."""
+        if dist.get_world_size(self._same_experts) > 1:
+            for stack in self._stacks:
+                for name, value in self.runtime.read(WEIGHT, stack).items():
+                    yield Replicated(f"{stack}.{name}", value, self._same_experts)
 
     def _of_all_replicas(self, trace: Trace) -> Trace:
         """The trace with the most non-model bytes of all ranks with the same experts, which have to own the same."""

@@ -15,8 +15,9 @@ class Console:
     """Shows the progress of a run on stderr. Use it as a context manager.
 
     Without a terminal, each line of metrics gives a line: step, loss with that of each objective, tokens per second and
-    the time that is left; then the validation losses, of objectives and of their sources. If a capacity drops choices,
-    the line also says how many experts compute a token. With a terminal, a bar shows the same facts.
+    the time that is left, with several ranks the slowest of them; then the validation losses, of objectives and of
+    their sources. If a capacity drops choices, the line also says how many experts compute a token. With a terminal, a
+    bar shows the same facts.
 
     Args:
         name: name of the run.
@@ -54,6 +55,11 @@ class Console:
                 f"loss {_number(entry['loss'])} ({_losses(entry['objectives'])}), "
                 f"{entry['tokens_per_second']:,.0f} tokens/s{_experts(entry)}"
             )
+            if slowest := entry.get("slowest_rank"):
+                self._facts += (
+                    f", slowest rank {slowest['rank']} on {slowest['node']} with {slowest['step_time_s']:.3f} s a step "
+                    f"(mean {slowest['mean_step_time_s']:.3f} s, data {slowest['data_wait_s']:.3f} s)"
+                )
             left = _duration(entry["step_time_s"] * (self._total - self._step))
             self._print(f"step {self._step:,} of {self._total:,}: {self._facts}, {left} left")
         self._bar.set_postfix_str("; ".join(filter(None, (self._facts, self._validation))), refresh=False)

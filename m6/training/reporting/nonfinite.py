@@ -1,18 +1,77 @@
-"""The policy for non-finite losses and gradients: a few skipped steps, then FATAL with the batches on disk."""
+"""The policy for non-finite losses and gradients: a few skipped steps, then the end with the batches on disk.
+
+What is not finite is attributed to a rank and a tensor: weights and losses of a rank, and its gradients before they are
+added up over ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+from functools import partial
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from m6.data.pretraining import MicroBatch
-from m6.errors import UserError
 from m6.files import atomic_path
 from m6.runs.directory import NONFINITE, RunDirectory
 from m6.runs.processes import Runtime
+from m6.training.engine.partitions import is_partitioned, local_part
+from m6.training.faults import Fault
 from m6.training.reporting.outcome import StepOutcome
+
+_NAMED = 4  # ranks of a message
+
+
+class GradientWatch:
+    """Finds the parameters whose gradients on this rank are not finite, before they are added up over ranks.
+
+    It reads every gradient once more, so that it is switched on only after a step that was not finite. Gradients come
+    in the order of the backward pass: the first one is nearest to the cause.
+    """
+
+    def __init__(self) -> None:
+        self._hooks = contextlib.ExitStack()
+        self._module: nn.Module | None = None
+        self._found: dict[str, Tensor] = {}
+        self._nodes: list[Node] = []
+
+    def set(self, module: nn.Module | None) -> None:
+        """Watches the parameters of ``module``, or nothing."""
+        if module is self._module:
+            return
+        self._hooks.close()
+        self._module, self._found, self._nodes = module, {}, []
+        for name, parameter in () if module is None else module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if is_partitioned(parameter):  # its node has to be made while the parameter is gathered
+                self._hooks.callback(parameter.register_hook(partial(self._look, name)).remove)
+                continue
+            # Before this node adds the gradient up, and after all hooks of the tensor, which may change it.
+            with torch.enable_grad():
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            assert node is not None
+            self._nodes.append(node)  # nothing else keeps it
+            self._hooks.callback(node.register_prehook(partial(self._look_at_first, name)).remove)
+
+    def _look_at_first(self, name: str, gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is not None:
+            self._look(name, gradients[0])
+
+    def _look(self, name: str, gradient: Tensor) -> None:
+        # On the device: a hook that waited for it would slow down the backward pass.
+        bad = gradient.detach().isfinite().all().logical_not()
+        self._found[name] = bad | self._found.pop(name) if name in self._found else bad
+
+    def found(self) -> list[str]:
+        """The names of the parameters, that of the first gradient first."""
+        return [name for name, bad in self._found.items() if bad.item()]
 
 
 class NonfinitePolicy:
@@ -28,36 +87,93 @@ class NonfinitePolicy:
     def __init__(self, run: RunDirectory, max_skipped_steps: int, smallest_loss_scale: float) -> None:
         self._run, self._limit, self._smallest_scale = run, max_skipped_steps, smallest_loss_scale
         self.consecutive = 0
+        self._watch = GradientWatch()
 
-    def check(self, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime) -> None:
+    def prepare(self, module: nn.Module) -> None:
+        """Watches the gradients of the next step, if the one before was not finite or none may be skipped."""
+        self._watch.set(module if self.consecutive or not self._limit else None)
+
+    def check(
+        self, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime, module: nn.Module
+    ) -> Fault | None:
         """Checks a finished step; every rank calls this method.
 
         Args:
             micro_batches: this rank's micro-batches of the step, saved to RUN/nonfinite if the run ends.
 
-        Raises:
-            UserError: too many consecutive steps were skipped; RUN/FATAL holds the reason.
+        Returns:
+            too many consecutive steps were skipped: the fault.
         """
         # A finite loss with non-finite fp16 gradients means that the loss scale is too large.
         expected = outcome.loss_scale > self._smallest_scale and math.isfinite(outcome.loss)
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
+        if not self.consecutive:
+            return None
+        places = self._places(outcome, runtime, module)
         if self.consecutive <= self._limit:
-            return
+            if runtime.is_main:
+                print(
+                    f"warning: step {outcome.step} is skipped: {places or 'its gradients are not finite'}",
+                    file=sys.stderr,
+                )
+            return None
         folder = self._run.root / NONFINITE
         routers, stages = ", ".join(outcome.nonfinite_routers), "; ".join(outcome.nonfinite_stages)
         reason = (
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, "
             f"loss scale {outcome.loss_scale:g}; "
             f"{self.consecutive} steps in a row were not finite (m6.training.max_skipped_steps {self._limit}); "
+            f"{f'{places}; ' if places else ''}"
             f"{f'gradients are not finite in {stages}; ' if stages else ''}"
             f"{f'router logits are not finite in {routers}; ' if routers else ''}batches in {folder}"
         )
-        if runtime.is_main:
-            self._run.fail(reason)
         for index, batch in enumerate(micro_batches):
             with atomic_path(
                 folder / f"step_{outcome.step:08d}_rank_{runtime.rank:05d}_{index:03d}.safetensors"
             ) as temporary:
                 save_file({name: value.contiguous() for name, value in batch.tensors().items()}, temporary)
         dist.barrier()  # the exit of one rank may kill the others: wait until all have written their batches
-        raise UserError(reason)
+        return Fault(outcome.step - self.consecutive + 1, outcome.step, reason)
+
+    def _places(self, outcome: StepOutcome, runtime: Runtime, module: nn.Module) -> str:
+        """The ranks on which something is not finite, and what; empty if nothing could be attributed."""
+        losses = ", ".join(outcome.own_nonfinite_losses)
+        return _of_all_ranks(
+            _words("weights", _nonfinite_weights(module))
+            + ([f"loss of {losses}"] if losses else [])
+            + _words("gradients", self._watch.found()),
+            runtime,
+        )
+
+
+def find_nonfinite_weights(module: nn.Module, runtime: Runtime) -> str:
+    """Says which weights of which rank are not finite; empty if all are. Every rank calls this function."""
+    names = _nonfinite_weights(module)
+    found = torch.tensor(float(bool(names)), device=runtime.device)
+    dist.all_reduce(found)
+    return _of_all_ranks(_words("weights", names), runtime) if found.item() else ""
+
+
+@torch.no_grad()
+def _nonfinite_weights(module: nn.Module) -> list[str]:
+    named = dict(module.named_parameters())
+    finite = torch.stack([local_part(each).isfinite().all() for each in named.values()])
+    return (
+        [] if finite.all() else [name for name, is_finite in zip(named, finite.tolist(), strict=True) if not is_finite]
+    )
+
+
+def _of_all_ranks(own: list[str], runtime: Runtime) -> str:
+    found = [""] * runtime.world_size
+    dist.all_gather_object(found, " and ".join(own))
+    ranks = [f"{runtime.name_of(rank)}: {words}" for rank, words in enumerate(found) if words]
+    more = f", and on {len(ranks) - _NAMED} more ranks" if len(ranks) > _NAMED else ""
+    return f"not finite on {', on '.join(ranks[:_NAMED])}{more}" if ranks else ""
+
+
+def _words(kind: str, names: list[str]) -> list[str]:
+    return [f"{kind} {_first(names)}"] if names else []
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -9,7 +9,7 @@ from m6.training.reporting.sums import StepResult
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of one step; equal on all ranks.
+    """The result of one step; equal on all ranks, but for ``own_nonfinite_losses``.
 
     Attributes:
         step: number of finished steps, this one included.
@@ -24,6 +24,7 @@ class StepOutcome:
         tokens, samples, pictures: of the global batch, without padding.
         bad_rows: rows of the data that could not be used.
         token_pairs: sum of the squared lengths of the samples.
+        own_nonfinite_losses: what this rank's losses that are not finite are of; empty if the step was not skipped.
     """
 
     step: int
@@ -41,3 +42,4 @@ class StepOutcome:
     bad_rows: int
     pictures: int
     token_pairs: int
+    own_nonfinite_losses: tuple[str, ...] = ()

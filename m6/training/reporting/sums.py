@@ -86,6 +86,13 @@ class StepSums:
         row[_COLUMNS + 1] += loss.detach()
         self._rows.append(row)
 
+    def nonfinite(self) -> tuple[str, ...]:
+        """The objectives whose losses on this rank are not finite; "the routers" for their auxiliary loss."""
+        names = [*OBJECTIVES, "the routers"]
+        columns = [*range(len(OBJECTIVES)), _COLUMNS]
+        finite = torch.stack(self._rows).isfinite().all(0).tolist()
+        return tuple(name for name, column in zip(names, columns, strict=True) if not finite[column])
+
     def reduce(self, requests: Requests) -> StepResult:
         """Sums over all ranks in one collective; this call synchronises the device."""
         return _result(sum_of_all(self._with(requests), self._exact))

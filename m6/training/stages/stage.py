@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.delinked import STATE, DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
@@ -20,6 +18,7 @@ from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig
 from m6.config.sections import PseudoToRealSettings
 from m6.errors import UserError
+from m6.runs.processes import on_main_rank
 
 
 class Stage:
@@ -157,7 +156,7 @@ class _Rule:
     """A rule that ends the Pseudo stage. The base class, ``step``, never ends it before ``switch_step``."""
 
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
-        """Returns whether the stage ends; None if there was no new measurement."""
+        """Returns whether the stage ends; None if there was no new measurement, which all ranks know alike."""
         return None
 
     def state(self) -> dict[str, Any]:
@@ -193,8 +192,10 @@ class _GradientCorrelation(_Rule):
         self._below = state.get("below", 0)
 
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
-        if not correlations or not all(map(math.isfinite, correlations)):
+        if not correlations:
             return None
+        if not all(map(math.isfinite, correlations)):  # of this rank's gradients: the other ranks may have others
+            return False
         below = sum(value < self._settings.correlation_threshold for value in correlations)
         self._below = self._below + 1 if below > len(correlations) / 2 else 0
         return self._below >= self._settings.correlation_checks
@@ -212,9 +213,9 @@ def _make_rule(settings: PseudoToRealSettings, state: dict[str, Any] | None) -> 
 
 
 def _decision_of_main_rank(decision: bool | None) -> bool:
-    """Broadcasts the main rank's decision: rounding errors must not make the ranks disagree."""
-    if decision is None:
-        return False
-    decisions = [decision]
-    dist.broadcast_object_list(decisions, src=0)
-    return decisions[0]
+    """The main rank's decision: rounding errors must not make the ranks disagree.
+
+    Args:
+        decision: None on all ranks or on none.
+    """
+    return False if decision is None else on_main_rank(lambda: decision)

@@ -1,6 +1,7 @@
 """How a checkpoint is written: what host memory holds, who waits for whom, and for how long."""
 
 import errno
+import inspect
 import os
 import shutil
 import threading
@@ -19,6 +20,7 @@ from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import MANIFEST, CheckpointReader, write_shards
 from m6.checkpoints.fragment import Fragment
 from m6.errors import StorageError, UserError
+from m6.runs.processes import COLLECTIVE_TIMEOUT_S
 from m6.training import checkpointing
 from m6.training.checkpointing import Checkpointer
 from m6.training.loop import Trainer
@@ -111,6 +113,39 @@ def test_the_time_of_other_ranks_begins_when_rank_0_has_written(
     checkpointer.save(trainer.engine, 1, {})
     checkpointer.wait()
     assert CheckpointReader(folder).verify() == []
+
+
+@pytest.mark.parametrize(("async_save", "waited_s"), [(False, 10.0), (True, 30.0)])
+def test_rank_0_gives_up_before_the_ranks_that_wait_for_it(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, waited_s: float
+):
+    """Rank 1 had written 20 s before rank 0, and waits in a collective; rank 2 never writes.
+
+    With a thread the training goes on, and rank 1 waits only when rank 0 does.
+    """
+    assert inspect.signature(Checkpointer).parameters["timeout_s"].default < COLLECTIVE_TIMEOUT_S
+    trainer = make_trainer()
+    trainer.runtime = trainer.runtime.__class__(0, 3, 0, trainer.runtime.device)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", trainer.runtime, 1, async_save, timeout_s=30.0)
+    monkeypatch.setattr("m6.training.checkpointing.raise_together", lambda failure: None)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+
+    def sleep(_: float) -> None:
+        clock.now += 0.5
+
+    clock.sleep = sleep
+
+    def write(folder: Path, rank: int, pieces: Iterator[Fragment]) -> None:
+        for number, age in ((0, 0.0), (1, 20.0)):
+            write_shards(folder, number, pieces if number == 0 else [])
+            os.utime(folder / f"rank_{number:05d}.json", (1e9 - age, 1e9 - age))
+
+    monkeypatch.setattr(checkpointing, "time", clock)
+    monkeypatch.setattr(checkpointing, "write_shards", write)
+    checkpointer.save(trainer.engine, 1, {})
+    if async_save:
+        checkpointer._thread.join()  # type: ignore[union-attr]
+    assert clock.now == waited_s + 0.5
 
 
 def test_no_checkpoint_is_written_when_the_attempt_is_over(

@@ -2,15 +2,23 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
-from m6.training.loop import Trainer
+from m6.training.engine import flushless_pipeline
+from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+from m6.training.loop import Trainer, pretrain
 from m6.training.reporting.outcome import StepOutcome
+from tests.fixtures.tiny_run import tiny_document
 
 STAGES = [0, 1, 2, 3]
 
@@ -99,3 +107,85 @@ def test_only_steps_in_a_row_count(make_trainer: Callable[..., Trainer]):
     trainer.train()
     assert sum(line["skipped_steps"] for line in lines(trainer)) == 3
     assert (trainer.run.root / "DONE").exists()
+
+
+def test_what_is_not_finite_is_attributed_to_rank_and_tensor(
+    make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+):
+    """Weights and losses at once, and gradients from the step after, where each of them is looked at."""
+    trainer = make_trainer(m6__training__max_skipped_steps=1)
+    name = "model.layers.0.attention.qkv.weight"
+    run_step, weight = trainer.run_step, trainer.engine.module.get_parameter(name)
+
+    def poisoned_step(micro_batches: list[MicroBatch]) -> list[StepOutcome]:
+        if trainer.step == 2:
+            weight.data.view(-1)[5] = float("nan")
+        return run_step(micro_batches)
+
+    trainer.run_step = poisoned_step
+    place = f"not finite on {trainer.runtime.name_of(0)}: weights {name} and loss of "
+    with pytest.raises(UserError, match=rf"step 4: .*{place}[\w, ]+ and gradients model\.\S+ and \d+ more; "):
+        trainer.train()
+    assert f"warning: step 3 is skipped: {place}" in capsys.readouterr().err
+    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)] == ["step_00000002"]
+
+
+def test_a_weight_that_is_not_finite_is_not_saved(make_trainer: Callable[..., Trainer]):
+    """Not even by a person's wish: with keep_last 1 the last good checkpoint would go for it."""
+    trainer = make_trainer(m6__checkpoint__keep_last=1)
+    run_step = trainer.run_step
+
+    def poisoned_step(micro_batches: list[MicroBatch]) -> list[StepOutcome]:
+        outcomes = run_step(micro_batches)
+        if trainer.step == 2:
+            trainer.engine.module.get_parameter("model.layers.1.attention.qkv.weight").data[0] = float("inf")
+            (trainer.run.root / "SAVE").touch()
+        return outcomes
+
+    trainer.run_step = poisoned_step
+    with pytest.raises(UserError, match=r"not finite on .*: weights model.layers.1.attention.qkv.weight"):
+        trainer.train()
+    assert [path.name for path in complete_checkpoints(trainer.run.checkpoints)] == ["step_00000002"]
+
+
+def test_a_weight_that_was_not_finite_once_costs_a_restart(make_trainer: Callable[..., Trainer], folder: Path):
+    """The run comes to the numbers of one that was left alone; with one checkpoint that is kept."""
+    whole, trainer = make_trainer("whole"), make_trainer(m6__checkpoint__keep_last=1)
+    whole.train()
+    run_step, left = Trainer.run_step, [1]
+
+    def poisoned_step(self: Trainer, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
+        outcomes = run_step(self, micro_batches)
+        if self.step == 3 and left and left.pop():
+            self.engine.module.get_parameter("model.layers.1.attention.qkv.weight").data[0] = float("inf")
+        return outcomes
+
+    config = parse_config(tiny_document(folder, m6__checkpoint__keep_last=1))
+    with mock.patch.object(Trainer, "run_step", poisoned_step):
+        assert pretrain(config, trainer.run.root, trainer.runtime)
+    assert not left
+    assert json.loads((trainer.run.root / "fault.json").read_text())["begins_at"] == 2
+    assert [line["loss"] for line in lines(trainer)] == [line["loss"] for line in lines(whole)]
+
+
+def test_contexts_end_with_an_error(make_trainer: Callable[..., Trainer]):
+    """Each of them undoes what it did."""
+    delayed = make_trainer(m6__gradient_delay={"accept_loss": True}, zero_optimization={"stage": 1})
+    optimizer = delayed.engine._late._optimizer
+    with pytest.raises(KeyError), delayed.engine._late.exchanging():
+        raise KeyError
+    assert "step" not in vars(optimizer)
+    delayed.engine._deepspeed.train()
+    with pytest.raises(KeyError), delayed.engine.evaluating():
+        raise KeyError
+    assert delayed.engine.module.training
+    weights = {parameter: torch.zeros_like(parameter) for parameter in delayed.engine.module.parameters()}
+    before = [parameter.data_ptr() for parameter in weights]
+    with pytest.raises(KeyError), flushless_pipeline._in_parameters(weights):
+        raise KeyError
+    assert [parameter.data_ptr() for parameter in weights] == before
+    for parameter in weights:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(KeyError), FlushlessPipelineEngine._set_aside(SimpleNamespace(_trained=list(weights))):
+        raise KeyError
+    assert all(parameter.grad is not None for parameter in weights)

@@ -1,0 +1,201 @@
+"""Compares at the start what the ranks run: one with another learning rate or other data would train on unnoticed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import m6
+from m6.config.run import RunConfig
+from m6.data.codes import CODES_FOLDER
+from m6.data.manifest import MANIFEST_NAME
+from m6.errors import StorageError, UserError
+from m6.files import sha256, write_text
+from m6.runs.processes import Runtime, on_main_rank
+
+_PACKAGES = (
+    "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "sentencepiece", "numpy", "pyarrow", "pillow",
+    "pydantic", "peft", "triton",
+)  # fmt: skip
+# Variables that choose numbers, kernels or collectives. Others may differ, such as names of network cards.
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "DS_ACCELERATOR", "HF_HUB_OFFLINE",
+    "MKL_CBWR", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_CROSS_NIC",
+    "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED", "PYTHONOPTIMIZE",
+    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT", "WORLD_SIZE",
+)  # fmt: skip
+_SOURCES = ("m6", "moe", "offload", "native")
+# Differences that are named of one rank, and ranks that are named.
+_NAMED = 4
+_ABSENT = "absent"
+# NFS may show a folder as it was a minute ago.
+_VISIBLE_AFTER_S, _POLL_S = 60.0, 0.5
+
+
+def attest(config: RunConfig, runtime: Runtime, restart: bool = False) -> None:
+    """Compares what all ranks run with: configuration, code, versions, environment, data and tokenizers.
+
+    Every rank calls this function, before anything else that depends on them. Equal ranks exchange a checksum each.
+
+    Args:
+        restart: whether this rank was told to begin at step 0.
+
+    Raises:
+        UserError: on every rank, with the ranks that differ from rank 0, their nodes, the keys and both values.
+    """
+    if runtime.world_size == 1:
+        return
+    own = _facts(config, restart)
+    checksums = [""] * runtime.world_size
+    dist.all_gather_object(checksums, hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest())
+    if len(set(checksums)) == 1:
+        return
+    of_main: list[Any] = [own]
+    dist.broadcast_object_list(of_main, src=0)
+    differences: list[list[str]] = [[]] * runtime.world_size
+    dist.all_gather_object(differences, _differences(own, of_main[0]))
+    by_difference: dict[str, list[int]] = {}
+    for rank, found in enumerate(differences):
+        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        if found:
+            by_difference.setdefault(", ".join(found[:_NAMED]) + more, []).append(rank)
+    said = [f"{_ranks(runtime, ranks)}: {text}" for text, ranks in by_difference.items()]
+    more = f"; and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
+    raise UserError(f"ranks differ from {runtime.name_of(0)}; {'; '.join(said[:_NAMED])}{more}")
+
+
+def check_shared(root: Path, runtime: Runtime) -> None:
+    """Checks that all ranks see the folder of the run that rank 0 writes into. Every rank calls this function.
+
+    Raises:
+        StorageError: on every rank, with those that do not see a file of rank 0, and their nodes.
+    """
+    if runtime.world_size == 1:
+        return
+    prefix = ".shared_"
+
+    def write() -> str:
+        for old in root.glob(f"{prefix}*"):  # of an attempt that was killed
+            old.unlink(missing_ok=True)
+        name = prefix + secrets.token_hex(8)
+        write_text(root / name, name)
+        return name
+
+    name = on_main_rank(write)
+    blind: list[bool] = [False] * runtime.world_size
+    dist.all_gather_object(blind, not _appears(root / name, name))
+    on_main_rank(lambda: (root / name).unlink(missing_ok=True))
+    if ranks := [rank for rank, hidden in enumerate(blind) if hidden]:
+        raise StorageError(
+            f"{root}: {_ranks(runtime, ranks)} did not see for {_VISIBLE_AFTER_S:.0f} s what {runtime.name_of(0)} "
+            "wrote there; --run-dir takes a folder on a file system that all nodes share"
+        )
+
+
+def _appears(file: Path, content: str) -> bool:
+    deadline = time.monotonic() + _VISIBLE_AFTER_S
+    while True:
+        for folder in (file.parent.parent, file.parent):  # to open a folder makes NFS ask its server
+            with contextlib.suppress(OSError):
+                os.scandir(folder).close()
+        try:
+            if file.read_text(encoding="utf-8") == content:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+def _facts(config: RunConfig, restart: bool) -> dict[str, str]:
+    """What has to be equal on all ranks, by name."""
+    data = config.m6.data
+    folders = {"m6.data.tokenizer": data.tokenizer, "m6.data.image_tokenizer": data.image_tokenizer}
+    facts = dict(_flatten(config.document))
+    facts |= {f"environment variable {name}": os.environ.get(name, _ABSENT) for name in _VARIABLES}
+    facts |= {f"version of {name}": version for name, version in _versions()}
+    facts |= _code()
+    facts["--restart"] = str(restart).lower()
+    manifests = [data.path / MANIFEST_NAME, *sorted(data.path.glob(f"{CODES_FOLDER}/*/{MANIFEST_NAME}"))]
+    facts |= {f"checksum of m6.data.path {file}": _checksum(file) for file in manifests}
+    for key, folder in folders.items():
+        files = sorted(Path(folder).rglob("*")) if folder is not None else []
+        facts |= {f"checksum of {key} {file}": _checksum(file) for file in files if file.is_file()}
+    if (init := config.m6.init) is not None:
+        # Of a run, the newest checkpoint: its manifest has the checksums of the weights.
+        newest = sorted(init.glob("checkpoints/step_*/manifest.json"))[-1:]
+        facts |= {f"checksum of m6.init {file}": _checksum(file) for file in (*sorted(init.glob("*.json")), *newest)}
+    return facts
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, entry in value.items():
+            yield from _flatten(entry, f"{name}.{key}" if name else key)
+    else:
+        yield name, json.dumps(value, ensure_ascii=False)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    yield "m6-recipes", m6.__version__
+    yield "CUDA", str(torch.version.cuda)
+    if torch.cuda.is_available():
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+    for name in _PACKAGES:
+        # What is loaded decides, and may be another copy than the one that is installed.
+        loaded = getattr(sys.modules.get(name), "__version__", None)
+        try:
+            yield name, str(loaded or importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield name, _ABSENT
+
+
+@cache
+def _code() -> dict[str, str]:
+    root = Path(__file__).resolve().parents[2]
+    suffixes = (".py", ".json", ".cpp", ".cu", ".h")
+    files = (file for name in _SOURCES for file in sorted((root / name).rglob("*")) if file.suffix in suffixes)
+    return {f"checksum of the code {file.relative_to(root)}": _checksum(file) for file in files}
+
+
+def _checksum(file: Path) -> str:
+    try:
+        return sha256(file)[:12]
+    except OSError as error:  # on this node: the ranks differ
+        return f"unreadable ({error.strerror})"
+
+
+def _differences(own: dict[str, str], of_main: dict[str, str]) -> list[str]:
+    """Each difference in words; the configuration comes first, since it explains others."""
+    keys = [*of_main, *(key for key in own if key not in of_main)]
+    pairs = ((key, own.get(key, _ABSENT), of_main.get(key, _ABSENT)) for key in keys)
+    return [f"{key} is {_short(mine)} instead of {_short(theirs)}" for key, mine, theirs in pairs if mine != theirs]
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 100 else f"{value[:97]}..."
+
+
+def _ranks(runtime: Runtime, ranks: list[int]) -> str:
+    """Such as "rank 1 on a, rank 2 on b and 3 more"."""
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(map(runtime.name_of, ranks[:_NAMED])) + more

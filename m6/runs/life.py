@@ -1,0 +1,158 @@
+"""Tells which rank was lost: those that survive it get an error of a connection, which names nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from m6.errors import RetryableError, UserError
+from m6.runs.processes import Runtime
+
+# How often a rank shows that it lives, and how long it may be silent. Launchers kill survivors after half a minute.
+_BEAT_S, _SILENT_S = 4.0, 14.0
+# How long a process that was killed may take to end.
+_DYING_S, _POLL_S = 3.0, 0.1
+# How many of the reasons that ranks left are read.
+_REASONS = 16
+# What errors of gloo, NCCL and the store of the process group speak of.
+_OF_CONNECTIONS = ("gloo", "nccl", "connection", "socket", "store", "peer", "timed out", "timeout")
+
+
+class LifeSigns:
+    """Shows the other ranks that this one lives, and tells whose signs have ended.
+
+    Ranks of one machine see each other's processes. Of a rank elsewhere they see a number in the store of the process
+    group, which it counts up. A rank that ends with an error leaves its reason there.
+
+    Every rank makes this object.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._over = runtime, threading.Event()
+        self._alone = runtime.world_size == 1
+        if self._alone:
+            return
+        # A connection of its own: another thread's waiting would keep the beats back.
+        self._store: dist.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._beat(0)
+        processes: list[tuple[str, int, str | None]] = [("", 0, None)] * runtime.world_size
+        own = (_machine(), os.getpid(), _start_of(os.getpid()))
+        dist.all_gather_object(processes, own)
+        self._seen = {
+            rank: (process, begun)
+            for rank, (machine, process, begun) in enumerate(processes)
+            if rank != runtime.rank and machine == own[0] and begun is not None and _start_of(process) == begun
+        }
+        self._unseen = [rank for rank in range(runtime.world_size) if rank not in {runtime.rank, *self._seen}]
+        threading.Thread(target=self._go_on, name="life signs", daemon=True).start()
+
+    @contextlib.contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Turns the error of a connection to a rank that was lost into one that names the rank.
+
+        Raises:
+            RetryableError: the ranks that were lost, with their nodes and with the reasons that they left.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            of_connection = any(sign in str(error).lower() for sign in _OF_CONNECTIONS)
+            lost = self._lost() if of_connection and not isinstance(error, torch.OutOfMemoryError) else {}
+            self._leave(str(error), list(lost))
+            if not lost:
+                raise
+            raise RetryableError("; ".join(map(self._in_words, lost, lost.values()))) from error
+        except BaseException as error:
+            self._leave(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", [])
+            raise
+
+    def close(self) -> None:
+        """Ends the signs."""
+        self._over.set()
+
+    def _go_on(self) -> None:
+        number = 0
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
+            while not self._over.wait(_BEAT_S):
+                number += 1
+                self._beat(number)
+
+    def _beat(self, number: int) -> None:
+        self._store.set(f"m6_beat/{self._runtime.rank}", str(number))
+
+    def _leave(self, reason: str, lost: list[int]) -> None:
+        """Tells why this rank ends; ``lost`` are the ranks without which it cannot go on."""
+        if not self._alone:
+            with contextlib.suppress(RuntimeError):
+                number = self._store.add("m6_left", 1)
+                self._store.set(f"m6_left/{number}", json.dumps([self._runtime.rank, reason, lost]))
+
+    def _lost(self) -> dict[int, str]:
+        """The ranks that were lost, each with its reason if it left one. It takes seconds."""
+        if self._alone:
+            return {}
+        beats = self._beats()
+        silent_at = time.monotonic() + (_SILENT_S if self._unseen else _DYING_S)
+        while time.monotonic() < silent_at:
+            left = self._reasons()
+            gone = {rank for rank in self._seen if self._ended(rank)} | left.keys()
+            # Whoever left because of another rank was not lost itself.
+            named = {other for _, lost in left.values() for other in lost if other != self._runtime.rank}
+            if found := (gone - {rank for rank, (_, lost) in left.items() if lost}) | named:
+                return {rank: left[rank][0] if rank in left else "" for rank in sorted(found)}
+            time.sleep(_POLL_S)
+        later = self._beats()
+        return {rank: "" for rank in self._unseen if later.get(rank) == beats.get(rank)}
+
+    def _beats(self) -> dict[int, bytes]:
+        """What ranks elsewhere have counted; of all but rank 0, if the store went with that."""
+        try:
+            return dict(
+                zip(self._unseen, self._store.multi_get([f"m6_beat/{rank}" for rank in self._unseen]), strict=True)
+            )
+        except RuntimeError:
+            return {rank: os.urandom(8) for rank in self._unseen if rank > 0}
+
+    def _reasons(self) -> dict[int, tuple[str, list[int]]]:
+        """Why the first ranks ended, and which others they missed."""
+        found = {}
+        with contextlib.suppress(RuntimeError):
+            for number in range(1, min(self._store.add("m6_left", 0), _REASONS) + 1):
+                if self._store.check([key := f"m6_left/{number}"]):
+                    rank, reason, lost = json.loads(self._store.get(key))
+                    found[rank] = reason, lost
+        return found
+
+    def _ended(self, rank: int) -> bool:
+        process, begun = self._seen[rank]
+        return _start_of(process) != begun
+
+    def _in_words(self, rank: int, reason: str) -> str:
+        return f"{self._runtime.name_of(rank)} was lost" + (f": {reason}" if reason else "; its own log may say why")
+
+
+def _machine() -> str:
+    """What tells this machine, as its processes see each other, from others."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.environ.get('SLURMD_NODENAME', '')}"
+    return platform.node()
+
+
+def _start_of(process: int) -> str | None:
+    """The time at which a process of this machine began; None if it has ended, or cannot be seen."""
+    with contextlib.suppress(OSError):
+        state, *fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        # Field 22 of proc(5); a zombie has ended, and its parent has not noticed yet.
+        return None if state in "ZX" else fields[18]
+    return None

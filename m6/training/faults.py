@@ -1,0 +1,77 @@
+"""A fault that may pass: the run begins again at its last checkpoint, once. If the fault comes back, the run failed.
+
+Megatron-LM's rerun state machine tells transient from persistent faults in the same way: what a second computation of
+the same steps repeats is in the data, in the program or in a device that stays broken.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import NoReturn
+
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.errors import RetryableError, UserError
+from m6.files import write_json
+from m6.runs.directory import FAULT, RunDirectory
+from m6.runs.processes import on_main_rank
+
+
+class PassingFault(RetryableError):
+    """The run begins again from its newest checkpoint; every rank raises it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong in some steps; equal on all ranks.
+
+    Attributes:
+        first_step, last_step: numbers of these steps.
+        reason: in words.
+    """
+
+    first_step: int
+    last_step: int
+    reason: str
+
+
+def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
+    """Ends the training, whose last checkpoint is complete. Every rank calls this function.
+
+    A fault has come back if no checkpoint has been added since the one before, or if it is in the same steps.
+
+    Args:
+        may_restart: whether the caller begins again.
+
+    Raises:
+        PassingFault: the first time; RUN/fault.json records it.
+        UserError: it has come back; RUN/FATAL holds the reason.
+    """
+
+    def decide() -> str:
+        newest = [int(folder.name.removeprefix("step_")) for folder in complete_checkpoints(run.checkpoints)][-1:]
+        begins_at, file = (newest or [0])[0], run.root / FAULT
+        before = _read(run)
+        came_back = before is not None and (begins_at <= before["begins_at"] or fault.first_step <= before["last_step"])
+        if came_back or not may_restart:
+            run.fail(
+                fault.reason + (f"; it came back after a restart from step {before['begins_at']}" if before else "")
+            )
+            file.unlink(missing_ok=True)  # whoever removes FATAL tries anew
+            return ""
+        entry = {"first_step": fault.first_step, "last_step": fault.last_step, "begins_at": begins_at}
+        write_json(file, {**entry, "reason": fault.reason})
+        return f"{fault.reason}; begins again at step {begins_at}"
+
+    if restart := on_main_rank(decide):
+        raise PassingFault(restart)
+    raise UserError(fault.reason)
+
+
+def _read(run: RunDirectory) -> dict[str, int] | None:
+    """The fault before; None if there was none, or its record is damaged."""
+    try:
+        entry = json.loads((run.root / FAULT).read_text(encoding="utf-8"))
+        return {name: int(entry[name]) for name in ("begins_at", "last_step")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
