@@ -64,8 +64,9 @@ class MoEConfig:
         num_shared_experts: experts that compute every token, in addition to the routed ones (arXiv 2401.06066).
         shared_expert_gate: multiply the shared experts' output by the sigmoid of a linear map of the token (Qwen2-MoE).
         aux_loss_weight: weight of the load-balancing loss.
-        balance_scope: that loss counts the loads of this rank's micro-batch ("micro_batch") or of the micro-batches of
-            all ranks ("global_batch", arXiv 2501.11873).
+        balance_scope: that loss counts the loads of this rank's micro-batch ("micro_batch"), of the micro-batches that
+            all ranks compute at the same time ("global_batch", arXiv 2501.11873), or of each sample ("sequence",
+            DeepSeek-V3, arXiv 2412.19437, equation 17). Only the last does not depend on how a batch is split.
         z_loss_weight: weight of the loss that keeps the router's logits small.
         balance_bias_rate: step of the biases that balance the load without a loss (arXiv 2408.15664); 0: no biases.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
@@ -103,7 +104,7 @@ class MoEConfig:
     num_shared_experts: int = 0
     shared_expert_gate: bool = False
     aux_loss_weight: float = 0.01
-    balance_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
+    balance_scope: Literal["micro_batch", "global_batch", "sequence"] = "micro_batch"
     z_loss_weight: float = 0.0
     balance_bias_rate: float = 0.0
     recompute_activation: bool = False

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.experts import Experts, SharedExperts
+from moe.losses import Sequences
 from moe.parts import TokenPart
-from moe.routing import Router, Routing, RoutingStats, route
+from moe.routing import Router, RouterLosses, Routing, RoutingStats, route
 
 
 class MoEOutput(NamedTuple):
@@ -19,13 +20,16 @@ class MoEOutput(NamedTuple):
 
     Attributes:
         hidden_states: [..., D], zero at padding.
-        aux_loss: [] the sum of the weighted auxiliary losses, to be added to the model's loss.
+        aux_loss: [] the sum of the weighted auxiliary losses, to be added to the model's loss: a mean over tokens.
         stats: see ``RoutingStats``.
+        aux_losses: [...] what each token adds to that mean, before the division by their number; 0 at padding. None for
+            a part of tokens.
     """
 
     hidden_states: Tensor
     aux_loss: Tensor
     stats: RoutingStats
+    aux_losses: Tensor | None
 
 
 class MoELayer(nn.Module):
@@ -89,16 +93,18 @@ class MoELayer(nn.Module):
             hidden_states: [..., D].
             token_mask: bool or integers [...], False or 0 at padding, which is neither routed nor counted, as the
                 ``attention_mask`` of transformers' tokenizers; None: there is no padding. A mask makes the host wait
-                for the device once.
+                for the device once. For ``balance_scope`` "sequence" tokens of a row with the same integer are a
+                sequence, and the host waits twice.
             part: of which tokens these are a part, whose auxiliary losses are those of all; None: they are all.
 
         Raises:
             ValueError: a shape, type or device does not fit the layer.
         """
         tokens, real = self._enter(hidden_states, token_mask)
-        routing, aux_loss, stats = self._route(tokens, part)
+        sequences = self._sequences(hidden_states, token_mask, real, part)
+        routing, losses, stats = self._route(tokens, part, sequences)
         output = self.dispatcher(tokens, routing, self.experts, self._beside())
-        return MoEOutput(_with_padding(output, real, hidden_states), aux_loss, stats)
+        return _output(output, losses, stats, real, hidden_states)
 
     def trip(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> Generator[None, None, MoEOutput]:
         """The same call, which pauses twice: with tokens on their way to experts of other ranks, and on their way back.
@@ -106,11 +112,11 @@ class MoELayer(nn.Module):
         The caller computes something else in the pauses, such as another micro-batch. Needs ``overlap_parts`` 1.
         """
         tokens, real = self._enter(hidden_states, token_mask)
-        routing, aux_loss, stats = self._route(tokens, None)
+        routing, losses, stats = self._route(tokens, None, self._sequences(hidden_states, token_mask, real, None))
         output, beside = (yield from self.dispatcher.trip(tokens, routing, self.experts)), self._beside()
         if beside is not None:
             output = output + beside(tokens)
-        return MoEOutput(_with_padding(output, real, hidden_states), aux_loss, stats)
+        return _output(output, losses, stats, real, hidden_states)
 
     def _enter(self, hidden_states: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the tokens without padding [T, D], and their places among all; None: there is no padding."""
@@ -122,8 +128,25 @@ class MoELayer(nn.Module):
         real = token_mask.reshape(-1).nonzero().squeeze(-1)
         return tokens.index_select(0, real), real
 
-    def _route(self, tokens: Tensor, part: TokenPart | None) -> tuple[Routing, Tensor, RoutingStats]:
-        return route(self.router(tokens), self.config, self.training, self.router.balance_bias, part)
+    def _sequences(
+        self, hidden_states: Tensor, token_mask: Tensor | None, real: Tensor | None, part: TokenPart | None
+    ) -> Sequences | None:
+        """The sequences of the tokens, if each is balanced by itself: rows, or what integers tell apart in them."""
+        if self.config.balance_scope != "sequence" or not self.config.aux_loss_weight:
+            return None
+        shape = hidden_states.shape[:-1]
+        rows = shape[:-1].numel()
+        places = torch.arange(shape.numel(), device=hidden_states.device) if real is None else real
+        numbers = places // max(shape[-1], 1)
+        if token_mask is None or token_mask.dtype == torch.bool or not token_mask.numel():
+            return Sequences(numbers, rows)
+        per_row = int(token_mask.max()) if part is None else part.whole.sequences_per_row
+        return Sequences(numbers * per_row + token_mask.reshape(-1)[places] - 1, rows * per_row)
+
+    def _route(
+        self, tokens: Tensor, part: TokenPart | None, sequences: Sequences | None
+    ) -> tuple[Routing, RouterLosses, RoutingStats]:
+        return route(self.router(tokens), self.config, self.training, self.router.balance_bias, part, sequences)
 
     def _beside(self) -> Callable[[Tensor], Tensor] | None:
         shared = self.shared
@@ -151,8 +174,12 @@ class MoELayer(nn.Module):
             )
 
 
-def _with_padding(output: Tensor, real: Tensor | None, like: Tensor) -> Tensor:
-    """Brings outputs [T, D] of the tokens at ``real`` into the shape of ``like``, with zeros at padding."""
+def _output(output: Tensor, losses: RouterLosses, stats: RoutingStats, real: Tensor | None, like: Tensor) -> MoEOutput:
+    """Brings outputs [T, D] and losses [T] of the tokens at ``real`` into the shape of ``like``, 0 at padding."""
+    of_tokens = losses.of_tokens
     if real is not None:
-        output = output.new_zeros(like.shape[:-1].numel(), output.shape[1]).index_copy(0, real, output)
-    return output.reshape(like.shape)
+        size = like.shape[:-1].numel()
+        output = output.new_zeros(size, output.shape[1]).index_copy(0, real, output)
+        of_tokens = None if of_tokens is None else of_tokens.new_zeros(size).index_copy(0, real, of_tokens)
+    of_tokens = None if of_tokens is None else of_tokens.reshape(like.shape[:-1])
+    return MoEOutput(output.reshape(like.shape), losses.mean, stats, of_tokens)

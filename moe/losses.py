@@ -1,51 +1,77 @@
-"""The auxiliary losses of a router."""
+"""The auxiliary losses of a router: one number for each token, whose mean is the loss of a call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 
-def load_balancing_loss(probabilities: Tensor, chosen_counts: Tensor, scope: str = "micro_batch") -> Tensor:
-    """Returns the mean over prototypes of M * sum_i f_i P_i, which is 1 if the load is even.
+class Sequences(NamedTuple):
+    """The sequences to which tokens belong.
 
-    f_i is the share of the prototype's choices that fell on expert i; it has no gradient. P_i is the mean probability
-    of expert i over the tokens. This is equation 4 of Switch Transformer (arXiv 2101.03961) in every prototype.
+    Attributes:
+        numbers: [T] int64, the sequence of each token.
+        count: the number of sequences G.
+    """
 
-    With the scope "global_batch", f_i is the share over the tokens of all ranks (arXiv 2501.11873, section 3). A token
-    then weighs the same on every rank, so the mean of the ranks' losses is the loss of one rank that has all tokens.
-    This takes one all-reduce of E + 1 numbers over all ranks of the default process group.
+    numbers: Tensor
+    count: int
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums values [T, ...] over the tokens of each sequence, [G, ...]."""
+        return values.new_zeros(self.count, *values.shape[1:]).index_add(0, self.numbers, values)
+
+
+def load_balancing_losses(
+    probabilities: Tensor, chosen_counts: Tensor, scope: str = "micro_batch", sequences: Sequences | None = None
+) -> Tensor:
+    """Returns the mean over prototypes of M * sum_i f_i p_i of each token; the mean of all is 1 if the load is even.
+
+    f_i is the share of the prototype's choices that fell on expert i; it has no gradient. p_i is the token's
+    probability of expert i. The mean over tokens is equation 4 of Switch Transformer (arXiv 2101.03961) in every
+    prototype.
+
+    With the scope "global_batch", f_i is the share over the tokens of all ranks (arXiv 2501.11873, section 3), which
+    takes one all-reduce of E numbers over all ranks of the default process group. With the scope "sequence", it is the
+    share over the tokens of a sequence (DeepSeek-V3, arXiv 2412.19437, equation 17).
 
     Args:
         probabilities: [T, Z, M].
-        chosen_counts: [Z, M], how often each expert was chosen before any choice was dropped.
-        scope: "micro_batch" or "global_batch".
+        chosen_counts: [Z, M], how often each expert was chosen before any choice was dropped; [G, Z, M] by sequence.
+        scope: "micro_batch", "global_batch" or "sequence".
+        sequences: of the tokens, for the scope "sequence".
 
     Returns:
-        A scalar.
+        [T].
     """
-    num_tokens, num_prototypes, experts_per_prototype = probabilities.shape
     counts = chosen_counts.to(probabilities.dtype)
-    tokens_of_mean: float | Tensor = max(num_tokens, 1)
     if scope == "global_batch" and torch.distributed.is_initialized():
-        sums = torch.cat([counts.reshape(-1), counts.new_full((1,), num_tokens)])
-        torch.distributed.all_reduce(sums)
-        counts = sums[:-1].view_as(counts)
-        tokens_of_mean = sums[-1].clamp(min=1) / torch.distributed.get_world_size()
-    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    mean_probabilities = probabilities.sum(0) / tokens_of_mean
-    return experts_per_prototype * (shares * mean_probabilities).sum() / num_prototypes
+        torch.distributed.all_reduce(counts)
+    shares = shares_of(counts)
+    if sequences is not None:
+        shares = shares.index_select(0, sequences.numbers)
+    num_prototypes, experts_per_prototype = probabilities.shape[1:]
+    return (probabilities * shares).sum((1, 2)) * (experts_per_prototype / num_prototypes)
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """Returns the mean over tokens and prototypes of logsumexp(logits)^2: ST-MoE (arXiv 2202.08906), equation 5.
+def shares_of(counts: Tensor) -> Tensor:
+    """Divides counts of choices [..., Z, M] by their sums in each prototype; 0 without choices."""
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def z_losses(logits: Tensor) -> Tensor:
+    """Returns the mean over prototypes of logsumexp(logits)^2: ST-MoE (arXiv 2202.08906), equation 5.
 
     Args:
         logits: [T, Z, M].
 
     Returns:
-        A scalar.
+        [T].
     """
     # torch.logsumexp asks whether there are any tokens, which a compiler does not know with padding.
     largest = logits.detach().amax(-1, keepdim=True)
     log_z = (logits - largest).exp().sum(-1).log() + largest.squeeze(-1)
-    return log_z.square().sum() / max(log_z.numel(), 1)
+    return log_z.square().mean(-1)

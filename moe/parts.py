@@ -7,18 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.losses import Sequences, shares_of
+
 
 class TokenParts:
     """What the calls of a layer leave for each other. All forward passes come before the first backward pass.
 
     Args:
         num_tokens: of all calls, without padding.
+        sequences_per_row: how many sequences a row has at most.
     """
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        # Part -> probabilities [Z, M], summed over its tokens, and counts of choices [Z, M]. Activation checkpointing
-        # repeats a call, which then writes the same.
+    def __init__(self, num_tokens: int, sequences_per_row: int = 1) -> None:
+        self.num_tokens, self.sequences_per_row = num_tokens, sequences_per_row
+        # Part -> probabilities [G, Z, M], summed over its tokens, and counts of choices [G, Z, M], of each sequence or
+        # of all tokens together. Activation checkpointing repeats a call, which then writes the same.
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
 
@@ -29,11 +32,10 @@ class TokenParts:
         return self._loss(sums) - before
 
     def gradient(self) -> Tensor:
-        """The gradient [Z, M] of the loss of all parts by sums of probabilities: M f_i / (Z T)."""
+        """The gradient [G, Z, M] of the loss of all parts by sums of probabilities: M f_i / (Z T)."""
         counts = torch.stack([*self._counts.values()]).sum(0)
-        shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-        num_prototypes, experts_per_prototype = counts.shape
-        return shares * (experts_per_prototype / num_prototypes / max(self.num_tokens, 1))
+        num_prototypes, experts_per_prototype = counts.shape[1:]
+        return shares_of(counts) * (experts_per_prototype / num_prototypes / max(self.num_tokens, 1))
 
     def _loss(self, like: Tensor) -> Tensor:
         if not self._sums:
@@ -53,25 +55,34 @@ class TokenPart(NamedTuple):
     number: int
 
 
-def load_balancing_loss_of_part(probabilities: Tensor, chosen_counts: Tensor, part: TokenPart) -> Tensor:
-    """Returns a part's share of ``load_balancing_loss``: the shares of all parts add up to the loss of all tokens.
+def load_balancing_loss_of_part(
+    probabilities: Tensor, chosen_counts: Tensor, part: TokenPart, sequences: Sequences | None = None
+) -> Tensor:
+    """Returns a part's share of the mean of ``load_balancing_losses``: the shares of all parts add up to it.
 
     The shares f_i of all tokens are known when the last part has gone forward, in time for all backward passes.
 
     Args:
         probabilities: [T, Z, M] of the part.
-        chosen_counts: [Z, M] of the part.
+        chosen_counts: [Z, M] of the part, or [G, Z, M].
+        sequences: of the part's tokens, if the loss counts each by itself.
     """
-    loss: Tensor = _LossOfPart.apply(probabilities.sum(0), chosen_counts, part)
+    loss: Tensor = _LossOfPart.apply(probabilities, chosen_counts, part, sequences)
     return loss
 
 
 class _LossOfPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, counts: Tensor, part: TokenPart) -> Tensor:
-        ctx.whole = part.whole
-        return part.whole.add(part.number, sums, counts.to(sums.dtype))
+    def forward(
+        ctx: Any, probabilities: Tensor, counts: Tensor, part: TokenPart, sequences: Sequences | None
+    ) -> Tensor:
+        ctx.whole, ctx.sequences, ctx.num_tokens = part.whole, sequences, len(probabilities)
+        sums = probabilities.sum(0, keepdim=True) if sequences is None else sequences.sums(probabilities)
+        return part.whole.add(part.number, sums, counts.to(sums.dtype).view_as(sums))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.whole.gradient(), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = grads[0] * ctx.whole.gradient()
+        if ctx.sequences is None:
+            return gradient.expand(ctx.num_tokens, -1, -1), None, None, None
+        return gradient.index_select(0, ctx.sequences.numbers), None, None, None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe.config import MoEConfig
 from moe.deferred_gradients import DeferredUses
 from moe.groups import among_all, best_groups, by_prototype, of_groups
-from moe.losses import load_balancing_loss, z_loss
+from moe.losses import Sequences, load_balancing_losses, z_losses
 from moe.parts import TokenPart, load_balancing_loss_of_part
 from moe.precision import without_autocast
 from moe.wide_linear import WideLinear
@@ -36,6 +36,18 @@ class RoutingStats(NamedTuple):
     chosen_counts: Tensor
     without_expert: Tensor
     gate_sum: Tensor
+
+
+class RouterLosses(NamedTuple):
+    """The weighted auxiliary losses of a call.
+
+    Attributes:
+        mean: [] over the call's tokens; of a part of tokens its share of the mean over all.
+        of_tokens: [T] the number of each token, of which it is the mean; None for a part of tokens.
+    """
+
+    mean: Tensor
+    of_tokens: Tensor | None
 
 
 class Routing(NamedTuple):
@@ -109,16 +121,18 @@ def route(
     training: bool,
     balance_bias: Tensor | None = None,
     part: TokenPart | None = None,
-) -> tuple[Routing, Tensor, RoutingStats]:
+    sequences: Sequences | None = None,
+) -> tuple[Routing, RouterLosses, RoutingStats]:
     """Chooses experts for every token in each prototype. Each step is one of the functions below.
 
     Args:
         logits: [T, Z, M] of the tokens without padding; T may be 0.
         balance_bias: [E], see ``choose``.
         part: of which tokens these are a part; None: all.
+        sequences: of the tokens, for ``balance_scope`` "sequence".
 
     Returns:
-        The pairs to compute, the sum of the weighted auxiliary losses [], and the statistics.
+        The pairs to compute, the weighted auxiliary losses, and the statistics.
     """
     num_tokens = len(logits)
     scores = gating_scores(logits, config)
@@ -128,17 +142,19 @@ def route(
     gates, experts = choose(logits, scores, config, balance_bias)
     routing, chosen_counts = sort_by_expert(gates, experts, config, training)
 
-    aux_loss = logits.new_zeros(())
+    of_tokens, of_part = logits.new_zeros(num_tokens), logits.new_zeros(())
     if config.aux_loss_weight:
-        choices = by_prototype(chosen_counts, config)
+        counts = chosen_counts if sequences is None else _counts_by_sequence(experts, sequences, config)
+        choices = by_prototype(counts, config)
         if part is None:
-            balance = load_balancing_loss(distribution, choices, config.balance_scope)
+            balance = load_balancing_losses(distribution, choices, config.balance_scope, sequences)
+            of_tokens = config.aux_loss_weight * balance
         else:
-            balance = load_balancing_loss_of_part(distribution, choices, part)
-        aux_loss = config.aux_loss_weight * balance
+            of_part = config.aux_loss_weight * load_balancing_loss_of_part(distribution, choices, part, sequences)
     if config.z_loss_weight:
-        share = 1.0 if part is None else num_tokens / max(part.whole.num_tokens, 1)
-        aux_loss = aux_loss + config.z_loss_weight * share * z_loss(logits)
+        of_tokens = of_tokens + config.z_loss_weight * z_losses(logits)
+    whole = num_tokens if part is None else part.whole.num_tokens
+    losses = RouterLosses(of_part + of_tokens.sum() / max(whole, 1), of_tokens if part is None else None)
 
     with torch.no_grad():
         # 0 * logit is NaN for a logit that is NaN or infinite: so the statistics show it, and nothing waits for the
@@ -154,7 +170,7 @@ def route(
             without_expert=scores.new_ones(num_tokens).index_fill(0, routing.tokens, 0).sum().float(),
             gate_sum=routing.gates.sum().float(),
         )
-    return routing, aux_loss, stats
+    return routing, losses, stats
 
 
 def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
@@ -253,6 +269,13 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     place = torch.arange(len(order), device=order.device) - (ends - chosen_counts)[sorted_experts]
     order = precedence[order][place < capacity[sorted_experts]]
     return Routing(order % max(num_tokens, 1), gates[order], chosen_counts.minimum(capacity)), chosen_counts
+
+
+def _counts_by_sequence(experts: Tensor, sequences: Sequences, config: MoEConfig) -> Tensor:
+    """Counts the choices [T, Z, top_k] of each sequence, [G, E], also those that are dropped."""
+    places = (sequences.numbers[:, None] * config.num_experts + experts.flatten(1)).reshape(-1)
+    counts = places.new_zeros(sequences.count * config.num_experts)
+    return counts.index_add(0, places, torch.ones_like(places)).view(sequences.count, config.num_experts)
 
 
 def capacities(config: MoEConfig, num_tokens: int, training: bool, device: torch.device) -> Tensor | None:

@@ -83,7 +83,13 @@ class M6Config(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "m6"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "router_stats", "target_losses", "aux_loss"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "router_stats",
+        "target_losses",
+        "aux_loss",
+        "aux_losses",
+    ]
     # transformers sizes its key-value caches by num_hidden_layers.
     attribute_map: ClassVar[dict[str, str]] = {"num_hidden_layers": "num_layers"}
 

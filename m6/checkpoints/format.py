@@ -15,6 +15,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +54,11 @@ class Range:
     def key(self) -> str:
         """The name of the range in its safetensors file."""
         return f"{self.name}|{self.kind}|{self.offset}"
+
+    @property
+    def end(self) -> int:
+        """The first element behind the range."""
+        return self.offset + self.numel
 
 
 def no_sign() -> None:
@@ -260,14 +266,18 @@ class CheckpointReader:
         if stored_ranges is None:
             raise UserError(f"{self.folder}: holds no {kind} of {name}; it belongs to another model or optimizer")
         end, position = offset + target.numel(), offset
-        # The last range that begins at or before ``offset``; ranges of different ranks may overlap.
-        index = max(0, bisect_right([stored.offset for stored in stored_ranges], offset) - 1)
+        # Ranges of different ranks may overlap, and contain each other. Of those that begin at or before a place, the
+        # one that reaches furthest has it if any does.
+        offsets = [stored.offset for stored in stored_ranges]
+        furthest = list(accumulate(stored_ranges, lambda one, other: max(one, other, key=lambda each: each.end)))
         while position < end:
-            stored = stored_ranges[index]
-            index += 1
-            if stored.offset + stored.numel <= position:
-                continue
-            stop = min(end, stored.offset + stored.numel)
+            index = bisect_right(offsets, position) - 1
+            if index < 0 or furthest[index].end <= position:
+                raise UserError(
+                    f"{self.folder / MANIFEST}: corrupt: no range has element {position} of {name} ({kind})"
+                )
+            stored = furthest[index]
+            stop = min(end, stored.end)
             target[position - offset : stop - offset].copy_(self.read_range(stored, position, stop))
             position = stop
 

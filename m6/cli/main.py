@@ -191,9 +191,8 @@ def delink(
 @app.command()
 def evaluate(
     run: RunFolder,
-    batches: Annotated[
-        int | None,
-        typer.Option(min=1, help="micro-batches per objective; default: as many as during training"),
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="rows per objective; default: as many as during training")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help='a data folder, made by "m6 data build"; default: the one the run learned from')
@@ -208,7 +207,7 @@ def evaluate(
 
     out = out or report_file(run, data, split)
     check_file(out, "the Markdown file")
-    written = write_report(run, out, batches, data, split)
+    written = write_report(run, out, rows, data, split)
     print(written.read_text(encoding="utf-8"))
 
 

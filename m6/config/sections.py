@@ -174,7 +174,9 @@ class EvaluationSettings(Section):
     """Validation during training; it measures one mean loss per objective."""
 
     interval_steps: PositiveInt = Field(200, description="steps between validations; one also runs at the end")
-    num_batches: PositiveInt = Field(8, description="micro-batches per objective")
+    num_rows: PositiveInt = Field(
+        256, description="rows per objective: the same ones for every micro-batch, number of ranks and seed"
+    )
 
 
 class SampleSettings(Section):

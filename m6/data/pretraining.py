@@ -286,15 +286,17 @@ class PretrainingData:
                 )
             yield batch
 
-    def validation_micro_batches(self, objective: str, num: int, split: str = "validation") -> Sequence[MicroBatch]:
-        """Returns up to ``num`` micro-batches of one objective on a held-out split, made when they are indexed.
+    def validation_micro_batches(
+        self, objective: str, num_rows: int, split: str = "validation"
+    ) -> Sequence[MicroBatch]:
+        """Returns up to ``num_rows`` rows of one objective on a held-out split, in micro-batches made when indexed.
 
         They are equal for all seeds: each row is read once, in a fixed random order and with fixed corruption. The last
-        micro-batch may be smaller. Rows that cannot be used are left out. The sequence is empty if no source of the
-        objective has rows in the split.
+        micro-batch may be smaller, and the size of the others does not change which rows are read. Rows that cannot be
+        used are left out. The sequence is empty if no source of the objective has rows in the split.
         """
         self.objectives.of(objective)
-        return ValidationBatches(self, objective, num, split)
+        return ValidationBatches(self, objective, num_rows, split)
 
     def _find_codes(self) -> CodesManifest | None:
         if not any(reads_codes(name) for name in self.active_objectives):

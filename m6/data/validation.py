@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 class ValidationBatches(Sequence[MicroBatch]):
     """The micro-batches of ``PretrainingData.validation_micro_batches``."""
 
-    def __init__(self, data: PretrainingData, objective: str, num: int, split: str) -> None:
+    def __init__(self, data: PretrainingData, objective: str, num_rows: int, split: str) -> None:
         self._data, self._objective, self._split = data, objective, split
         manifest = data.manifest
         eligible = [s for s in data.source_weights if manifest.sources[s].kind == source_kind(objective)]
         self._sizes = {source: manifest.split(source, split).rows for source in eligible}
         self._total = sum(self._sizes.values())
-        self._length = min(num, -(-self._total // data.micro_batch_size))
+        self._read = min(num_rows, self._total)
+        self._length = -(-self._read // data.micro_batch_size)
 
     def __len__(self) -> int:
         return self._length
@@ -33,7 +34,7 @@ class ValidationBatches(Sequence[MicroBatch]):
         data, size = self._data, self._data.micro_batch_size
         bad_rows: list[str] = []
         read = []
-        for position in range(index * size, min((index + 1) * size, self._total)):
+        for position in range(index * size, min((index + 1) * size, self._read)):
             # A fixed key instead of the run's seed: validation losses are comparable between runs.
             source, row = self._locate(permuted(position, self._total, key=0))
             read.append(data.read_row(self._objective, source, self._split, row, position, bad_rows))

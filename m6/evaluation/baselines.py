@@ -1,4 +1,4 @@
-"""Baselines: the loss of n-gram models on the targets of the validation micro-batches."""
+"""Baselines: the loss of n-gram models on the targets of the validation rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def baselines_file(run_dir: Path) -> Path:
     return run_dir / "baselines.json"
 
 
-def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselines:
+def run_baselines(run_dir: Path, config: RunConfig, num_rows: int) -> Baselines:
     """Returns the baselines of a run. They are stored in RUN/baselines.json and computed only if an input changed.
 
     If the folder is read-only, a warning says that they are not stored.
@@ -40,7 +40,7 @@ def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselin
     Args:
         run_dir: folder of the run.
         config: configuration of the run.
-        num_batches: validation micro-batches per objective.
+        num_rows: validation rows per objective.
 
     Returns:
         {objective: {model of ``orders``: mean loss in nats per target}} for every objective with validation data.
@@ -48,12 +48,12 @@ def run_baselines(run_dir: Path, config: RunConfig, num_batches: int) -> Baselin
     from m6.runs.data import open_data
 
     data = open_data(config)
-    inputs = _inputs(config, data, num_batches)
+    inputs = _inputs(config, data, num_rows)
     file = baselines_file(run_dir)
     stored = _read(file)
     if stored is not None and stored["made_from"] == inputs:
         return stored["losses"]
-    losses = compute_baselines(config, data, num_batches)
+    losses = compute_baselines(config, data, num_rows)
     try:
         write_json(file, {"made_from": inputs, "losses": losses})
     except OSError as error:
@@ -70,11 +70,11 @@ def read_baselines(run_dir: Path) -> Baselines:
 
 
 def compute_baselines(
-    config: RunConfig, data: PretrainingData, num_batches: int, held_out: PretrainingData | None = None
+    config: RunConfig, data: PretrainingData, num_rows: int, held_out: PretrainingData | None = None
 ) -> Baselines:
-    """Trains n-gram models on each objective's training targets and evaluates them on its validation micro-batches.
+    """Trains n-gram models on each objective's training targets and evaluates them on its validation rows.
 
-    With ``held_out``, they are evaluated on micro-batches of its split instead.
+    With ``held_out``, they are evaluated on rows of its split instead.
 
     Every training row of the objective's sources is used once; the sources' weights in the mixture are ignored. The
     n-gram models have the vocabulary of the run's model, so that the losses are comparable. The unigram model, which
@@ -83,9 +83,9 @@ def compute_baselines(
     losses: Baselines = {}
     for objective in (held_out or data).active_objectives:
         if held_out is None:
-            batches = data.validation_micro_batches(objective, num_batches)
+            batches = data.validation_micro_batches(objective, num_rows)
         else:
-            batches = held_out.validation_micro_batches(objective, num_batches, held_out.split)
+            batches = held_out.validation_micro_batches(objective, num_rows, held_out.split)
         evaluated = batch_targets(batches, data.tokenizer.bos_token_id)
         if not evaluated:  # no validation rows, or none that can be used
             continue
@@ -103,6 +103,8 @@ def compute_baselines(
 
 def _log_book_masses(unigram: NGramModel, config: M6Config) -> Floats:
     """Log probability in nats of the codebook of each token, [V]; 0 for text, which competes with all tokens."""
+    if not config.image_vocab_size:
+        return np.zeros(config.vocab_size)
     pairs = [np.array([config.bos_token_id, token]) for token in range(config.vocab_size)]
     each = np.exp(unigram.log_probabilities(pairs))
     books = each[config.first_code_id :].reshape(config.codes_per_place, config.codebook_size).sum(axis=1)
@@ -139,7 +141,7 @@ def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints
     return targets
 
 
-def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[str, Any]:
+def _inputs(config: RunConfig, data: PretrainingData, num_rows: int) -> dict[str, Any]:
     """Returns everything that the baselines depend on."""
     settings = config.m6
     # Anything missing here would leave stale baselines in use.
@@ -152,8 +154,7 @@ def _inputs(config: RunConfig, data: PretrainingData, num_batches: int) -> dict[
         "sequence_length": settings.data.sequence_length,
         "num_patches": config.model.num_patches,
         "codes_per_place": config.model.codes_per_place,
-        "micro_batch_size": config.deepspeed.micro_batch_size,
-        "num_batches": num_batches,
+        "num_rows": num_rows,
     }
 
 

@@ -46,7 +46,7 @@ def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:
 
 
 def write_report(
-    run_dir: Path, out: Path, num_batches: int | None = None, folder: Path | None = None, split: str | None = None
+    run_dir: Path, out: Path, num_rows: int | None = None, folder: Path | None = None, split: str | None = None
 ) -> Path:
     """Evaluates a run's newest checkpoint and writes the report.
 
@@ -55,7 +55,7 @@ def write_report(
     Args:
         run_dir: a run with a complete checkpoint.
         out: the Markdown file to write; samples are written to a folder next to it.
-        num_batches: micro-batches per objective; None: as many as during training.
+        num_rows: rows per objective; None: as many as during training.
         folder: the data folder to evaluate on; None: the run's own.
         split: the split to evaluate on; None: validation, with samples of the test split.
 
@@ -68,27 +68,27 @@ def write_report(
     config = with_kept_tokenizers(run_dir, load_config(run_dir / "config.json"))
     reader = open_newest_checkpoint(run_dir)
     data = open_held_out(run_dir, config, folder, split or "validation")
-    num_batches = num_batches or config.m6.evaluation.num_batches
+    num_rows = num_rows or config.m6.evaluation.num_rows
     device = default_device()
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     model.to_empty(device=device).eval()
     initial, lost = _load_initial_weights(model, run_dir, config)
-    untrained = {} if initial is None else validation_losses(model, data, num_batches)
+    untrained = {} if initial is None else validation_losses(model, data, num_rows)
     # One model for both measurements: a second copy might not fit into memory.
     load_weights(model, reader)
-    trained = validation_losses(model, data, num_batches)
+    trained = validation_losses(model, data, num_rows)
     if folder is None and split is None:
-        baselines = run_baselines(run_dir, config, num_batches)
+        baselines = run_baselines(run_dir, config, num_rows)
     else:
-        baselines = _baselines_on(data, run_dir, config, num_batches)
+        baselines = _baselines_on(data, run_dir, config, num_rows)
     metrics = RunDirectory(run_dir).read_metrics()
     parts = [
         f"# {run_dir.absolute().name}",
         _origin(run_dir, config, reader, device),
         f"## Loss on {data.split} of {data.manifest.folder}",
-        f"Nats per target token, with the perplexity in brackets, on up to {num_batches} micro-batches of "
-        f"{config.deepspeed.micro_batch_size} samples for each objective." + _missing(config, lost, not baselines),
+        f"Nats per target token, with the perplexity in brackets, on up to {num_rows} rows "
+        "for each objective." + _missing(config, lost, not baselines),
         _loss_table(initial, untrained, trained, baselines, reader.state["step"]),
         *_by_source(trained, data.sources),
         *filter(None, [describe_left_out(config, data), describe_overlap(run_dir, data)]),
@@ -128,12 +128,12 @@ class Losses(NamedTuple):
 
 
 @torch.no_grad()
-def validation_losses(model: M6ForConditionalGeneration, data: PretrainingData, num_batches: int) -> dict[str, Losses]:
+def validation_losses(model: M6ForConditionalGeneration, data: PretrainingData, num_rows: int) -> dict[str, Losses]:
     """Returns the losses of each objective with rows in the split."""
     losses = {}
     for objective in data.active_objectives:
         sums = torch.zeros(2, len(data.sources), dtype=torch.float64)
-        for cpu_batch in data.validation_micro_batches(objective, num_batches, data.split):
+        for cpu_batch in data.validation_micro_batches(objective, num_rows, data.split):
             batch = cpu_batch.to(model.device)
             # Summed per target, not per batch: batches have different numbers of targets.
             output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
@@ -205,11 +205,11 @@ def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: 
     return "\n".join(lines)
 
 
-def _baselines_on(held_out: PretrainingData, run_dir: Path, config: RunConfig, num_batches: int) -> Baselines:
+def _baselines_on(held_out: PretrainingData, run_dir: Path, config: RunConfig, num_rows: int) -> Baselines:
     """The n-gram models of the run's own training split, on other data; empty if the run's data is missing."""
     if not (config.m6.data.path / MANIFEST_NAME).is_file():
         return {}
-    return compute_baselines(config, open_held_out(run_dir, config, None, "train"), num_batches, held_out)
+    return compute_baselines(config, open_held_out(run_dir, config, None, "train"), num_rows, held_out)
 
 
 def _loss_table(

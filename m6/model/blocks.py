@@ -36,13 +36,16 @@ class BlockOutput(NamedTuple):
 
     Attributes:
         hidden_states: [B, S, D].
-        aux_loss: scalar balance loss of a sparse block, None for a dense one.
+        aux_loss: scalar, the weighted losses of a sparse block's router; None for a dense block.
         router_stats: one entry for a sparse block, none for a dense one.
+        aux_losses: [B, S], the numbers of tokens of which ``aux_loss`` is the mean, 0 at padding; None for a dense
+            block and for slices.
     """
 
     hidden_states: Tensor
     aux_loss: Tensor | None = None
     router_stats: tuple[RoutingStats, ...] = ()
+    aux_losses: Tensor | None = None
 
 
 class M6Block(GradientCheckpointingLayer):
@@ -75,7 +78,7 @@ class M6Block(GradientCheckpointingLayer):
         Args:
             hidden_states: [B, S, D].
             mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
-            token_mask: bool [B, S], False at padding, which is not routed to experts.
+            token_mask: int64 [B, S], 0 at padding, which is not routed to experts, and else the number of the sample.
             layer_index: the layer's number, see ``Attention.forward``.
             rotation: see ``Attention.forward``.
         """
@@ -83,8 +86,7 @@ class M6Block(GradientCheckpointingLayer):
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
         part = past_key_values.part(layer_index) if isinstance(past_key_values, SliceCache) else None
-        output, aux_loss, stats = self.ffn(normed, token_mask, part)
-        return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
+        return self._with(hidden_states, self.ffn(normed, token_mask, part))
 
     def trip(
         self,
@@ -104,8 +106,12 @@ class M6Block(GradientCheckpointingLayer):
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        output, aux_loss, stats = yield from _deferring(following, self.ffn.trip(normed, token_mask))
-        return BlockOutput(hidden_states + self.dropout(output), aux_loss, (stats,))
+        return self._with(hidden_states, (yield from _deferring(following, self.ffn.trip(normed, token_mask))))
+
+    def _with(self, hidden_states: Tensor, experts: MoEOutput) -> BlockOutput:
+        """Adds the output of the experts to the residual stream."""
+        hidden_states = hidden_states + self.dropout(experts.hidden_states)
+        return BlockOutput(hidden_states, experts.aux_loss, (experts.stats,), experts.aux_losses)
 
     def _attend(
         self,

@@ -30,6 +30,7 @@ class M6PreTrainedModel(PreTrainedModel):
     config_class = M6Config
     config: M6Config
     base_model_prefix = "model"
+    accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
     supports_gradient_checkpointing = True
     _no_split_modules = ["M6Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -150,27 +151,29 @@ class M6Model(M6PreTrainedModel):
 
         # Built once: the mask is the same for all layers.
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
-        token_mask = query_samples != 0
         rotation = self.rotation(query_index)
         # fp32 also in a 16-bit model: small balance losses of many layers add up.
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+        of_rows = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
         all_hidden_states: list[Tensor] = []
         blocks = run_blocks(
-            enumerate(self.layers), hidden_states, mask, token_mask, rotation, past_key_values, dropout_seed
+            enumerate(self.layers), hidden_states, mask, query_samples, rotation, past_key_values, dropout_seed
         )
         for output in blocks:
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
             hidden_states = output.hidden_states
-            if output.aux_loss is not None:
+            if output.aux_loss is not None and output.aux_losses is not None:
                 aux_loss = aux_loss + output.aux_loss
+                of_rows = of_rows + output.aux_losses.sum(1)
                 router_stats.extend(output.router_stats)
         hidden_states = self.norm(hidden_states)
         return M6ModelOutput(
             last_hidden_state=hidden_states,
             hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
             aux_loss=aux_loss,
+            aux_losses=of_rows / (query_samples != 0).sum(1).clamp(min=1),
             router_stats=tuple(router_stats),
             past_key_values=past_key_values,
         )
@@ -248,7 +251,9 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             labels: int64 [B, S], aligned with ``input_ids`` (this method shifts them), -100 where there is no loss.
             loss_weights: [B, S], one weight per label; 1 when absent.
             num_items_in_batch: divisor of the weighted sum of losses. With the sum of weights of the whole global
-                batch the loss does not depend on how the batch is split. Absent: the sum of weights of this call.
+                batch the losses of all parts add up to that of the batch. Absent: the sum of weights of this call.
+                The router losses of a row, means over its tokens, count as much as its share of these items. They are
+                left out in evaluation mode, where the loss is that of the targets alone.
             return_logits: False saves memory: logits are computed only at labelled positions and not returned.
             logits_to_keep: number of last positions whose logits are computed, or int64 indices of positions; 0: all.
                 With labels it is refused: their positions are those of the whole row.
@@ -286,7 +291,11 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             if loss_weights is not None:
                 weights = loss_weights[:, 1:][labelled].to(target_losses)
             items = weights.sum() if num_items_in_batch is None else num_items_in_batch
-            loss = (weights * target_losses).sum() / items + outputs.aux_loss
+            total = (weights * target_losses).sum()
+            if self.training:
+                of_rows = weights.new_zeros(len(labels)).index_add(0, labelled[0], weights)
+                total = total + (of_rows * outputs.aux_losses).sum()
+            loss = total / items
         return M6Output(
             loss=loss,
             logits=logits,

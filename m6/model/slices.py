@@ -54,12 +54,12 @@ class SliceKeys:
     """What the slices of a micro-batch leave for each other in the layers of one stage: keys, values, and choices.
 
     Args:
-        length: tokens of a row.
-        num_tokens: of all rows, without padding.
+        sample_ids: int64 [B, S] of whole rows, on the CPU.
     """
 
-    def __init__(self, length: int, num_tokens: int) -> None:
-        self._length, self._num_tokens = length, num_tokens
+    def __init__(self, sample_ids: Tensor) -> None:
+        self._length = sample_ids.shape[1]
+        self._num_tokens, self._samples = int((sample_ids != 0).sum()), int(sample_ids.max())
         self._parts: dict[tuple[int, int], _Sequence] = {}
         self._routed: dict[int, TokenParts] = {}
 
@@ -69,7 +69,7 @@ class SliceKeys:
 
     def routed(self, layer_index: int) -> TokenParts:
         """What the calls of a sparse layer leave for each other."""
-        return self._routed.setdefault(layer_index, TokenParts(self._num_tokens))
+        return self._routed.setdefault(layer_index, TokenParts(self._num_tokens, self._samples))
 
     def join(self, part: int, layer_index: int, new: Tensor, begin: int) -> Tensor:
         """Appends keys (part 0) or values (part 1) of a slice to those before; see ``_Join``."""

@@ -184,7 +184,7 @@ class ModelStage(nn.Module):
         begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
         rotation = self._rotate(torch.arange(begin, end, device=samples.device))
         mask = prefix_lm_mask(types, samples, begin)
-        return hidden_states, _BlockInputs(mask, samples[:, begin:] != 0, rotation, dropout_seed)
+        return hidden_states, _BlockInputs(mask, samples[:, begin:], rotation, dropout_seed)
 
     def _leave(self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor) -> tuple[Tensor, M6Output]:
         """What ``forward`` returns, from the hidden states after the blocks and what their routers say."""

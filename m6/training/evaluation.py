@@ -15,11 +15,12 @@ from m6.training.places import Places
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, data: PretrainingData, num_batches: int, places: Places, device: torch.device
+    engine: Engine, data: PretrainingData, num_rows: int, places: Places, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates each objective with a positive weight on its first ``num_batches`` micro-batches.
+    """Evaluates each objective with a positive weight on its first ``num_rows`` rows.
 
-    The ranks share the micro-batches; those of a pipeline have the same ones. Layers may communicate, so all ranks run
+    The rows are those of every micro-batch size and number of ranks. The ranks share the micro-batches; those of a
+    pipeline have the same ones. Layers may communicate, so all ranks run
     the same number of forward passes, and the results of surplus passes are dropped.
 
     Returns:
@@ -30,7 +31,7 @@ def evaluate(
     losses, by_source = {}, {}
     with engine.evaluating():
         for objective in data.active_objectives:
-            batches = data.validation_micro_batches(objective, num_batches)
+            batches = data.validation_micro_batches(objective, num_rows)
             if not batches:
                 continue
             sums = torch.zeros(2, len(data.sources), dtype=torch.float64, device=device)

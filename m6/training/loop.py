@@ -46,6 +46,7 @@ from m6.training.reporting.nonfinite import NonfinitePolicy, find_nonfinite_weig
 from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.ranks import RankTimes
 from m6.training.reporting.samples import open_sample_grids
+from m6.training.schedule import NEXT_RATE, changed_rate, scheduled_rate
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep, micro_batch_numbers
@@ -205,7 +206,7 @@ class Trainer:
                 self._print(warning)
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
-            losses = evaluate(self.engine, self.data, settings.evaluation.num_batches, self.places, self.runtime.device)
+            losses = evaluate(self.engine, self.data, settings.evaluation.num_rows, self.places, self.runtime.device)
             return_freed_memory(self.runtime.device)
             self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)
@@ -250,6 +251,8 @@ class Trainer:
             self.checkpoint = None  # closes the files of its shards
             self.step, self.samples_seen, self.tokens_seen = state["step"], state["samples_seen"], state["tokens_seen"]
             self._print(f"resumed {self.run.root} at step {self.step}")
+            if warning := changed_rate(self.config, state):
+                self._print(warning)
         elif self.settings.init is not None:
             initial = open_initial_weights(self.settings.init, self._show_loading)
             restore_weights(self.engine, initial, self._show_loading)
@@ -312,6 +315,7 @@ class Trainer:
             "model": self.config.model.to_diff_dict(),
             "lora": self.settings.lora and self.settings.lora.model_dump(),
             "any_world": self.config.sums_depend_on,
+            NEXT_RATE: scheduled_rate(self.step, self.config),
             **self.stage.state(),
         }
         return self.checkpointer.save(self.engine, self.step, state)

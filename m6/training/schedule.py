@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from m6.config.run import RunConfig
 from m6.config.sections import ScheduleSettings
+
+NEXT_RATE = "next_learning_rate"
+"""The key of a checkpoint's state: the rate that the schedule has for the step after it."""
+
+
+def scheduled_rate(step: int, config: RunConfig) -> float:
+    """The schedule's learning rate of optimizer step ``step`` (the first is 0)."""
+    peak: float = config.deepspeed.optimizer_params["lr"]
+    return peak * learning_rate_factor(step, config.m6.training.total_steps, config.m6.schedule)
+
+
+def changed_rate(config: RunConfig, state: dict[str, Any]) -> str | None:
+    """A warning if a run goes on from a checkpoint with this state at another rate than the checkpoint's run would."""
+    step, before = state["step"], state.get(NEXT_RATE)
+    rate = scheduled_rate(step, config)
+    if before is None or math.isclose(rate, before, rel_tol=1e-9):
+        return None
+    return (
+        f"warning: the learning rate goes on at {rate:.4g}; with the settings of the checkpoint it would be "
+        f"{before:.4g}. m6.training.total_steps, m6.schedule or optimizer.params.lr has changed"
+    )
 
 
 def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings) -> float:

@@ -1,7 +1,8 @@
 """One optimizer step over the global batch.
 
-A step first counts the target tokens of all micro-batches over all ranks. The loss is the mean over these targets, so
-it does not depend on the number of ranks and of micro-batches.
+A step first counts the tokens and the target tokens of all micro-batches over all ranks. The loss is the mean over the
+targets, and the routers' losses are means over the tokens, so neither depends on the number of ranks and of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
 from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.sums import StepResult, StepSums, sum_of_all
-from m6.training.schedule import learning_rate_factor
+from m6.training.schedule import scheduled_rate
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
 
@@ -89,7 +90,7 @@ class BegunStep:
             step=self.step + 1,
             result=result,
             loss=result.loss_sum / self.targets,
-            aux_loss=result.aux_loss_sum / self.micro_batches,
+            aux_loss=result.aux_loss_sum / max(self.tokens, 1),
             learning_rate=self.learning_rate,
             grad_norm=update.grad_norm,
             skipped=update.skipped,
@@ -192,11 +193,7 @@ class TrainStep:
         return sum_of_all(values, self._exact, self.engine.replicas)
 
     def _learning_rate(self, step: int) -> float:
-        settings = self.config.m6
-        factor = learning_rate_factor(step, settings.training.total_steps, settings.schedule)
-        factor *= self.stage.learning_rate_factor(step)
-        peak: float = self.config.deepspeed.optimizer_params["lr"]
-        return peak * factor
+        return scheduled_rate(step, self.config) * self.stage.learning_rate_factor(step)
 
     def _seed(self, number: int) -> int:
         """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
@@ -209,14 +206,16 @@ class TrainStep:
         if losses is None:  # a stage of a pipeline before the last one
             labelled, losses = torch.zeros_like(labelled), output.aux_loss.new_zeros(0)
         loss = losses.sum()
-        begun.sums.add(losses, loss, batch.objective_ids[labelled], output.aux_loss)
+        begun.sums.add(
+            losses, loss, batch.objective_ids[labelled], output.aux_loss.detach().double() * batch.num_tokens
+        )
         if output.router_stats:
             self._add_router_stats(begun, output.router_stats)
         # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
-        # sum becomes the mean over targets. The routers' loss is a mean over micro-batches.
+        # sum becomes the mean over targets. The routers' loss is a mean over tokens: the share of them makes it a sum.
         averaged_over = self.engine.averaged_over
-        per_target, per_micro_batch = averaged_over / begun.targets, averaged_over / begun.micro_batches
-        return loss * per_target + output.aux_loss * per_micro_batch
+        per_target, share = averaged_over / begun.targets, averaged_over * batch.num_tokens / max(begun.tokens, 1)
+        return loss * per_target + output.aux_loss * share
 
     def _add_router_stats(self, begun: BegunStep, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)

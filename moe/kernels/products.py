@@ -13,6 +13,8 @@ from moe.kernels.compiled import CompiledProducts, load_kernel
 # oneDNN, which multiplies 16 bits on a CPU, compiles a kernel for every new number of rows. That takes as long as a
 # small product. The numbers of experts' rows hardly ever repeat; rounded up to a multiple of this, they do.
 CPU_ROWS = 64
+# On CUDA one grouped product of PyTorch 2.13 takes fewer groups than this.
+_CUDA_GROUPS = 1024
 
 
 class Products(Protocol):
@@ -35,8 +37,9 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     """Returns the fastest valid implementation, as measured (scripts/benchmarks/results/moe_layer_speed.md).
 
     ``torch.nn.functional.grouped_mm`` supports neither float64 nor empty inputs, and needs each row of its operands to
-    start at a multiple of 16 bytes. On CPUs 16-bit products are those of the loop: in float32 where the processor has
-    no 16-bit arithmetic (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md), else of filled rows, see CPU_ROWS.
+    start at a multiple of 16 bytes, and on a GPU fewer than 1,024 experts. On CPUs 16-bit products are those of the
+    loop: in float32 where the processor has no 16-bit arithmetic
+    (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md), else of filled rows, see CPU_ROWS.
 
     Args:
         rows: [R, D].
@@ -52,7 +55,8 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
         return LoopProducts(counts, torch.float32 if emulated else rows.dtype, 1 if emulated else CPU_ROWS)
     aligned = all(size * rows.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
     known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if aligned and known and len(rows) > 0:
+    few = rows.device.type == "cpu" or len(counts) < _CUDA_GROUPS
+    if aligned and known and few and len(rows) > 0:
         return GroupedProducts(counts)
     return LoopProducts(counts, rows.dtype)
 

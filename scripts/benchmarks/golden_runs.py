@@ -29,7 +29,7 @@ COMMON = {
     "m6.pseudo_to_real.switch_step": 8,
     "m6.logging.interval_steps": 1,
     "m6.evaluation.interval_steps": 12,
-    "m6.evaluation.num_batches": 2,
+    "m6.evaluation.num_rows": 32,
     "m6.checkpoint.interval_steps": 100,
 }
 OFFLOAD = '{"device_budget_mib": 320}'

@@ -143,9 +143,9 @@ def run(layer: MoELayer, rows: int, recompute: bool = False) -> dict[str, Tensor
     weight = torch.randn(rows, 7, HIDDEN)
     x.requires_grad_()
     if recompute:
-        output, aux_loss, _ = checkpoint(layer, x, mask, use_reentrant=False)
+        output, aux_loss, *_ = checkpoint(layer, x, mask, use_reentrant=False)
     else:
-        output, aux_loss, _ = layer(x, mask)
+        output, aux_loss, *_ = layer(x, mask)
     ((output * weight).sum() + aux_loss).backward()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     assert all(grad is not None for grad in grads.values())

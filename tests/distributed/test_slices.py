@@ -57,7 +57,7 @@ def sliced_gradients(model: Any, batches: Sequence[MicroBatch], cuts: Sequence[l
     layers, table = range(model.config.num_layers), model.model.embeddings.tokens.weight
     stage = ModelStage(model, layers, table).train()
     for number, batch in enumerate(batches):
-        keys, found = SliceKeys(batch.input_ids.shape[1], int((batch.sample_ids != 0).sum())), []
+        keys, found = SliceKeys(batch.sample_ids), []
         for each in slices_of(batch, number, number, cuts[number], model.config):
             past = keys.of_slice(each.begin)
             _, output = stage(None, each.batch.model_inputs(), each.batch.labels, each.seed, past)

@@ -104,7 +104,7 @@ def _smoke_script(run: ClusterRun, *arguments: str) -> ClusterRun:
     own = json.loads(run.config.read_text(encoding="utf-8"))["m6"]
     small = {"training.total_steps": 4, "pseudo_to_real.switch_step": 2}
     settings = {**{f"model.{key}": value for key, value in own["model"].items()}, **small}
-    settings |= {"schedule.warmup_steps": 1, "evaluation.num_batches": 1, "moe.num_experts": 4}
+    settings |= {"schedule.warmup_steps": 1, "evaluation.num_rows": 2, "moe.num_experts": 4}
     settings |= {f"data.{key}": own["data"][key] for key in ("path", "tokenizer", "sequence_length", "num_workers")}
     options = [word for key, value in settings.items() for word in ("--set", f"m6.{key}={json.dumps(value)}")]
     script = ROOT / "scripts" / "slurm" / "smoke.sbatch"

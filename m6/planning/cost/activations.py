@@ -202,6 +202,8 @@ class Activations:
         router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
         if moe.z_loss_weight:
             router += real * (moe.num_experts + 2 * moe.num_prototypes) * FP32
+        if moe.balance_scope == "sequence" and moe.aux_loss_weight:
+            router += real * moe.num_experts * FP32  # the shares of each token's sequence
         return router
 
     def combined(self, output_size: int) -> int:

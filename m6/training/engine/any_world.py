@@ -12,6 +12,7 @@ from torch import Tensor
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.errors import UserError
 from m6.training.engine.clipping import gradient_norm, shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
 from m6.training.engine.handover import give_partition, take_gradient
@@ -31,6 +32,7 @@ class AnyWorldEngine(Engine):
     def __init__(
         self, deepspeed: Any, config: RunConfig, device: torch.device, offloaded: OffloadedExperts | None
     ) -> None:
+        check_device(config, device)
         super().__init__(deepspeed, config, device, offloaded)
         world_size, ep_size = dist.get_world_size(), config.m6.training.ep_size
         self.averaged_over = 1
@@ -43,7 +45,7 @@ class AnyWorldEngine(Engine):
             torch.use_deterministic_algorithms(True)
         deepspeed.enable_backward_allreduce = False
         if self._zero_stage > 0:
-            self._norm = torch.zeros((), device=device)
+            self._norm = torch.zeros((), dtype=torch.float64, device=device)
             zero = deepspeed.optimizer
             zero.scaled_global_norm = lambda norm_type=2: self._norm
             zero.clip_grad = 0.0  # stage 0 would round another factor
@@ -104,6 +106,15 @@ class AnyWorldEngine(Engine):
         assert self._loss_scale is not None
         shrink(gradients, float(self._norm) / self._loss_scale.value, self._max_norm)
         give_partition(self._deepspeed.optimizer, by_parameter)
+
+
+def check_device(config: RunConfig, device: torch.device) -> None:
+    """Raises UserError if the model has an operation whose gradient has no fixed order on this device."""
+    if device.type == "cuda" and config.model.patch_encoder == "resnet":
+        raise UserError(
+            'm6.training.deterministic "any_world": the gradient of max pooling, which m6.model.patch_encoder "resnet" '
+            'needs, adds up in no fixed order on a GPU; use patch_encoder "linear", or leave one of them out'
+        )
 
 
 def tree_shape(config: RunConfig, world_size: int) -> TreeShape:

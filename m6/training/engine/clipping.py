@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.training.engine.partitions import is_divided
+from m6.training.engine.tensor_norms import norms_of
 
 
 def clip_gradients(
@@ -53,7 +54,7 @@ def gradient_norm(
     device: torch.device,
     other_squares: float = 0.0,
 ) -> Tensor:
-    """The norm of the gradients of the whole model.
+    """The norm of the gradients of the whole model, in fp64.
 
     Args:
         dense: gradients that every rank has.
@@ -69,9 +70,8 @@ def gradient_norm(
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:  # a dense model has no experts
-        return torch.zeros((), device=device)
-    # In fp32: the norm of many fp16 numbers is beyond their range.
-    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return norms_of(gradients).square().sum()
 
 
 def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:

@@ -18,6 +18,7 @@ from m6.planning.cost.precision import FP32
 from m6.training.engine.engine import Engine, LossFunction, Update
 from m6.training.engine.handover import give_partition, take_gradient
 from m6.training.engine.partitions import is_expert
+from m6.training.engine.tensor_norms import norms_of
 from m6.training.expert_groups import expert_group
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.reduction.collectives import CountedCollectives
@@ -80,7 +81,7 @@ class CompressedEngine(Engine):
 
     def _reduce(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums over ranks; infinite everywhere, with residuals as they were, if a gradient of a rank is."""
-        norms = torch.stack(torch._foreach_norm(list(gradients.values())))
+        norms = norms_of(list(gradients.values()))
         if _on_any_rank(~torch.isfinite(norms)):
             return {name: gradient.fill_(torch.inf) for name, gradient in gradients.items()}
         experts = [name for name in gradients if is_expert(self._trained[name])]

@@ -56,7 +56,7 @@ class SlicedPipelineEngine(PipelineEngine):
             for number, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
             for each in slices_of(batch, number, seed, cuts[number], self._config.model)
         ]
-        self._keys = [SliceKeys(b.input_ids.shape[1], int((b.sample_ids != 0).sum())) for b in micro_batches]
+        self._keys = [SliceKeys(batch.sample_ids) for batch in micro_batches]
         counts = tuple(len(each) + 1 for each in cuts)
         self._counts += counts
         self._schedule.prepare(counts)

@@ -1,4 +1,4 @@
-"""Norms of whole tensors where ZeRO's flat partitions cut them: one number for each tensor crosses the ranks."""
+"""Norms of tensors, also of whole ones where ZeRO's flat partitions cut them: one number each crosses the ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+_CHUNK = 2**18  # elements; their copies in fp64 stay in a processor's cache
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of each tensor, [N] in fp64.
+
+    On CPUs PyTorch 2.13 adds up the squares of fp32 numbers in fp32, one after the other: 10^8 equal ones lose 1 % of
+    their norm, and another share when they are cut elsewhere. So they are added up in fp64 there, as DeepSpeed does. On
+    other devices sums are trees of fp32, also those of fp16 numbers, whose squares can be beyond their range.
+
+    Args:
+        tensors: at least one, all on one device.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)).double()
+    return torch.stack([_norm_in_fp64(tensor.detach()) for tensor in tensors])
+
+
+def _norm_in_fp64(tensor: Tensor) -> Tensor:
+    chunks = tensor.reshape(-1).split(_CHUNK)
+    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 @dataclass(frozen=True)
@@ -44,13 +67,13 @@ class TensorLayout:
     is_partition: bool = False
 
     def norms(self, *tensors: Tensor) -> Tensor:
-        """[N, count]: the norms of the parts of N flat tensors; all ranks of the group call it."""
-        squares = tensors[0].new_zeros(len(tensors), self.count)
+        """[N, count] in fp64: the norms of the parts of N flat tensors; all ranks of the group call it."""
+        squares = tensors[0].new_zeros(len(tensors), self.count, dtype=torch.float64)
         if self.pieces:
             numbers = torch.tensor([piece.number for piece in self.pieces], device=squares.device)
             for row, tensor in zip(squares, tensors, strict=True):
                 parts = [tensor[piece.start : piece.end] for piece in self.pieces]
-                row.index_add_(0, numbers, torch.stack(torch._foreach_norm(parts)).square())
+                row.index_add_(0, numbers, norms_of(parts).square())
         if self.is_partition:
             exchanged = squares.to(self.device)
             dist.all_reduce(exchanged, group=self.group)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from m6.config.run import RunConfig
 from m6.training.engine.engine import Engine, Update
+from m6.training.engine.tensor_norms import norms_of
 
 
 class GradientNoise:
@@ -52,7 +53,7 @@ class GradientNoise:
     def _add(self, gradient: Tensor) -> None:
         # A hook of a parameter is called once in each backward pass, before gradients are added up or reduced.
         assert self._squares is not None
-        self._squares += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double().square()
+        self._squares += norms_of([gradient])[0].square()
 
     def measure(self, update: Update, micro_batches: int) -> None:
         """Computes the estimates if the step was watched; every rank calls it.

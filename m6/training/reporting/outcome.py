@@ -15,7 +15,7 @@ class StepOutcome:
         step: number of finished steps, this one included.
         result: sums over all ranks, and the requests of all ranks.
         loss: mean cross entropy over the targets of the global batch, in nats.
-        aux_loss: mean over micro-batches of the routers' weighted auxiliary loss.
+        aux_loss: mean over tokens of the routers' weighted auxiliary losses.
         grad_norm: norm of all gradients before clipping.
         skipped: whether a gradient was not finite, so that no weight changed.
         loss_scale: of the gradients; 1 except in fp16.

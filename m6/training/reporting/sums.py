@@ -23,7 +23,7 @@ class StepResult:
     Attributes:
         loss_sums: cross entropy by objective, in nats.
         targets: number of target tokens by objective.
-        aux_loss_sum: the routers' weighted auxiliary losses.
+        aux_loss_sum: the routers' weighted auxiliary losses, of all tokens.
         loss_sum: cross entropy of all targets, in nats.
         requests: stop or save if any rank requests it.
     """
@@ -75,7 +75,7 @@ class StepSums:
             losses: [N], cross entropy of each target, in nats.
             loss: scalar, the sum of ``losses``.
             objective_ids: [N], the objective of each target.
-            aux_loss: scalar, the routers' weighted auxiliary loss.
+            aux_loss: scalar, the routers' weighted auxiliary losses, added up over the tokens.
         """
         # index_add_ needs no count of the targets on the host, so the device is not synchronised.
         losses = losses.detach().double()

@@ -73,7 +73,7 @@ class Case:
             "m6.training.total_steps": STEPS,
             "m6.schedule.warmup_steps": 1,
             "m6.data.num_workers": 0,
-            "m6.evaluation.num_batches": 1,
+            "m6.evaluation.num_rows": 1,
             "m6.logging.interval_steps": 1,
         }
 

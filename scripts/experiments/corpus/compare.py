@@ -35,7 +35,7 @@ SETTINGS = [
     "m6.training.total_steps=400",
     "m6.schedule.warmup_steps=40",
     "m6.evaluation.interval_steps=400",
-    "m6.evaluation.num_batches=200",
+    "m6.evaluation.num_rows=6400",
 ]
 
 

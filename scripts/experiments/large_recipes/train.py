@@ -292,7 +292,7 @@ def measure_ngrams(arguments: argparse.Namespace) -> None:
     config = load_config(file)
     NGRAMS.unlink(missing_ok=True)
     table = ResultTable(NGRAMS, ("objective", "model"))
-    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_batches).items():
+    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_rows).items():
         for model, loss in losses.items():
             table.append({"objective": objective, "model": model, "loss": f"{loss:.4f}"})
 

@@ -214,7 +214,7 @@ def measure_ngrams() -> None:
     config = load_config(CONFIG)
     table = ResultTable(NGRAMS, ("objective", "model"))
     NGRAMS.unlink(missing_ok=True)
-    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_batches).items():
+    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_rows).items():
         for model, loss in losses.items():
             table.append({"objective": objective, "model": model, "loss": round(loss, 5)})
 

@@ -58,6 +58,9 @@ def test_any_range_of_any_split_reads_back(data: st.DataObject, shape: list[int]
     ranks: list[list[Fragment]] = [[] for _ in range(world_size)]
     for piece in [*split("x", tensor, cuts), *split("other", -tensor, cuts[:1])]:
         ranks[data.draw(st.integers(0, world_size - 1))].append(piece)
+    # Copies of any parts by other ranks: ranges that overlap, contain each other, or begin at the same place.
+    for begin, end in data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size)), max_size=4)):
+        ranks.append(split("x", tensor, sorted((begin, end)))[1:2])
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_format, "SHARD_BYTES", limit)
         folder = Path(name)
@@ -82,6 +85,21 @@ def test_ranges_that_overlap_are_read_once(tmp_path: Path):
     pieces = [Fragment("x", "weight", begin, tensor[begin : begin + 6].clone(), (10,)) for begin in (0, 2, 4)]
     write(tmp_path, [pieces])
     assert torch.equal(CheckpointReader(tmp_path).read("x", "weight"), tensor)
+
+
+def test_a_range_inside_of_another_hides_nothing(tmp_path: Path):
+    tensor = torch.arange(100.0)
+    pieces = [Fragment("x", "weight", begin, tensor[begin:end].clone(), (100,)) for begin, end in ((0, 100), (50, 60))]
+    write(tmp_path, [pieces])
+    target = torch.zeros(20)
+    CheckpointReader(tmp_path).read_into("x", "weight", 70, target)
+    assert torch.equal(target, tensor[70:90])
+
+
+def test_elements_that_no_range_has(checkpoint: Path):
+    target = torch.zeros(8)
+    with pytest.raises(UserError, match=r"manifest.json: corrupt: no range has element 24 of first \(weight\)"):
+        CheckpointReader(checkpoint).read_into("first", "weight", 20, target)
 
 
 def test_integers_keep_their_type(tmp_path: Path):

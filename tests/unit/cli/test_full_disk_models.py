@@ -86,7 +86,7 @@ def command(name: str, folder: Path, out: Path) -> tuple[object, ...]:
     return {
         "delink": ("delink", folder / "pseudo", "--out", out),
         "downstream": ("downstream", folder / "classifier", "--max-rows", 4, "--out", out / "report.md"),
-        "evaluate": ("evaluate", folder / "pretrained", "--batches", 1, "--out", out / "report.md"),
+        "evaluate": ("evaluate", folder / "pretrained", "--rows", 2, "--out", out / "report.md"),
         "evaluate-pictures": ("evaluate-pictures", folder / "pictures", *real, "--out", out / "report.md"),
         "finetune": ("finetune", folder / "drawing.json", "--init", folder / "pretrained", "--run-dir", out),
         "generate grid": ("generate", "--checkpoint", folder / "drawn", "红色圆形", "--out", out / "grid.png"),

@@ -168,7 +168,7 @@ USAGE = [
     (["serve", "--checkpoint", "x", "--deadline", "inf"], "--deadline must be from 0.001 to 86400 seconds, found inf"),
     (["serve", "--checkpoint", "x", "--deadline", "nan"], "--deadline must be from 0.001 to 86400 seconds, found nan"),
     (["generate", "--checkpoint", "x", "a prompt", "--num-beams", "0"], "--num-beams"),
-    (["evaluate", "x", "--batches", "many"], "--batches"),
+    (["evaluate", "x", "--rows", "many"], "--rows"),
     (["data", "build"], "Missing argument"),
 ]
 

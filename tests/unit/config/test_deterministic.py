@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, parse_config
@@ -12,6 +13,7 @@ from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.feasibility import Feasibility
 from m6.training.checkpointing import check_same_sums
+from m6.training.engine.any_world import check_device
 from tests.fixtures.tiny_run import tiny_document
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -51,6 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, **changes: Any) -> RunConfig:
     return parse_config(tiny_document(folder, m6__training__deterministic="any_world", **changes))
+
+
+def test_pooling_on_a_gpu(folder: Path):
+    resnet, linear = config(folder, m6__model__patch_encoder="resnet"), config(folder)
+    with pytest.raises(UserError, match='"resnet" needs, adds up in no fixed order on a GPU'):
+        check_device(resnet, torch.device("cuda"))
+    check_device(resnet, torch.device("cpu"))
+    check_device(linear, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)

@@ -163,10 +163,26 @@ def test_validation_covers_the_split_once(tiny, objective):
 
 
 def test_validation_is_the_same_for_every_seed(tiny):
-    first, second = (open_data(tiny, seed=seed).validation_micro_batches("text_denoising", 2) for seed in (1, 2))
-    assert len(first) == len(second) == 2
+    first, second = (open_data(tiny, seed=seed).validation_micro_batches("text_denoising", 12) for seed in (1, 2))
+    assert len(first) == len(second) > 1
     assert all(equal(a, b) for a, b in zip(first, second, strict=True))
     assert equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 13, 100])
+def test_validation_reads_the_same_rows_whatever_the_micro_batch(tiny, num_rows):
+    """With the same corruption; a split of 15 rows has no more."""
+
+    def read(micro_batch_size):
+        batches = open_data(tiny, micro_batch_size=micro_batch_size).validation_micro_batches(
+            "text_denoising", num_rows
+        )
+        assert all(batch.num_samples == micro_batch_size for batch in list(batches)[:-1])
+        return [sample for batch in batches for sample in samples(batch)]
+
+    found = [sorted(read(size)) for size in (1, 2, 4, 8, 16)]
+    assert len(found[0]) == min(num_rows, 15)
+    assert all(each == found[0] for each in found)
 
 
 def test_validation_without_rows_and_of_an_unknown_objective(tiny, tmp_path):

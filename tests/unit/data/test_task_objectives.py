@@ -156,7 +156,7 @@ def targets_of(batch, tokenizer):
 def test_batches_of_labels_and_their_baseline_targets(tmp_path, tokenizer_folder, tokenizer):
     data = open_data(build_labelled_data(tmp_path / "data"), tokenizer_folder, text_classification=1.0)
     assert targets_of(data.micro_batch(0), tokenizer).keys() == {"好评", "差评"}
-    assert targets_of(data.validation_micro_batches("text_classification", 1)[0], tokenizer) == {"好评": 2, "差评": 2}
+    assert targets_of(data.validation_micro_batches("text_classification", 4)[0], tokenizer) == {"好评": 2, "差评": 2}
     targets = [tokenizer.decode(ids) for ids in data.target_ids("text_classification", "reviews", "train")]
     assert targets == ["好评", "差评"] * 6
 

@@ -42,7 +42,7 @@ def test_batch_targets_are_the_labels_of_each_sample(make_config):
     config = make_config(language_modelling=1.0, image_captioning=1.0)
     data = open_data(config)
     for objective in data.active_objectives:
-        batches = list(data.validation_micro_batches(objective, 3))
+        batches = list(data.validation_micro_batches(objective, 12))
         targets = baselines.batch_targets(batches, data.tokenizer.bos_token_id)
         # Packing puts several samples into a row, in any order.
         assert len(targets) == sum(batch.num_samples for batch in batches) == 12
@@ -72,14 +72,14 @@ def test_training_targets_are_all_training_rows(make_config):
 def test_losses(make_config):
     config = make_config(text_denoising=1.0, image_captioning=0.5)
     data = open_data(config)
-    losses = baselines.compute_baselines(config, data, 3)
+    losses = baselines.compute_baselines(config, data, 12)
     assert list(losses) == ["text_denoising", "image_captioning"]
     uniform = np.log(config.model.vocab_size)
     for objective, by_model in losses.items():
         assert list(by_model) == ["unigram", "bigram", "5-gram"]
         # The texts are made from few templates, so that a context tells much.
         assert max(by_model["5-gram"], by_model["bigram"]) < by_model["unigram"] - 0.5 < uniform
-        held_out = baselines.batch_targets(data.validation_micro_batches(objective, 3), data.tokenizer.bos_token_id)
+        held_out = baselines.batch_targets(data.validation_micro_batches(objective, 12), data.tokenizer.bos_token_id)
         counts = NGramCounts(baselines.training_targets(config, data, objective), 2, config.model.vocab_size)
         model = NGramModel(counts, 2)
         assert by_model["bigram"] == model.mean_loss(held_out)
@@ -96,11 +96,19 @@ def test_the_unigram_model_knows_the_codebook_of_a_code():
     assert masses == pytest.approx([0.0] * first + [np.log(books[0])] * 3 + [np.log(books[1])] * 3)
 
 
+def test_a_model_without_codes_has_no_codebooks():
+    """And no warning of a logarithm of 0, which this turns into an error."""
+    config = M6Config(text_vocab_size=10, image_vocab_size=0)
+    unigram = NGramModel(NGramCounts([[config.bos_token_id, 3, 4, config.eos_token_id]], 1, config.vocab_size), 1)
+    with np.errstate(all="raise"):
+        assert not baselines._log_book_masses(unigram, config).any()
+
+
 def test_only_the_unigram_model_is_told_the_codebook(make_config, monkeypatch):
     config = make_config(image_captioning=1.0)
-    plain = baselines.compute_baselines(config, open_data(config), 3)["image_captioning"]
+    plain = baselines.compute_baselines(config, open_data(config), 12)["image_captioning"]
     monkeypatch.setattr(baselines, "_log_book_masses", lambda *_: np.full(config.model.vocab_size, -0.25))
-    told = baselines.compute_baselines(config, open_data(config), 3)["image_captioning"]
+    told = baselines.compute_baselines(config, open_data(config), 12)["image_captioning"]
     assert told == pytest.approx({**plain, "unigram": plain["unigram"] - 0.25})
 
 
@@ -118,12 +126,12 @@ def test_are_kept_until_something_changes(make_config, tmp_path, monkeypatch):
     )
     config = make_config(language_modelling=1.0)
     assert baselines.read_baselines(tmp_path) == {}
-    first = baselines.run_baselines(tmp_path, config, 3)
-    assert baselines.run_baselines(tmp_path, config, 3) == first == baselines.read_baselines(tmp_path)
+    first = baselines.run_baselines(tmp_path, config, 12)
+    assert baselines.run_baselines(tmp_path, config, 12) == first == baselines.read_baselines(tmp_path)
     assert len(calls) == 1
-    baselines.run_baselines(tmp_path, config, 2)
+    baselines.run_baselines(tmp_path, config, 8)
     assert len(calls) == 2
-    baselines.run_baselines(tmp_path, make_config(language_modelling=1.0, sequence_length=90), 2)
+    baselines.run_baselines(tmp_path, make_config(language_modelling=1.0, sequence_length=90), 8)
     assert len(calls) == 3
 
 
@@ -136,9 +144,9 @@ def test_a_run_that_is_read_only_has_baselines(make_config, tmp_path, monkeypatc
     config = make_config(language_modelling=1.0)
     if code == errno.ENOSPC:  # a defect that should be mended
         with pytest.raises(OSError, match="No space"):
-            baselines.run_baselines(tmp_path, config, 1)
+            baselines.run_baselines(tmp_path, config, 4)
         return
-    assert "5-gram" in baselines.run_baselines(tmp_path, config, 1)["language_modelling"]
+    assert "5-gram" in baselines.run_baselines(tmp_path, config, 4)["language_modelling"]
     expected = (
         f"warning: {tmp_path / 'baselines.json'} cannot be written, so the baselines are computed again next time"
     )

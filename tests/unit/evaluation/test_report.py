@@ -64,10 +64,10 @@ def cells(text: str, first: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-def one_sample_at_a_time(model, data, objective, num_batches, split="validation"):
+def one_sample_at_a_time(model, data, objective, num_rows, split="validation"):
     """Mean over all targets, through the logits of a row at a time."""
     losses = []
-    for batch in data.validation_micro_batches(objective, num_batches, split):
+    for batch in data.validation_micro_batches(objective, num_rows, split):
         with torch.no_grad():
             logits = model(**batch.model_inputs()).logits
         for row in range(len(batch.labels)):
@@ -103,7 +103,7 @@ def test_losses_and_baselines(run):
     for objective in OBJECTIVES[:4]:
         targets, *losses = cells(text, objective)
         nats = [float(re.search(r"[\d.]+", loss)[0]) for loss in losses]
-        expected, count = one_sample_at_a_time(model, data, objective, 2)
+        expected, count = one_sample_at_a_time(model, data, objective, 4)
         assert targets == str(count)
         # Printed with three decimals; fp32 sums in another order are far closer.
         assert nats[0] == pytest.approx(expected, abs=6e-4)
@@ -120,14 +120,14 @@ def test_samples_are_of_the_model_that_m6_generate_loads(run, monkeypatch):
     (run / "config.json").write_text(json.dumps(document))
     shown = []
     monkeypatch.setattr("m6.evaluation.report.write_samples", lambda model, *_: shown.append(model) or "")
-    write_report(run, run / "report.md", num_batches=1)
+    write_report(run, run / "report.md", num_rows=2)
     [model] = shown
     assert model.learned_objectives
     assert all(layer.config.eval_capacity_factor is None for layer in model.modules() if isinstance(layer, MoELayer))
 
 
 def test_speed_and_size(run):
-    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    text = write_report(run, run / "report.md", num_rows=2).read_text()
     config = load_config(run / "config.json")
     assert cells(text, "tokens per second, median") == ["1,100 (10 % to 90 %: 1,020 to 1,180)"]
     assert cells(text, "waiting for data") == ["2.00% of the time"]
@@ -149,7 +149,7 @@ def test_what_the_experts_computed(run):
     config = load_config(run / "config.json")
     chosen = config.model.moe_config().experts_per_token
     expected = config.expected_routing.experts_per_token
-    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    text = write_report(run, run / "report.md", num_rows=2).read_text()
     assert "experts that computed a token" not in text, "no line of metrics says it"
     [active] = cells(text, "parameters active for one token")
     assert active == f"{num_parameters(config.model, experts_per_token=expected)['active_per_token']:,}"
@@ -163,7 +163,7 @@ def test_what_the_experts_computed(run):
         entry |= {**means, "tokens_without_expert": share, "experts": by_layer}
     training[-1]["gate_sum"] = None  # not finite
     write_metrics(run, entries)
-    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    text = write_report(run, run / "report.md", num_rows=2).read_text()
     assert cells(text, f"experts that computed a token, of {chosen} chosen") == [f"{0.5 * chosen:.4g}"]
     assert cells(text, "choices beyond the capacity") == ["50.0%"]
     shares = [0.1 + 0.2 * (number % 2) for number in range(len(training) - 1)]
@@ -192,7 +192,7 @@ def test_another_split(run):
     initialize_parameters(model, config.m6.training.seed)
     for objective in OBJECTIVES[:4]:
         targets, untrained, *_ = cells(text, objective)
-        expected, count = one_sample_at_a_time(model, open_data(config), objective, 2, "test")
+        expected, count = one_sample_at_a_time(model, open_data(config), objective, 4, "test")
         assert targets == str(count)
         assert float(untrained.split()[0]) == pytest.approx(expected, abs=6e-4)
     assert cells(text, "objective")[-3:] == ["unigram", "bigram", "5-gram"]
@@ -234,12 +234,12 @@ def test_the_kept_tokenizer_is_read_whatever_became_of_the_configured_one(run, t
 
 def test_a_source_without_training_rows_is_measured_by_no_model(run, tmp_path):
     """The n-gram models have no rows of it, and the run's own validation does not read it."""
-    expected = write_report(run, run / "report.md", num_batches=99).read_text()
+    expected = write_report(run, run / "report.md", num_rows=99).read_text()
     own = Manifest.load(tmp_path / "data")
     text = own.sources["tiny_text"]
     held_out = text.model_copy(update={"splits": {"validation": text.splits["test"]}})
     Manifest(sources={**own.sources, "held_out": held_out}).save(tmp_path / "data")
-    text = write_report(run, run / "report.md", num_batches=99).read_text()
+    text = write_report(run, run / "report.md", num_rows=99).read_text()
     assert cells(text, "language_modelling") == cells(expected, "language_modelling")
 
 
@@ -263,12 +263,12 @@ def test_the_weights_before_are_those_that_the_run_began_with(run, tmp_path):
     weights = {name: torch.zeros_like(tensor) for name, tensor in load_file(went_on / SHARD).items()}
     save_file(weights, went_on / SHARD)
     write_manifest(went_on, 2, {**CheckpointReader(begun_with).state, "step": 200})
-    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    text = write_report(run, run / "report.md", num_rows=2).read_text()
     _, before, now, *_ = cells(text, "language_modelling")
     assert f"**{before}**" == now  # both were written with one seed
 
     shutil.rmtree(begun_with)
-    text = write_report(run, run / "report.md", num_batches=1).read_text()
+    text = write_report(run, run / "report.md", num_rows=2).read_text()
     assert f"before fine-tuning are left out: {tmp_path / 'first'} no longer holds that of step 100." in text
     assert cells(text, "objective")[:2] == ["targets", "step 100"]
 

@@ -37,7 +37,7 @@ SCALED = {
     "m6.offload.device_budget_mib",
     *(f"m6.checkpoint.{name}" for name in ("interval_steps", "keep_last", "async_save")),
     "m6.evaluation.interval_steps",
-    "m6.evaluation.num_batches",
+    "m6.evaluation.num_rows",
 }
 
 

@@ -1,10 +1,13 @@
 """What transformers' Trainer and PEFT do with a model."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
 
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
@@ -55,6 +58,73 @@ def test_a_trainer_teaches_and_predicts(tiny_model, tmp_path):
     assert trainer.evaluate(rows)["eval_loss"] < before / 2
     predicted, labels = trainer.predict(rows)[:2]
     assert predicted.shape == (*labels.shape, model.config.vocab_size)
+
+
+LENGTHS = (2, 20, 2, 29, 2, 11, 2, 2)  # of the targets of a row
+ROUTERS = {"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.3, "z_loss_weight": 0.1}
+
+
+def rows_of(model: M6ForConditionalGeneration) -> list[dict[str, list[int]]]:
+    """Rows with a source of two tokens, padded."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for length in LENGTHS:
+        target = torch.randint(4, 40, (length,), generator=generator).tolist()
+        ids, padding = [4, 5, model.config.bos_token_id, *target], max(LENGTHS) - length
+        labels = [-100] * 3 + target + [-100] * padding
+        ids += [model.config.pad_token_id] * padding
+        rows.append({"input_ids": ids, "attention_mask": [1] * (3 + length) + [0] * padding, "labels": labels})
+    return rows
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the only step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.found = {name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def trained(model: torch.nn.Module, micro_batch: int, folder: Path) -> dict[str, torch.Tensor]:
+    """The gradients of one step of transformers' Trainer with all rows."""
+    rows, gradients = rows_of(model), Gradients()
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=1,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=len(rows) // micro_batch,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(copy.deepcopy(model), arguments, train_dataset=rows, callbacks=[gradients]).train()
+    return gradients.found
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_gradients_of_a_trainer_do_not_depend_on_the_split(tiny_model, tmp_path, adapters):
+    """All losses of routers included, in fp32: 1e-5 of the largest number of a gradient."""
+    model = tiny_model(moe={**ROUTERS, "balance_scope": "sequence"}).float()
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    whole = trained(model, 8, tmp_path)
+    assert adapters or whole["model.layers.1.ffn.router.weight"].abs().max() > 1e-3
+    for micro_batch in (4, 2, 1):
+        for name, gradient in trained(model, micro_batch, tmp_path).items():
+            error = (gradient - whole[name]).abs().max()
+            assert error <= 1e-5 * whole[name].abs().max(), (micro_batch, name, float(error))
+
+
+def test_a_trainer_evaluates_the_targets_alone(tiny_model, tmp_path):
+    """The exponential of the loss is a perplexity: routers add nothing to it."""
+    model = tiny_model(moe=ROUTERS).float()
+    rows = rows_of(model)
+    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=8, report_to=[], use_cpu=True)
+    found = Trainer(model.train(), arguments).evaluate(rows)["eval_loss"]
+    inputs = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    logits, labels = model.double().eval()(**inputs).logits[:, :-1], inputs["labels"][:, 1:]
+    expected = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
+    assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_the_notes_of_a_quantised_model_can_be_loaded(tiny_config, tmp_path):

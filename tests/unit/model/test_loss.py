@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
 from m6.model.losses import losses_of_logits, losses_of_states
+from moe import MoELayer
 
 
 def test_loss_and_target_losses_in_row_major_order(tiny_model, pack, samples):
@@ -27,7 +28,8 @@ def test_loss_and_target_losses_in_row_major_order(tiny_model, pack, samples):
     torch.testing.assert_close(output.target_losses, torch.stack(expected), atol=1e-12, rtol=0)
     assert len(expected) == 3 + 4 + 2 + 5
     assert output.aux_loss > 0
-    torch.testing.assert_close(output.loss, weighted / weights + output.aux_loss, atol=1e-6, rtol=0)  # fp32 aux
+    # In evaluation the loss is that of the targets alone, whose exponential is a perplexity.
+    torch.testing.assert_close(output.loss, weighted / weights, atol=1e-12, rtol=0)
     assert len(output.router_stats) == 1
     assert output.router_stats[0].num_tokens == (batch["sample_ids"] != 0).sum()
 
@@ -101,21 +103,68 @@ def test_packing_equals_separate_samples(tiny_model, pack, samples):
     torch.testing.assert_close(packed.target_losses.sum(), sum(s.sum() for s in separate), atol=1e-6, rtol=0)
 
 
-def test_loss_and_gradients_do_not_depend_on_the_split(tiny_model, pack, samples):
-    model = tiny_model()
-    items = pack(model.config, [samples])["loss_weights"].sum()
-    results = []
-    for split in ([[samples]], [[samples[:1], samples[1:3]], [samples[3:]]], [[[sample]] for sample in samples]):
-        model.zero_grad()
-        losses = [
-            model(**pack(model.config, rows), num_items_in_batch=items, return_logits=False).loss for rows in split
+# Every auxiliary loss, and a balance that does not depend on the split: see MoEConfig.balance_scope.
+ROUTERS = {
+    "num_experts": 8,
+    "num_prototypes": 2,
+    "top_k": 2,
+    "aux_loss_weight": 0.3,
+    "z_loss_weight": 0.1,
+    "balance_scope": "sequence",
+}
+
+
+def slow_loss(model, pack, rows, items):
+    """The loss of rows of samples, computed row by row and token by token from the logits of head and routers."""
+    settings, loss = model.config.moe_config(), 0.0
+    for row in rows:
+        batch = pack(model.config, [row])
+        logits: list[torch.Tensor] = []
+        routers = [layer.ffn.router for layer in model.model.layers if isinstance(layer.ffn, MoELayer)]
+        hooks = [
+            router.register_forward_hook(lambda _, __, output, found=logits: found.append(output)) for router in routers
         ]
-        total = sum(losses)
-        total.backward()
-        results.append((total.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
-    for loss, gradients in results[1:]:
-        torch.testing.assert_close(loss, results[0][0], atol=1e-10, rtol=0)
-        torch.testing.assert_close(gradients, results[0][1], atol=1e-10, rtol=0)
+        scores = model(**batch).logits[0]
+        for hook in hooks:
+            hook.remove()
+        assert len(logits) == 2
+        labels, weights = batch["labels"][0], batch["loss_weights"][0].double()
+        labelled = [place for place in range(1, len(labels)) if labels[place] != -100]
+        for place in labelled:
+            loss = loss - weights[place] * scores[place - 1].log_softmax(-1)[labels[place]] / items
+        share = sum(weights[place] for place in labelled) / items
+        samples = batch["sample_ids"][0]
+        samples = samples[samples != 0]
+        for of_layer in logits:
+            assert len(of_layer) == len(samples)
+            for token, sample in enumerate(samples):
+                for z in range(settings.num_prototypes):
+                    neighbours = of_layer[samples == sample, z]
+                    choices = neighbours.topk(settings.top_k).indices.flatten()
+                    shares = choices.bincount(minlength=settings.experts_per_prototype).double() / len(choices)
+                    own = of_layer[token, z]
+                    balance = settings.experts_per_prototype * (shares * own.softmax(-1)).sum()
+                    aux = settings.aux_loss_weight * balance + settings.z_loss_weight * own.logsumexp(-1) ** 2
+                    loss = loss + share * aux / len(samples) / settings.num_prototypes
+    return loss
+
+
+def test_loss_and_gradients_do_not_depend_on_the_split(tiny_model, pack, samples):
+    """Of rows of unequal length, all auxiliary losses included: 1e-10 in float64, about 1e5 rounding errors."""
+    model = tiny_model(moe=ROUTERS, moe_layer_frequency=1).train()
+    rows = [samples[:1], samples[1:3], samples[3:], samples[:2]]
+    items = pack(model.config, rows)["loss_weights"].sum().double()
+    expected = slow_loss(model, pack, rows, items)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(expected, parameters)
+    for split in ([rows], [rows[:1], rows[1:]], [[row] for row in rows], [rows[2:], rows[:2]]):
+        batches = [pack(model.config, part, left=len(split) % 3) for part in split]
+        loss = sum(model(**batch, num_items_in_batch=items, return_logits=False).loss for batch in batches)
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)
+        torch.testing.assert_close(torch.autograd.grad(loss, parameters), gradients, atol=1e-10, rtol=0)
+    whole = model(**pack(model.config, rows)).loss
+    torch.testing.assert_close(whole, expected, atol=1e-10, rtol=0)
+    assert whole > model.eval()(**pack(model.config, rows)).loss + 0.3  # a balanced layer adds 0.3 for its balance
 
 
 def test_gradient_checkpointing_changes_no_gradient(tiny_model, pack, samples):

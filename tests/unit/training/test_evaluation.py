@@ -38,6 +38,24 @@ def losses(trainer: Trainer) -> dict[str, dict]:
     return evaluate(trainer.engine, trainer.data, ALL, trainer.places, trainer.runtime.device)
 
 
+def test_validation_does_not_depend_on_the_micro_batch(make_trainer: Callable[..., Trainer], tmp_path: Path):
+    """The same weights on the same rows: fp32 in other orders."""
+    changes = {"m6__model__hidden_dropout": 0.0, "m6__evaluation__num_rows": 6}
+
+    def validate(size: int) -> dict[str, float]:
+        trainer = make_trainer(f"micro_batch_{size}", train_micro_batch_size_per_gpu=size, **changes)
+        settings = trainer.settings.evaluation
+        assert settings.num_rows == 6
+        return evaluate(trainer.engine, trainer.data, settings.num_rows, trainer.places, trainer.runtime.device)[
+            "validation"
+        ]
+
+    expected = validate(1)
+    assert len(expected) == 4
+    for size in (2, 4, 8):
+        assert validate(size) == pytest.approx(expected, rel=1e-6)
+
+
 def test_losses_of_sources_are_those_of_a_run_with_this_source_alone(make_trainer: Callable[..., Trainer], data: Path):
     objectives = {"image_captioning": {"weight": 1.0}, "language_modelling": {"weight": 1.0}}
     objectives |= {name: {"weight": 0.0} for name in ("text_denoising", "image_text_denoising")}

@@ -312,9 +312,9 @@ def test_another_text_tokenizer_is_refused(pretrained, folder):
 def test_a_report_on_data_without_codes_compares_with_the_weights_before(drawn, pretrained, folder, tmp_path):
     new = tmp_path / "new"
     shutil.copytree(folder / "data", new, ignore=shutil.ignore_patterns("codes"))
-    text = write_report(drawn, tmp_path / "drawn.md", 1, new).read_text()
+    text = write_report(drawn, tmp_path / "drawn.md", 4, new).read_text()
     (pretrained / "metrics.jsonl").touch()
-    before = write_report(pretrained, tmp_path / "pretrained.md", 1, new).read_text()
+    before = write_report(pretrained, tmp_path / "pretrained.md", 4, new).read_text()
 
     def row(report: str, first: str) -> list[str]:
         return next(line for line in report.splitlines() if line.startswith(f"| {first} |")).split("|")

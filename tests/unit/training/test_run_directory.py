@@ -130,7 +130,7 @@ def test_attempts_are_numbered_though_some_were_removed_or_copied(run: RunDirect
     [
         {"m6__checkpoint__keep_last": 5},
         {"m6__logging__interval_steps": 7},
-        {"m6__evaluation__num_batches": 1},
+        {"m6__evaluation__num_rows": 1},
         {"m6__data__num_workers": 3},
         {"m6__training__ep_size": 2},
         {"m6__moe__exchange": "all_to_all", "m6__moe__ranks_per_node": 4, "m6__moe__overlap_parts": 2},

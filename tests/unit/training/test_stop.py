@@ -103,10 +103,21 @@ def test_a_finished_run_becomes_longer(make_trainer: Callable[..., Trainer]):
     assert curves[0] == curves[1]
 
 
-def test_the_learning_rate_follows_the_longer_schedule(make_trainer: Callable[..., Trainer]):
+def test_the_learning_rate_follows_the_longer_schedule(
+    make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+):
+    """It jumps, because the shorter one had ended: the log says from where to where."""
     make_trainer(m6__training__total_steps=3).train()
+    assert "the learning rate goes on" not in capsys.readouterr().err
     longer = make_trainer(m6__training__total_steps=6)
     longer.train()
+    jumps = [line for line in capsys.readouterr().err.splitlines() if "the learning rate goes on" in line]
+    rate = next(line["learning_rate"] for line in lines(longer) if line["step"] == 4)
+    final = longer.settings.schedule.final_lr_ratio * 1e-3
+    assert jumps == [
+        f"warning: the learning rate goes on at {rate:.4g}; with the settings of the checkpoint it would be "
+        f"{final:.4g}. m6.training.total_steps, m6.schedule or optimizer.params.lr has changed"
+    ]
     whole = make_trainer("whole", m6__training__total_steps=6)
     whole.train()
     rates = [

@@ -306,3 +306,21 @@ def test_the_measured_products_are_those_of_both_ways(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patched:
             patched.setattr(compiled._Case, slow, counted)
             assert compiled._faster(kernel) == chosen
+
+
+class RowsOnGpu:
+    """What the choice of products asks of rows on a GPU."""
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+
+    def __len__(self) -> int:
+        return 8
+
+    def element_size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("experts", "kind"), [(1023, GroupedProducts), (1024, LoopProducts), (2048, LoopProducts)])
+def test_a_grouped_product_on_a_gpu_has_fewer_than_1024_experts(experts: int, kind: type) -> None:
+    rows, weight = RowsOnGpu(), torch.empty(1, 16, 16, dtype=torch.bfloat16).expand(experts, 16, 16)
+    assert type(choose_products(rows, torch.zeros(experts, dtype=torch.int64), weight)) is kind
